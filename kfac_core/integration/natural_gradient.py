@@ -439,16 +439,12 @@ class NaturalGradient:
                 self.estimator.decay = value_at(self.decay_schedule, self.steps)
         except Exception as raised:
             error = raised
-        at_once = (
-            self.communicator is not None
-            and self.wants_statistics
-            and not self._shares_differ
-            and not (self.estimator.mode == "empirical" and self.reduction == "mean")
-        )
         agreed = None
-        if at_once:
+        if self._agrees_at_once:
             agreed = self._updated_at_once(gradients, used, rows, error, background)
         if agreed is None:
+            if self.communicator is not None and error is None:
+                rows = self._weighted_rows(rows)
             agreed = self._agreed(
                 gradients, used, rows, error=error, background=background
             )
@@ -461,6 +457,16 @@ class NaturalGradient:
                 call.clear()
         return agreed
 
+    @property
+    def _agrees_at_once(self) -> bool:
+        """Whether the vote of an update is the only one of the step."""
+        return (
+            self.communicator is not None
+            and self.wants_statistics
+            and not self._shares_differ
+            and not (self.estimator.mode == "empirical" and self.reduction == "mean")
+        )
+
     def _updated_at_once(
         self,
         gradients: Mapping[str, Mapping[str, Any]],
@@ -472,8 +478,8 @@ class NaturalGradient:
         """Update by the number of rows here, and agree in the vote of the update.
 
         A block's output gradients are scaled by its examples over the rows, of all
-        processes.  If that is not the ratio here, nothing is changed, and the result is
-        None on all processes.
+        processes.  If that is not the ratio here, or rows have weights, nothing is changed,
+        and the result is None on all processes.
         """
         assert self.communicator is not None
         agreement = Agreement(self.communicator)
@@ -483,23 +489,37 @@ class NaturalGradient:
             if error is not None:
                 raise error
             numbers = self._numbers(gradients, rows, examples)
+            further = np.asarray(self._further_numbers(), np.float64)
             here = (rows, examples) if rows else (1.0, examples)
             parts = self._batches(used, *here)
         except Exception as raised:
             agreement.vote(step, error=raised)
         before = self._held()
-        with agreement.riding(step, numbers) as rider:
+        with agreement.riding(step, np.concatenate([numbers, further])) as rider:
             self._update(parts)
         assert rider.total is not None
-        total = rider.total
+        total, further = np.split(rider.total, [len(numbers)])
         agreed = self._read(total, examples)
         self._require_same_gradients(total, numbers)
         self._require_seen(*agreed)
-        if not are_equal(total[4:8], total[3]):
+        has_weights = self._has_weights(further)
+        if has_weights or not are_equal(total[4:8], total[3]):
             self._restore(before)
             self._shares_differ = True
             return None
         return agreed
+
+    def _further_numbers(self) -> Sequence[float]:
+        """Return what a subclass adds up in the vote of an update, for `_has_weights`."""
+        return ()
+
+    def _has_weights(self, total: np.ndarray[Any, Any]) -> bool:
+        """Return whether the rows of processes have to be weighted before an update."""
+        return False
+
+    def _weighted_rows(self, rows: Scalar) -> Scalar:
+        """Weight rows by those of all processes; return the rows here.  Collective."""
+        return rows
 
     def _update(self, parts: list[dict[str, Any]]) -> None:
         if not parts[1:]:

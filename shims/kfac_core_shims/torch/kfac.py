@@ -18,7 +18,12 @@ from kfac_core_shims.torch.gradients import Gradients, is_drawn_through
 from kfac_core_shims.torch.loss_checks import LossCheck
 from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
 from kfac_core_shims.torch.passes import Observation, PassRecorder
-from kfac_core_shims.torch.weights import balance
+from kfac_core_shims.torch.weights import (
+    balance,
+    have_weights,
+    numbers_of,
+    require_scale,
+)
 
 __all__ = ["KFAC"]
 
@@ -442,7 +447,8 @@ class KFAC(kc.integration.NaturalGradient):
         self._coverage.find_replaced()
         self._gradients.require_new()
         gradients = self._block_gradients()
-        self.balance()
+        if not self._agrees_at_once:
+            self.balance()
         if passes and not gradients and self.communicator is None:
             raise kc.NotReadyError(
                 "No parameter of a covered layer has a gradient, though the model's "
@@ -667,7 +673,8 @@ class KFAC(kc.integration.NaturalGradient):
                 "accumulate; kfac.discard() forgets a pass."
             )
         self._is_balanced = False
-        self.balance()
+        if not self._agrees_at_once:
+            self.balance()
         calls = [] if observation is None else observation.calls
         rows = 0.0 if observation is None else observation.rows
         device = next(self.model.parameters()).device.type
@@ -725,6 +732,25 @@ class KFAC(kc.integration.NaturalGradient):
         return self._division.directions(
             self.estimator, gradients, learning_rate=rate, bound=bound
         )
+
+    def _further_numbers(self) -> list[float]:
+        passes = self._passes.counted
+        read = [o for o in passes if o.rows]
+        clips = self.kl_clip is not None
+        error = self._loss.unscaled_error(read, self.processes, clips=clips)
+        if error is not None:
+            raise error
+        return numbers_of(passes)
+
+    def _has_weights(self, total: Any) -> bool:
+        require_scale(total, loss=self._loss, processes=self.processes)
+        return have_weights(total)
+
+    def _weighted_rows(self, rows: Any) -> Any:
+        if not self.wants_outputs or self._is_balanced:
+            return rows
+        self.balance()
+        return sum(o.rows for o in self._passes.counted)
 
     def _compared(self) -> dict[str, str]:
         # Of a likelihood without a `__repr__` the address differs.

@@ -188,6 +188,52 @@ def _is_one(x: float) -> bool:
     return abs(x - 1) <= 5e-2
 
 
+def numbers_of(passes: Sequence[Observation], /) -> list[float]:
+    """Return the rows of passes and their scales in the loss, to be added up."""
+    read = [o for o in passes if o.rows]
+    known = [(o.rows, o.scale) for o in read if o.scale]
+    uniform = [(o.rows, o.scale) for o in read if o.scale and o.is_uniform]
+    rows = sum(o.rows for o in read)
+    return [
+        rows,
+        rows * rows,
+        len(read) - len(known),
+        sum(o.is_unscaled for o in read),
+        sum(n * c for n, c in known),
+        len(uniform),
+        sum(_is_one(c) for _, c in uniform),
+        sum(_is_one(n * c) for n, c in uniform),
+        sum(c for _, c in uniform),
+        sum(n * c * c for n, c in known),
+        len(read),
+        sum(o.coarse for o in read),
+    ]
+
+
+def require_scale(
+    numbers: Sequence[float], /, *, loss: LossCheck, processes: int
+) -> None:
+    """Raise unless the loss has the scale that was said, by `numbers_of` of all."""
+    rows, squares, _, unscaled, _, count, sums, means, scales, *_ = numbers
+    if processes * squares > (1 + 1e-9) * rows * rows and unscaled:
+        loss.refuse_unequal_rows()
+    if count:
+        scale = scales / count
+        # With one row per process, a sum and a mean have the same scale.
+        is_mean = means == count or _is_one(scale * rows / processes)
+        loss.require_reduction(scale, rows, is_sum=sums == count, is_mean=is_mean)
+
+
+def have_weights(numbers: Sequence[float], /) -> bool:
+    """Return whether passes have unlike scales, by `numbers_of` of all processes."""
+    rows, _, unknown, _, total, *_, squares, passes, coarse = numbers
+    if unknown or not total:
+        return False
+    variance = squares * rows / (total * total) - 1.0
+    # No scale is farther from the mean than this.
+    return bool(passes * variance > max((coarse / passes) ** 2, 1e-14 * passes))
+
+
 def balance(
     passes: Sequence[Observation],
     /,
@@ -223,34 +269,15 @@ def balance(
         passed; and for processes with unequal rows, where the gradient does not show what
         these count.  On all processes.
     """
-    read = [o for o in passes if o.rows]
-    known = [(o.rows, o.scale) for o in read if o.scale]
-    uniform = [(o.rows, o.scale) for o in read if o.scale and o.is_uniform]
-    rows = sum(o.rows for o in read)
-    values = [
-        rows,
-        rows * rows,
-        len(read) - len(known),
-        sum(o.is_unscaled for o in read),
-        sum(n * c for n, c in known),
-        len(uniform),
-        sum(_is_one(c) for _, c in uniform),
-        sum(_is_one(n * c) for n, c in uniform),
-        sum(c for _, c in uniform),
-    ]
-    error = loss.unscaled_error(read, processes, clips=clips)
+    values = numbers_of(passes)
+    error = loss.unscaled_error([o for o in passes if o.rows], processes, clips=clips)
     if vote is not None:
         values = vote(values, error=error).tolist()
     elif error is not None:
         raise error
-    rows, squares, unknown, unscaled, total, count, sums, means, scales = values
-    if processes * squares > (1 + 1e-9) * rows * rows and unscaled:
-        loss.refuse_unequal_rows()
-    if count:
-        scale = scales / count
-        # With one row per process, a sum and a mean have the same scale.
-        is_mean = means == count or _is_one(scale * rows / processes)
-        loss.require_reduction(scale, rows, is_sum=sums == count, is_mean=is_mean)
+    require_scale(values, loss=loss, processes=processes)
+    rows, _, unknown, _, total, *_ = values
+    read = [o for o in passes if o.rows]
     if unknown or not total:
         return
     of_means = loss.criterion.reduction == "mean"
