@@ -40,6 +40,7 @@ __all__ = [
     "Handle",
     "Operation",
     "Traffic",
+    "Votes",
     "communicator_names",
     "connect",
     "engine",

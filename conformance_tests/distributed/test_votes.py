@@ -1,0 +1,162 @@
+"""What processes agree on: one small message a step, of one size at every stage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from conformance_tests.builders.shards import dense
+from kfac_core.distributed import Agreement, Distributed, run_ranks
+from kfac_core.errors import CommunicationError, DampingError, ReplicaError
+
+BLOCKS = {
+    "one": kc.Block(dense(3, 2), kc.Kronecker()),
+    "two": kc.Block(dense(2, 3), kc.Eigen()),
+}
+EXAMPLES = [4, 0, 3]
+"""Examples of each rank."""
+
+
+def natural(communicator=None, **options):
+    execution = None
+    if communicator is not None:
+        like = np.zeros(1)
+        execution = Distributed(communicator=communicator, like=like, holders="all")
+    estimator = kc.Estimator(
+        BLOCKS, reduction="sum", damping=0.1, mode="exact", execution=execution
+    )
+    settings = {"reduction": "mean", "refresh_every": 2, "kl_clip": 1e-3} | options
+    return kc.integration.NaturalGradient(
+        estimator, communicator=communicator, **settings
+    )
+
+
+def calls_of(step, start, stop):
+    """Return the calls of some of the seven examples of a step."""
+    rng = np.random.default_rng(step)
+    calls = []
+    for name, block in BLOCKS.items():
+        n, m = block.layer.in_features, block.layer.out_features
+        x, g = rng.normal(size=(7, n)), rng.normal(size=(7, m))
+        if stop > start:
+            calls.append(kc.integration.LayerCall(name, x[start:stop]))
+            calls[-1].add_source(g[start:stop])
+    return calls
+
+
+def gradients_of(step):
+    rng = np.random.default_rng(100 + step)
+    return {
+        name: {k: rng.normal(size=s) for k, s in block.layer.parameter_shapes.items()}
+        for name, block in BLOCKS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("positions", "votes"),
+    [
+        # Statistics, gradients and rows in one message; one more at each refresh, and one
+        # for the bases of EKFAC.
+        ([2, 2, 2], [3, 1, 2, 1]),
+        # Where an example has unlike numbers of rows, the first step finds out.
+        ([2, 5, 3], [5, 2, 3, 2]),
+    ],
+)
+def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes):
+    """Whether all examples have as many rows of outputs, or each rank's have others."""
+    ends = np.cumsum([0, *EXAMPLES])
+
+    def run(communicator):
+        kfac, directions, calls = natural(communicator), [], []
+        rank = communicator.rank
+        for step in range(4):
+            before = communicator.traffic.calls["all_reduce"]
+            rows = EXAMPLES[rank] * positions[rank]
+            mine = calls_of(step, ends[rank], ends[rank + 1])
+            directions.append(kfac.directions(gradients_of(step), mine, rows=rows))
+            calls.append(communicator.traffic.calls["all_reduce"] - before)
+        return directions, calls
+
+    alone = natural()
+    rows = int(np.dot(EXAMPLES, positions))
+    expected = [
+        alone.directions(gradients_of(step), calls_of(step, 0, 7), rows=rows)
+        for step in range(4)
+    ]
+    for directions, calls in run_ranks(3, run):
+        assert calls == votes
+        for step, own in enumerate(directions):
+            for name, parameters in own.items():
+                for key, x in parameters.items():
+                    reference = expected[step][name][key]
+                    error = np.linalg.norm(x - reference)
+                    assert error <= 1e-13 * np.linalg.norm(reference), (step, name)
+
+
+def test_a_difference_between_ranks_is_named_alone():
+    """Of a step of many parts those that differ, with the ranks, on all of them."""
+
+    def run(communicator):
+        part = "refresh" if communicator.rank == 1 else "no refresh"
+        with pytest.raises(ReplicaError) as raised:
+            Agreement(communicator).vote(f"step 7; {part}; bases", [1.0])
+        return str(raised.value)
+
+    for text in run_ranks(3, run):
+        assert text.startswith(
+            "Rank 0 is at 'no refresh' and rank 1 at 'refresh'. All ranks must"
+        )
+
+
+def test_votes_of_other_lengths_and_stages_meet():
+    """Their messages have one length; an error of one rank is that of all."""
+
+    def run(communicator):
+        agreement = Agreement(communicator)
+        assert agreement.vote("many", np.ones(100)).tolist() == [3.0] * 100
+        with agreement.riding("taken along", [1.0, 2.0]) as rider:
+            assert agreement.vote("both", [5.0]).tolist() == [15.0]
+        assert rider.total.tolist() == [3.0, 6.0]
+        step, length = ("few", 2) if communicator.rank == 2 else ("many", 100)
+        with pytest.raises(ReplicaError, match="rank 2 at 'few'"):
+            agreement.vote(step, np.ones(length))
+        error = DampingError("too small") if communicator.rank == 1 else None
+        with pytest.raises(DampingError, match="too small"):
+            agreement.vote("elsewhere" if error else "many", error=error)
+        with agreement.announced():
+            agreement.meet("nothing is sent")
+        return communicator.traffic.calls["all_reduce"]
+
+    # Two of the first, which does not fit, and one of each other.
+    assert run_ranks(3, run) == [5] * 3
+
+
+def test_ranks_that_divide_unlike_are_named():
+    """Engines would wait for ever."""
+
+    def run(communicator):
+        groups = [[0], [1, 2]] if communicator.rank == 2 else [[0, 1], [2]]
+        with pytest.raises(CommunicationError, match="Rank 2 divides the ranks"):
+            communicator.split(groups)
+
+    run_ranks(3, run)
+
+
+@pytest.mark.parametrize("name", ["update_every", "refresh_every", "bases_every"])
+def test_intervals_that_differ_are_named(name):
+    """When the object is made, or at the step that they change."""
+
+    def numbers(communicator):
+        with pytest.raises(ReplicaError, match=f"differs from rank 0 in `{name}`"):
+            natural(communicator, **{name: 2 + communicator.rank})
+
+    def functions(communicator):
+        kfac = natural(communicator, **{name: lambda step: 2 + communicator.rank})
+        for step in range(2):
+            kfac.directions(gradients_of(step), calls_of(step, 0, 7), rows=7)
+        with pytest.raises(ReplicaError, match=r"Rank 0 is at .*: True.* and rank 1"):
+            kfac.directions(gradients_of(2), calls_of(2, 0, 7), rows=7)
+
+    run_ranks(2, numbers)
+    run_ranks(2, functions)
