@@ -589,14 +589,6 @@ def test_the_curvature_is_that_of_the_compiled_loss(activation, loss):
     np.testing.assert_allclose(G, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_softmax_in_a_loop_of_its_own_is_refused():
-    """Nothing says there that the outputs are probabilities but they themselves."""
-    model = network(layers.Dense(3, activation="softmax"), shape=(4,))
-    kfac = KFAC(model, likelihood="categorical")
-    with pytest.raises(kc.ConventionError, match="softmax"):
-        kfac.observe(np.ones((5, 4), "float32"))
-
-
 @pytest.mark.parametrize(
     "reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 )

@@ -17,6 +17,7 @@ import keras
 from keras import ops
 
 import kfac_core as kc
+from kfac_core_shims.keras import private
 from kfac_core_shims.keras.layers import Site, each_site, tapped
 from kfac_core_shims.keras.losses import (
     OutputLoss,
@@ -161,7 +162,6 @@ class KFAC(kc.integration.NaturalGradient):
         )
         self._calls: list[kc.integration.LayerCall] = []
         self._rows: Any = 0
-        self._checked = False
         self._attach()
 
     def __repr__(self) -> str:
@@ -248,10 +248,8 @@ class KFAC(kc.integration.NaturalGradient):
         vars(self.model).pop("train_step", None)
         self.model.train_function = None
         added = {id(v) for v in self._variables}
-        held = self._optimizer()._variables
-        for i in reversed(range(len(held))):
-            if id(held[i]) in added:
-                del held[i]
+        variables = private.optimizer_variables(self._optimizer())
+        variables[:] = [v for v in variables if id(v) not in added]
         for optimizer in (self.model.optimizer, self._optimizer()):
             for name in ("save_own_variables", "load_own_variables"):
                 vars(optimizer).pop(name, None)
@@ -288,7 +286,7 @@ class KFAC(kc.integration.NaturalGradient):
             for site in sites.values():
                 covered |= {id(place.variable) for place in site.places.values()}
         for layer, _ in layers:
-            trained = [v for v in layer._trainable_variables if v.trainable]
+            trained = [v for v in private.own_variables(layer) if v.trainable]
             if any(id(v) not in covered for v in trained):
                 self.skipped[layer.name] = type(layer).__name__
         if not self.sites:
@@ -313,7 +311,7 @@ class KFAC(kc.integration.NaturalGradient):
         """Return the calls of the layers, and R."""
         x = keras.tree.map_structure(ops.convert_to_tensor, x)
         state = [[ops.stop_gradient(v) for v in group] for group in state]
-        training = {"training": True} if self.model._call_has_training_arg else {}
+        training = private.training_option(self.model)
         losses = self._losses()
         weights: list[tuple[Any, Any]] = []
         of_samples: list[Any] = []
@@ -324,11 +322,7 @@ class KFAC(kc.integration.NaturalGradient):
                 for layer, names in self._parts.values()
             ]
             # A layer that is computed again in the backward pass would be tapped twice.
-            once = [
-                (layer, {"_remat_mode": None})
-                for layer in self.model._flatten_layers()
-                if getattr(layer, "_remat_mode", None)
-            ]
+            once = private.recomputed_layers(self.model)
             with shadowed(once), shadowed(taps):
                 outputs = self.model.stateless_call(*state, x, **training)[0]
             natural, weights[:], of_samples[:] = [], [], []
@@ -344,10 +338,6 @@ class KFAC(kc.integration.NaturalGradient):
             return natural
 
         uses, outputs, pull = run_taped(run)
-        if not (self._checked or self._variables):
-            for loss, z in zip(losses, outputs, strict=True):
-                _require_logits(loss, z)
-            self._checked = True
         rows = weights[0][1]
         vectors = [
             self._vectors(loss, z, weight, rows / own, step, y, place)
@@ -534,7 +524,8 @@ class KFAC(kc.integration.NaturalGradient):
     ) -> list[Any]:
         """Return natural gradients of the variables in a training step of Keras."""
         optimizer = self._optimizer()
-        variables = optimizer._trainable_variables if variables is None else variables
+        if variables is None:
+            variables = private.own_variables(optimizer)
         if len(gradients) != len(variables):
             return [*gradients]  # the optimizer refuses them
         # A step of one's own may apply some of the variables, in any order.
@@ -706,19 +697,6 @@ def _targets(loss: OutputLoss, y: Any, z: Any) -> Any:
         return ops.cast(y, "int32")
     y = ops.cast(y, z.dtype)
     return ops.expand_dims(y, -1) if len(y.shape) == len(z.shape) - 1 else y
-
-
-def _require_logits(loss: OutputLoss, output: Any) -> None:
-    """Raise for probabilities where the likelihood reads logits."""
-    if loss.known or not isinstance(loss.row.likelihood, kc.losses.Categorical):
-        return
-    p = ops.convert_to_numpy(ops.stop_gradient(output)).astype("float64")
-    if p.shape[-1] > 1 and p.min() >= 0 and abs(p.sum(axis=-1) - 1).max() < 1e-2:
-        raise kc.ConventionError(
-            "The outputs are probabilities, as a softmax makes them, and a categorical "
-            "likelihood reads logits. Leave the softmax out; or compile the model with "
-            "its loss before KFAC(model), which then reads the probabilities."
-        )
 
 
 def _positive(rate: Any) -> Any:

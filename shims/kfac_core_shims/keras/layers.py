@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keras import layers, ops
-from keras.src.backend import get_keras_mask
 
 import kfac_core as kc
+from kfac_core_shims.keras import private
 from kfac_core_shims.keras.taps import Tape
 
 __all__ = ["Place", "Site", "each_site", "sites_of", "tapped"]
@@ -123,7 +123,7 @@ def tapped(names: dict[str, str], layer: Any, tape: Tape) -> dict[str, Any]:
     seen: list[Any] = []
 
     def called(x: Any, *args: Any, **options: Any) -> Any:
-        seen.append((x, get_keras_mask(x)))
+        seen.append((x, private.mask_of(x)))
         return call(x, *args, **options)
 
     act = layer.activation or (lambda z: z)
@@ -267,5 +267,5 @@ def _recurrent(layer: Any) -> dict[str, Site]:
 
 def each_site(model: Any) -> Iterator[tuple[Any, dict[str, Site]]]:
     """Yield the layers of a built model with their sites, which may be none."""
-    for layer in model._flatten_layers(include_self=False):
+    for layer in private.layers_of(model):
         yield layer, sites_of(layer)

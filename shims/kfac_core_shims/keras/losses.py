@@ -15,9 +15,9 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend import get_keras_mask
 
 import kfac_core as kc
+from kfac_core_shims.keras import private
 
 __all__ = [
     "OutputLoss",
@@ -54,8 +54,8 @@ class OutputLoss:
         The ``loss_weights`` of the output.
     natural : callable
         Takes the output to what the likelihood reads: probabilities to logits.
-    known : bool
-        Whether a loss of Keras says all this, and not the caller.
+    smoothing : float
+        The ``label_smoothing`` of the loss.
     """
 
     row: Any
@@ -63,7 +63,6 @@ class OutputLoss:
     reduction: str = "sum_over_batch_size"
     weight: float = 1.0
     natural: Callable[[Any], Any] = lambda z: z
-    known: bool = True
     smoothing: float = 0.0
 
     def at(self, tree: Any) -> Any:
@@ -113,7 +112,12 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
             "likelihood='categorical'), 'bernoulli' or 'gaussian' (half the squared "
             "error), which then stands in the place of a compiled loss that says other."
         )
-    compiled = _compiled(model)
+    compiled = private.compiled_losses(model)
+    if compiled is None:
+        raise kc.ConventionError(
+            "The losses of a model with several outputs are not built yet. Call first "
+            "model.build_from_data, model.evaluate or model.train_on_batch on a batch."
+        )
     if not compiled:
         if given is None:
             raise kc.ConventionError(
@@ -124,8 +128,7 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
         single = len(given) == 1
         name = "sum" if reduction == "sum" else "sum_over_batch_size"
         return [
-            OutputLoss(row, () if single else (i,), name, known=False)
-            for i, row in enumerate(given)
+            OutputLoss(row, () if single else (i,), name) for i, row in enumerate(given)
         ]
     if given is not None and len(given) != len(compiled):
         raise kc.ConventionError(
@@ -149,9 +152,7 @@ def reduction_of(model: Any, reduction: Any) -> Any:
         For anything else.
     """
     if reduction is None:
-        user = getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
-        found = {getattr(one, "reduction", None) for one in keras.tree.flatten(user)}
-        return "sum" if found == {"sum"} else "mean"
+        return "sum" if private.compiled_reductions(model) == {"sum"} else "mean"
     if reduction not in ("mean", "sum"):
         raise kc.ConventionError(
             f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
@@ -194,7 +195,7 @@ def rows_of(loss: OutputLoss, output: Any, sample_weight: Any) -> tuple[Any, Any
             f"Expected outputs of shape (N, ..., P), got {tuple(output.shape)}. Add a last "
             "axis, as Dense(1) has it."
         )
-    mask = get_keras_mask(output)
+    mask = private.mask_of(output)
     narrow = keras.backend.standardize_dtype(output.dtype) in ("float16", "bfloat16")
     z = loss.natural(ops.cast(output, "float32") if narrow else output)
     shape = tuple(output.shape[:-1])
@@ -267,27 +268,6 @@ def layer_weights(weights: list[Any], reached: Any, block: str) -> Any:
     return total
 
 
-def _compiled(model: Any) -> list[tuple[Any, Any, float]]:
-    """Return the path, loss and weight of each output, as Keras has them compiled."""
-    compiled = getattr(model, "_compile_loss", None)
-    if compiled is None:
-        return []
-    if compiled.built:
-        return [
-            (one.path, one.loss, 1.0 if one.loss_weights is None else one.loss_weights)
-            for one in compiled._flat_losses
-        ]
-    names = getattr(model, "output_names", None)
-    user, weights = compiled._user_loss, compiled._user_loss_weights
-    several = keras.tree.is_nested(user)
-    if not several and not (names and len(names) > 1):
-        return [((), user, 1.0 if weights is None else float(weights))]
-    raise kc.ConventionError(
-        "The losses of a model with several outputs are not built yet. Call "
-        "model.build_from_data, model.evaluate or model.train_on_batch on a batch first."
-    )
-
-
 def _output_loss(
     loss: Any, path: Any, weight: float, given: Any, reduction: str, *, own: bool
 ) -> OutputLoss:
@@ -309,27 +289,27 @@ def _output_loss(
         )
     row, natural = _likelihood(loss)
     if own and given is not None and given != row:
-        return OutputLoss(given, path, kept, weight, known=False)
+        return OutputLoss(given, path, kept, weight)
     if row is None:
         if given is None:
             raise kc.UnsupportedError(
                 f"{name} is not the loss of a known likelihood. Say what the outputs are: "
                 "KFAC(model, likelihood=...)."
             )
-        return OutputLoss(given, path, kept, weight, known=False)
+        return OutputLoss(given, path, kept, weight)
     if given is not None and given != row:
         raise kc.ConventionError(
             f"The model is compiled with {name}, whose rows have {row}, and KFAC has "
             f"likelihood={given}. Leave `likelihood` out to take it from the loss."
         )
-    smoothing = float(_options(loss).get("label_smoothing") or 0.0)
+    smoothing = float(private.loss_options(loss).get("label_smoothing") or 0.0)
     return OutputLoss(row, path, kept, weight, natural, smoothing=smoothing)
 
 
 def _likelihood(loss: Any) -> tuple[Any, Any]:
     """Return the likelihood of a loss's rows, and what takes outputs to its parameters."""
     function = getattr(loss, "fn", loss)
-    options = _options(loss)
+    options = private.loss_options(loss)
     own = callable(loss) and type(loss).__module__.split(".")[0] not in (
         "keras",
         "builtins",
@@ -348,11 +328,6 @@ def _likelihood(loss: Any) -> tuple[Any, Any]:
     if function is keras.losses.mean_squared_error:
         return SQUARED, _same
     return None, None
-
-
-def _options(loss: Any) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(loss, "_fn_kwargs", {})
-    return found
 
 
 def _same(z: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 import kfac_core as kc
+from kfac_core_shims.keras import private
 
 __all__ = ["Tape", "Use", "run_taped", "shadowed"]
 
@@ -34,19 +35,16 @@ class Tape:
     ----------
     zeros : callable
         Takes the number of a use and an array of its outputs' shape; returns zeros.
-    trace : callable, optional
-        Returns what is traced or mapped at this time. Uses within another trace than that
-        in which the tape was made are refused.
+
+    Notes
+    -----
+    Uses within another trace than that in which the tape was made are refused.
     """
 
-    def __init__(
-        self,
-        zeros: Callable[[int, Any], Any],
-        trace: Callable[[], Any] = lambda: None,
-    ) -> None:
+    def __init__(self, zeros: Callable[[int, Any], Any]) -> None:
         self._zeros = zeros
-        self._trace = trace
-        self._begun = trace()
+        self._trace = private.trace_state()
+        self._begun = self._trace()
         self.uses: list[Use] = []
 
     def tap(self, block: str, inputs: Any, outputs: Any, mask: Any = None) -> Any:
@@ -112,7 +110,7 @@ def _run_torch(run: Callable[[Tape], Any]) -> Any:
         zeros.append(torch.zeros_like(like, requires_grad=True))
         return zeros[-1]
 
-    tape = Tape(fresh, torch._C._functorch.maybe_current_level)
+    tape = Tape(fresh)
     with torch.enable_grad():
         outputs = run(tape)
 
@@ -127,15 +125,7 @@ def _run_torch(run: Callable[[Tape], Any]) -> Any:
 
 def _run_jax(run: Callable[[Tape], Any]) -> Any:
     import jax
-    import jax.extend
     import jax.numpy as jnp
-
-    # JAX 0.10 moved this function.
-    moved = hasattr(jax.extend.core, "get_opaque_trace_state")
-    owner = jax.extend.core if moved else jax.core
-
-    def trace() -> Any:
-        return owner.get_opaque_trace_state(convention="flax")
 
     shapes: list[Any] = []
 
@@ -143,12 +133,12 @@ def _run_jax(run: Callable[[Tape], Any]) -> Any:
         shapes.append(jax.ShapeDtypeStruct(like.shape, like.dtype))
         return jnp.zeros_like(like)
 
-    jax.eval_shape(lambda: run(Tape(first, trace)))
+    jax.eval_shape(lambda: run(Tape(first)))
     zeros = [jnp.zeros(like.shape, like.dtype) for like in shapes]
     blocks: list[str] = []
 
     def taped(zeros: Any) -> Any:
-        tape = Tape(lambda number, _: zeros[number], trace)
+        tape = Tape(lambda number, _: zeros[number])
         outputs = run(tape)
         blocks.extend(use.block for use in tape.uses)
         return outputs, [(use.inputs, use.mask) for use in tape.uses]
