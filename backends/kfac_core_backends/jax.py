@@ -39,10 +39,10 @@ def device(spec: str | None, /) -> Any:
     if spec is None:
         return None
     platform, _, number = spec.partition(":")
-    found = jax.devices(platform)
-    if not (number or "0").isdecimal() or int(number or 0) >= len(found):
+    known = jax.devices(platform)
+    if not (number or "0").isdecimal() or int(number or 0) >= len(known):
         raise ValueError(f"jax has no device {spec!r}; it has {', '.join(devices())}")
-    return found[int(number or 0)]
+    return known[int(number or 0)]
 
 
 def array_problem(x: Any, /) -> str | None:
@@ -131,16 +131,16 @@ def matrix_diagonal(x: Any, /, *, xp: Any) -> Any:
 def matrix_trace(x: Any, /, *, xp: Any) -> Any:
     """Return the sum of the diagonal."""
     diagonal = matrix_diagonal(x, xp=xp)
-    even, odd, rest = _in_halves(diagonal)
+    even, odd, last = _in_halves(diagonal)
     even, odd = _sums_over((even, odd), (-1,))
-    return even + odd + rest[..., 0] if rest.shape[-1] else even + odd
+    return even + odd + last[..., 0] if last.shape[-1] else even + odd
 
 
 def all_finite(x: Any, /, *, xp: Any) -> Any:
     """Return whether every number is finite."""
-    first, second, rest = _in_halves(jnp.isfinite(x).reshape(-1))
+    first, second, last = _in_halves(jnp.isfinite(x).reshape(-1))
     first, second = _reduced((first, second), True, _both, (0,))
-    return first & second & rest[0] if rest.shape[0] else first & second
+    return first & second & last[0] if last.shape[0] else first & second
 
 
 def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
@@ -165,8 +165,8 @@ def _reduced(
     """Reduce arrays of one shape, in one loop; of a single array several are made."""
     starts = tuple(jnp.asarray(start, x.dtype) for x in arrays)
     places = tuple(axis % arrays[0].ndim for axis in axes)
-    found: tuple[Any, ...] = tuple(jax.lax.reduce(arrays, starts, join, places))
-    return found
+    results: tuple[Any, ...] = tuple(jax.lax.reduce(arrays, starts, join, places))
+    return results
 
 
 def _sums(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
@@ -297,13 +297,13 @@ def sum_rows_at(rows: Any, indices: Any, /, *, size: int, xp: Any) -> Any:
 
 def constant(make: Any, n: int, /, *, dtype: Any, device: Any, xp: Any) -> Any:
     """Return a constant of a program that is compiled, made by NumPy."""
-    return jnp.asarray(_made(make, n, np.dtype(dtype).name), device=device)
+    return jnp.asarray(_constant_of(make, n, np.dtype(dtype).name), device=device)
 
 
 @functools.cache
-def _made(make: Any, n: int, dtype: str) -> np.ndarray[Any, Any]:
-    made: np.ndarray[Any, Any] = make(n, dtype=dtype, device="cpu", xp=np)
-    return made
+def _constant_of(make: Any, n: int, dtype: str) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = make(n, dtype=dtype, device="cpu", xp=np)
+    return array
 
 
 def eigh(matrix: Any, /, *, xp: Any) -> Any:

@@ -82,8 +82,8 @@ class AxisCommunicator(Communicator):
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
     ) -> Callable[[], Any]:
         begin: Any = getattr(self, f"_{operation}")
-        found = begin(values, **arguments)
-        return lambda: found
+        result = begin(values, **arguments)
+        return lambda: result
 
     def _all_reduce(self, values: Any) -> Any:
         import jax

@@ -39,7 +39,7 @@ def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
         (name, tuple(part if isinstance(part, _FIXED) else None for part in task))
         for name, task in tasks.items()
     )
-    given = {
+    arrays = {
         name: [None if isinstance(part, _FIXED) else part for part in task]
         for name, task in tasks.items()
     }
@@ -51,12 +51,12 @@ def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
     except TypeError:  # a product with arguments that no program can be known by
         return _one_by_one(function, tasks)
     try:
-        found = _program(options)(traced, fixed, given)
+        results = _program(options)(traced, fixed, arrays)
     except kc.NotReadyError:  # a product prepares what it needs, and may raise
         return _one_by_one(function, tasks)
-    if raises and not all(map(function.accepts, found.values())):
+    if raises and not all(map(function.accepts, results.values())):
         return _one_by_one(function, tasks)
-    return {name: found[name] for name in tasks}
+    return {name: results[name] for name in tasks}
 
 
 def traced_once(function: Any, tasks: Any, /) -> dict[str, Any]:
@@ -80,24 +80,25 @@ def traced_once(function: Any, tasks: Any, /) -> dict[str, Any]:
     if len(set(arrays)) < len(arrays):
         # Blocks that share a factor share what is made of it.
         return kc.execution.plain(function, tasks)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, task in tasks.items():
         fixed = tuple(part if isinstance(part, _GIVEN) else ... for part in task)
-        given = [None if isinstance(part, _GIVEN) else part for part in task]
+        traced = [None if isinstance(part, _GIVEN) else part for part in task]
         try:
-            found[name] = _part(function, fixed, given)
+            results[name] = _part(function, fixed, traced)
         except kc.KFACError:
             # Again, for the error with the block's name.
-            found |= kc.execution.plain(function, {name: task})
-    return found
+            results |= kc.execution.plain(function, {name: task})
+    return results
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _part(function: Any, fixed: Any, given: Any) -> Any:
+def _part(function: Any, fixed: Any, arrays: Any) -> Any:
     if hasattr(function, "memo"):
         function = dataclasses.replace(function, memo={})
     task = (
-        traced if own is ... else own for own, traced in zip(fixed, given, strict=True)
+        traced if part is ... else part
+        for part, traced in zip(fixed, arrays, strict=True)
     )
     return function("a block", *task)
 
@@ -118,14 +119,14 @@ _GIVEN = (*_FIXED, int, float, type(None))
 def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
     """Return the loop over blocks as a program for each form of its arguments."""
 
-    def run(function: Any, fixed: Any, given: Any) -> dict[str, Any]:
+    def run(function: Any, fixed: Any, arrays: Any) -> dict[str, Any]:
         if hasattr(function, "memo"):
             # What is remembered belongs to one trace.
             function = dataclasses.replace(function, memo={})
         tasks = {
             name: tuple(
-                traced if own is None else own
-                for own, traced in zip(parts, given[name], strict=True)
+                traced if part is None else part
+                for part, traced in zip(parts, arrays[name], strict=True)
             )
             for name, parts in fixed
         }

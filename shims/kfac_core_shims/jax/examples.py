@@ -145,13 +145,13 @@ def counts(
             "the examples to be the first axis of inputs and outputs. Pass what is not a "
             "batch (masks, keys, tables) after the batch."
         )
-    found = Counts(examples, rows, _axes_of(examples, shapes))
+    unmerged = Counts(examples, rows, _axes_of(examples, shapes))
     plain = examples == first or any(rows in shape[:1] for shape in shapes)
-    if plain or not first or rows % first or doubles(found):
-        return found
+    if plain or not first or rows % first or doubles(unmerged):
+        return unmerged
     # An axis of another meaning, such as features, happens to have this length.
     merged = Counts(first, rows, _axes_of(first, shapes))
-    return merged if doubles(merged) else found
+    return merged if doubles(merged) else unmerged
 
 
 def _axes_of(length: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int | None, ...]:
@@ -273,9 +273,9 @@ def _order(
 ) -> Literal["first", "last"] | None:
     """Walk back to where other axes were merged with that of the examples."""
     producers = {
-        made: operation
+        output: operation
         for operation in trace.program.operations
-        for made in operation.outputs
+        for output in operation.outputs
     }
     length = trace.shape(place)[axis]
     if length == examples:
@@ -347,7 +347,7 @@ def reversed_lengths(trace: Trace, place: Operand, /) -> set[int]:
         if operation.body is not None:
             outside.update(zip(operation.body.inputs, operation.inputs, strict=True))
     batch = {place for place in trace.program.inputs if place not in trace.views}
-    found: set[int] = set()
+    lengths: set[int] = set()
     waiting: list[tuple[Operand, frozenset[int]]] = [(place, frozenset())]
     seen: set[Any] = set()
     while waiting:
@@ -356,16 +356,16 @@ def reversed_lengths(trace: Trace, place: Operand, /) -> set[int]:
             continue
         seen.add((place, turned))
         if place in batch:
-            found |= turned
+            lengths |= turned
         elif place in outside:
             waiting.append((outside[place], turned))
         elif place in producers:
-            made = producers[place]
-            shapes = [trace.shape(x) for x in made.inputs]
-            for length in _reversals(made.name, made.params, shapes):
+            operation = producers[place]
+            shapes = [trace.shape(x) for x in operation.inputs]
+            for length in _reversals(operation.name, operation.params, shapes):
                 turned = turned ^ {length}
-            waiting.extend((x, turned) for x in made.inputs)
-    return found
+            waiting.extend((x, turned) for x in operation.inputs)
+    return lengths
 
 
 def _reversals(

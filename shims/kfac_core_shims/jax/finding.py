@@ -397,17 +397,17 @@ class _Finder:
         first = 2 + label.masked
         parts: dict[str, Part] = {}
         views = self.trace.views
-        given = operation.inputs[first:]
-        for position, (role, x) in enumerate(zip(label.roles, given, strict=True)):
+        parameters = operation.inputs[first:]
+        for position, (role, x) in enumerate(zip(label.roles, parameters, strict=True)):
             self.taken.add((id(operation), first + position))
-            own = views.get(x) if isinstance(x, int) else None
-            if own is None or not self._whole(own):
+            view = views.get(x) if isinstance(x, int) else None
+            if view is None or not self._whole(view):
                 raise kc.ConventionError(
                     f"Layer {label.name!r}: expected `{role}` to be a leaf of the "
                     "parameters itself; casts, axes of length one and `jit`, `remat`, "
                     "`scan` or `vmap` in between are seen through, and nothing else."
                 )
-            parts[role] = Part(own.source, own.sliced)
+            parts[role] = Part(view.source, view.sliced)
         self._require_only_within(operation, label, parts)
         x = operation.inputs[1]
         mask = operation.inputs[2] if label.masked else None
@@ -435,10 +435,10 @@ class _Finder:
     ) -> None:
         """Refuse a mark whose layer is also used without the mark."""
         producers = {
-            place: made
+            place: producer
             for _, operations, _ in self.live
-            for made in operations
-            for place in made.outputs
+            for producer in operations
+            for place in producer.outputs
         }
         outside = set(operation.inputs[1 : 2 + label.masked])
         waiting, leaves = [operation.inputs[0]], {p.leaf for p in parts.values()}
@@ -448,18 +448,20 @@ class _Finder:
             if not isinstance(x, int) or x in outside or x in seen:
                 continue
             seen.add(x)
-            made = producers.get(x)
+            producer = producers.get(x)
             # Only what is used beside the mark was found to be live.
-            if made is None or made.primitive is mark:
+            if producer is None or producer.primitive is mark:
                 continue
-            for given in made.inputs:
-                view = self.trace.views.get(given) if isinstance(given, int) else None
+            for operand in producer.inputs:
+                view = (
+                    self.trace.views.get(operand) if isinstance(operand, int) else None
+                )
                 if view is not None and view.source in leaves:
                     raise kc.ConventionError(
                         f"Layer {label.name!r}: its outputs are also used before the mark, "
                         "and would be counted twice. Go on with what `tap` returned."
                     )
-                waiting.append(given)
+                waiting.append(operand)
 
     def _product(self, operation: Operation, position: int, view: View) -> Site | None:
         readers = {

@@ -115,14 +115,14 @@ class KFAC:
         kc.integration.interval_at("bases_every", bases_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         kc.integration.require_positive("learning_rate", learning_rate)
-        made: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "reduction": reduction,
             "damping": damping,
             "decay": decay,
             "refreshing": kc.Refreshing(keep_matrices=False),
         }
-        made |= options
-        self._made = functools.partial(kc.Estimator, network.blocks, **made)
+        settings |= options
+        self._made = functools.partial(kc.Estimator, network.blocks, **settings)
         estimator = self._made()
         self.network, self.curvature = network, estimator.network
         self.axis_name = axis_name
@@ -204,18 +204,20 @@ class KFAC:
         """Return the inverse curvature times gradients, in the tree of the gradients."""
         leaves, wiring = self.network.leaves, self.network.wiring
         vectors = leaves.vectors(gradients, wiring)
-        found = self.curvature.precondition(state, vectors, executor=traced_once)
+        directions = self.curvature.precondition(state, vectors, executor=traced_once)
         if self.kl_clip is not None:
-            taken = next(iter(state.blocks.values())).updates
+            updates = next(iter(state.blocks.values())).updates
             clip = kc.steps.kl_clip(
                 vectors,
-                found,
-                learning_rate=kc.integration.value_at(self.learning_rate, taken),
-                bound=kc.integration.value_at(self.kl_clip, taken),
+                directions,
+                learning_rate=kc.integration.value_at(self.learning_rate, updates),
+                bound=kc.integration.value_at(self.kl_clip, updates),
                 check="status",
             )
-            found = jax.tree.map(lambda x: x * clip.scale.astype(x.dtype), found)
-        return leaves.replaced(gradients, found, wiring)
+            directions = jax.tree.map(
+                lambda x: x * clip.scale.astype(x.dtype), directions
+            )
+        return leaves.replaced(gradients, directions, wiring)
 
     def _require_axes(self, state: kc.NetworkState) -> None:
         """Refuse a mapped axis whose devices would keep statistics of their own."""
@@ -285,7 +287,7 @@ class KFAC:
         )
         good = state.is_good()
 
-        def kept(state: kc.NetworkState) -> kc.NetworkState:
+        def unchanged(state: kc.NetworkState) -> kc.NetworkState:
             return state
 
         def rebased(state: kc.NetworkState) -> kc.NetworkState:
@@ -298,10 +300,10 @@ class KFAC:
 
         if self._has_bases:
             due = good & (updates % self.bases_every == 0)
-            state = jax.lax.cond(due, rebased, kept, state)
+            state = jax.lax.cond(due, rebased, unchanged, state)
         due = good & (updates % self.refresh_every == 0)
-        made: kc.NetworkState = jax.lax.cond(due, refreshed, kept, state)
-        return made
+        new: kc.NetworkState = jax.lax.cond(due, refreshed, unchanged, state)
+        return new
 
     def estimator(self, state: kc.NetworkState | None = None, /) -> kc.Estimator:
         """Return an estimator of the same options, which holds a state if one is given.
@@ -313,16 +315,16 @@ class KFAC:
         state : NetworkState, optional
             State whose arrays have values.  A block that was never refreshed is left out.
         """
-        made = self._made()
+        estimator = self._made()
         if state is not None:
-            made.state = state.updated(
+            estimator.state = state.updated(
                 {
                     name: kc.BlockState()
-                    for name, held in state.blocks.items()
-                    if not int(held.refreshes)
+                    for name, block in state.blocks.items()
+                    if not int(block.refreshes)
                 }
             )
-        return made
+        return estimator
 
     def state(self, estimator: kc.Estimator, params: Any, /) -> kc.NetworkState:
         """Return the state that an estimator holds, such as one that was loaded.
@@ -354,21 +356,21 @@ class KFAC:
         """
         import optax
 
-        def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
-            own = {name: given.pop(name) for name in _ARGUMENTS if name in given}
-            for name in given:
+        def update(updates: Any, state: Any, params: Any = None, **options: Any) -> Any:
+            ours = {name: options.pop(name) for name in _ARGUMENTS if name in options}
+            for name in options:
                 meant = difflib.get_close_matches(name, _ARGUMENTS, 1)
                 if meant:
                     raise kc.ConventionError(
                         f"Unknown argument {name!r} of `update`; did you mean "
                         f"{meant[0]!r}?"
                     )
-            if "captured" not in own:
+            if "captured" not in ours:
                 raise kc.ConventionError(
                     "Expected `update(gradients, state, params, captured=...)`, with what "
                     "`Network.vjp` captured; captured=None is a step without statistics."
                 )
-            return self.update(updates, state, params, **own)
+            return self.update(updates, state, params, **ours)
 
         return optax.GradientTransformationExtraArgs(self.init, update)
 
@@ -394,7 +396,7 @@ def started(initial: Callable[[Any], T], params: Any, /) -> T:
     leaves = jax.tree.leaves(params)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return initial(params)
-    made: T = jax.jit(initial)(params)
+    state: T = jax.jit(initial)(params)
     bound = {
         leaf.sharding
         for leaf in leaves
@@ -402,8 +404,8 @@ def started(initial: Callable[[Any], T], params: Any, /) -> T:
     }
     devices = [sharding.device_set for sharding in bound]
     if len(devices) == 1 and len(devices[0]) == 1:
-        made = jax.device_put(made, *devices[0])
-    return made
+        state = jax.device_put(state, *devices[0])
+    return state
 
 
 _ARGUMENTS: tuple[str, ...] = ("captured", "damping")
@@ -413,12 +415,12 @@ _ARGUMENTS: tuple[str, ...] = ("captured", "damping")
 def _flagged_unless_ready(state: kc.NetworkState) -> kc.NetworkState:
     """Flag blocks that have no operator yet, or raise where values can be read."""
     blocks = {}
-    for name, held in state.blocks.items():
-        ready = held.refreshes > 0
+    for name, block in state.blocks.items():
+        ready = block.refreshes > 0
         if not isinstance(ready, jax.core.Tracer) and not bool(ready):
             raise kc.NotReadyError(
                 f"Block {name!r} has no operator yet: the first step needs `captured`."
             )
         flag = jnp.where(ready, 0, int(kc.Status.NOT_POSITIVE)).astype(jnp.int32)
-        blocks[name] = dataclasses.replace(held, status=held.status | flag)
+        blocks[name] = dataclasses.replace(block, status=block.status | flag)
     return state.updated(blocks)

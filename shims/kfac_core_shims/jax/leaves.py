@@ -134,12 +134,12 @@ class Leaves:
 
     def require_leaves(self, params: Any, /) -> None:
         """Raise for parameters that are more or fewer than when the network was made."""
-        given = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        if len(given) != len(self.names):
-            others = sorted(set(given) ^ set(self.names))
+        names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        if len(names) != len(self.names):
+            others = sorted(set(names) ^ set(self.names))
             raise kc.ConventionError(
                 f"Expected the {len(self.names)} parameters that the network was made "
-                f"with, got {len(given)}; {', '.join(others[:6])} are in one of the two "
+                f"with, got {len(names)}; {', '.join(others[:6])} are in one of the two "
                 "only. Make a `Network` of the new ones."
             )
 
@@ -159,10 +159,10 @@ class Leaves:
         for site in sites:
             kinds.setdefault(_key(site), site)
         short = {key: site.name or self._module_of(site) for key, site in kinds.items()}
-        given = list(short.values())
+        names = list(short.values())
         for key, site in kinds.items():
             name = short[key]
-            if site.name is None and given.count(name) > 1:
+            if site.name is None and names.count(name) > 1:
                 leaf = next(iter(site.parts.values())).leaf
                 name = "/".join(self.paths[leaf])
                 taken = name in self._block_names.values()
@@ -179,18 +179,18 @@ class Leaves:
 
     def uses(self, sites: Iterable[Site], /) -> list[Any]:
         """Return the uses of layers, as `kfac_core.integration.Wiring` has them."""
-        found: list[Any] = []
+        uses: list[Any] = []
         for site in sites:
             name, layer = self._block_names[_key(site)], site.layer
             if not site.sliced:
-                found.append((name, layer, self._slots(site, None)))
+                uses.append((name, layer, self._slots(site, None)))
                 continue
             (length,) = (loop.length for loop in site.loops if loop.sliced)
-            found.extend(
+            uses.extend(
                 (f"{name}[{turn}]", layer, self._slots(site, turn))
                 for turn in range(length)
             )
-        return found
+        return uses
 
     def _slots(self, site: Site, turn: int | None) -> dict[str, int]:
         return {
@@ -214,7 +214,7 @@ class Leaves:
         UnsupportedError
             For a parameter of no block.
         """
-        covered = {place for own in slots.values() for place in own.values()}
+        covered = {place for places in slots.values() for place in places.values()}
         missing: dict[str, str] = {}
         for place, (name, (part, _)) in enumerate(
             zip(self.shapes, self._places, strict=True)
@@ -268,25 +268,25 @@ class Leaves:
             For a gradient of another shape than its parameter.
         """
         leaves = self._by_name(gradients)
-        found: dict[str, dict[str, Any]] = {}
+        vectors: dict[str, dict[str, Any]] = {}
         for name, slots in wiring.slots.items():
             shapes = wiring.blocks[name].layer.parameter_shapes
-            own = {role: self._places[place] for role, place in slots.items()}
-            names = {role: self.names[part.leaf] for role, (part, _) in own.items()}
+            parts = {role: self._places[place] for role, place in slots.items()}
+            names = {role: self.names[part.leaf] for role, (part, _) in parts.items()}
             there = [role for role, leaf in names.items() if leaf in leaves]
             if not there:
                 continue
-            if len(there) < len(own):
+            if len(there) < len(parts):
                 missing = [leaf for leaf in names.values() if leaf not in leaves]
                 raise kc.ConventionError(
                     f"Block {name!r}: the gradients have no {missing}, but the block's "
                     "other parameters. Mask or partition whole layers."
                 )
-            found[name] = {
+            vectors[name] = {
                 role: _taken(leaves[names[role]], part, turn).reshape(shapes[role])
-                for role, (part, turn) in own.items()
+                for role, (part, turn) in parts.items()
             }
-        return found
+        return vectors
 
     def replaced(
         self,
@@ -297,18 +297,18 @@ class Leaves:
     ) -> Any:
         """Return the tree of gradients with the blocks' vectors in their places."""
         leaves = self._by_name(gradients)
-        for name, own in vectors.items():
+        for name, parameters in vectors.items():
             for role, place in wiring.slots[name].items():
                 part, turn = self._places[place]
                 leaf = self.names[part.leaf]
-                leaves[leaf] = _put(leaves[leaf], own[role], part, turn)
+                leaves[leaf] = _put(leaves[leaf], parameters[role], part, turn)
         return jax.tree.unflatten(jax.tree.structure(gradients), leaves.values())
 
     def _by_name(self, gradients: Any) -> dict[str, Any]:
         paths = jax.tree_util.tree_leaves_with_path(gradients)
-        found = {_name(path): leaf for path, leaf in paths}
+        leaves = {_name(path): leaf for path, leaf in paths}
         known = dict(zip(self.names, self.leaf_shapes, strict=True))
-        for name, leaf in found.items():
+        for name, leaf in leaves.items():
             if name not in known:
                 raise kc.ConventionError(
                     f"Expected gradients in the structure of the parameters, got a leaf "
@@ -320,7 +320,7 @@ class Leaves:
                     f"Expected a gradient of shape {known[name]} for {name}, got "
                     f"{tuple(leaf.shape)}."
                 )
-        return found
+        return leaves
 
 
 def _key(site: Site) -> Any:
@@ -332,20 +332,20 @@ def _key(site: Site) -> Any:
 
 
 def _taken(leaf: Any, part: Part, turn: int | None) -> Any:
-    own = leaf if turn is None else leaf[turn]
-    return own if part.order is None else jnp.transpose(own, part.order)
+    array = leaf if turn is None else leaf[turn]
+    return array if part.order is None else jnp.transpose(array, part.order)
 
 
 def _put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
     shape = leaf.shape if turn is None else leaf.shape[1:]
     order = part.order
     if order is None:
-        own = vector.reshape(shape)
+        array = vector.reshape(shape)
     else:
         back = sorted(range(len(shape)), key=order.__getitem__)
-        own = vector.reshape([shape[axis] for axis in order]).transpose(back)
-    own = own.astype(leaf.dtype)
-    return own if turn is None else leaf.at[turn].set(own)
+        array = vector.reshape([shape[axis] for axis in order]).transpose(back)
+    array = array.astype(leaf.dtype)
+    return array if turn is None else leaf.at[turn].set(array)
 
 
 def _name(path: Any) -> str:

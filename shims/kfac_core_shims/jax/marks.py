@@ -40,7 +40,7 @@ class Label:
 
 
 def tap(
-    name: str, layer: Any, x: Any, y: Any, /, mask: Any = None, **given: Any
+    name: str, layer: Any, x: Any, y: Any, /, mask: Any = None, **parameters: Any
 ) -> Any:
     """Mark ``y`` as the outputs of ``layer`` for the batch ``x``, and return it.
 
@@ -50,7 +50,7 @@ def tap(
         Name of the block, and its geometry, such as `kfac_core.Conv`.
     x, y, mask : array, shape (N, ...)
         See `kfac_core.Batch`.
-    **given : array
+    **parameters : array
         Parameters of the layer by name: leaves of ``params``, in the layout of the layer;
         axes may be merged or split.
 
@@ -64,11 +64,11 @@ def tap(
     ShapeError
         For a parameter whose axes stand in another order.
     """
-    for role, parameter in given.items():
+    for role, parameter in parameters.items():
         _require_order(name, role, parameter, layer.parameter_shapes.get(role, ()))
     operands = [x] if mask is None else [x, mask]
-    label = Label(name, layer, tuple(given), mask is not None)
-    return mark.bind(y, *operands, *given.values(), label=label)
+    label = Label(name, layer, tuple(parameters), mask is not None)
+    return mark.bind(y, *operands, *parameters.values(), label=label)
 
 
 def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None) -> Any:
@@ -87,25 +87,25 @@ def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None)
     >>> sorted(network.blocks)
     ['fc']
     """
-    y, given = x @ weight, {"weight": weight}
+    y, parameters = x @ weight, {"weight": weight}
     if bias is not None:
-        y, given["bias"] = y + bias, bias
+        y, parameters["bias"] = y + bias, bias
     n, m = weight.shape
     layer = kc.Dense(
         in_features=n, out_features=m, bias=bias is not None, weight_layout="io"
     )
-    return tap(name, layer, x, y, mask, **given)
+    return tap(name, layer, x, y, mask, **parameters)
 
 
 def _require_order(
     name: str, role: str, parameter: Any, expected: tuple[int, ...]
 ) -> None:
     """Raise for a parameter that has the layer's axes, and has them transposed."""
-    given = tuple(jnp.shape(parameter))
-    axes, found = ([n for n in shape if n > 1] for shape in (expected, given))
-    if found != axes and sorted(found) == sorted(axes):
+    shape = tuple(jnp.shape(parameter))
+    axes, lengths = ([n for n in shape if n > 1] for shape in (expected, shape))
+    if lengths != axes and sorted(lengths) == sorted(axes):
         raise kc.ShapeError(
-            f"Layer {name!r}: expected `{role}` to have shape {expected}, got {given}. "
+            f"Layer {name!r}: expected `{role}` to have shape {expected}, got {shape}. "
             "Say the order of its axes in the layer's `weight_layout`."
         )
 

@@ -91,10 +91,10 @@ class Network:
     ) -> None:
         self.function, self.has_aux = function, has_aux
         self._axes: dict[Any, list[ExampleAxis | None]] = {}
-        found, trace, batch = self._found(params, inputs)
-        axes = self._example_axes(params, inputs, found, trace, batch)
-        self.leaves = Leaves(params, found)
-        used = self.leaves.use(found.sites, axes, batch, trace)
+        layers, trace, batch = self._found(params, inputs)
+        axes = self._example_axes(params, inputs, layers, trace, batch)
+        self.leaves = Leaves(params, layers)
+        used = self.leaves.use(layers.sites, axes, batch, trace)
         tied = {
             name for site in used if site.tied for name, *_ in self.leaves.uses([site])
         }
@@ -112,7 +112,7 @@ class Network:
         )
         self.blocks = self.wiring.blocks
         self.rest = self.leaves.require_all(self.wiring.slots, rest=rest)
-        self._require_examples(found, axes, trace, batch)
+        self._require_examples(layers, axes, trace, batch)
 
     def __repr__(self) -> str:
         lines = [f"Network({len(self.blocks)} blocks"]
@@ -166,13 +166,13 @@ class Network:
         mask = gathered(mask)
         _require_replicated(params)
         params = _as_varying(params, inputs)
-        found, trace, batch = self._found(params, inputs)
-        axes = self._example_axes(params, inputs, found, trace, batch)
-        self.leaves.require_known(found)
-        self._require_examples(found, axes, trace, batch)
+        layers, trace, batch = self._found(params, inputs)
+        axes = self._example_axes(params, inputs, layers, trace, batch)
+        self.leaves.require_known(layers)
+        self._require_examples(layers, axes, trace, batch)
         sites = [
             (site, axis)
-            for site, axis in zip(found.sites, axes, strict=True)
+            for site, axis in zip(layers.sites, axes, strict=True)
             if self.leaves.knows(site) and axis is not None
         ]
         zeros = [_zeros(site, trace) for site, _ in sites]
@@ -185,42 +185,44 @@ class Network:
             capture = _Capture(trace, [site for site, _ in sites])
             values = jax.tree.leaves((params, inputs))
             results = capture.run(trace.program, values, dict(enumerate(zeros)))
-            made = jax.tree.unflatten(jax.tree.structure(trace.outputs), results)
-            outputs, aux = made if self.has_aux else (made, None)
+            result = jax.tree.unflatten(jax.tree.structure(trace.outputs), results)
+            outputs, aux = result if self.has_aux else (result, None)
             return outputs, (aux, [capture.seen[i] for i in range(len(sites))])
 
         outputs, back, (aux, seen) = jax.vjp(function, params, zeros, has_aux=True)
 
         def pull(cotangent: Any, /, *, reduction: Any = None) -> Any:
-            made = cotangent if isinstance(cotangent, kc.losses.SourceVectors) else None
-            vectors = cotangent if made is None else made.vectors
+            sources = (
+                cotangent if isinstance(cotangent, kc.losses.SourceVectors) else None
+            )
+            vectors = cotangent if sources is None else sources.vectors
             _require_structure(vectors, outputs)
             vectors = jax.tree.map(
-                lambda v, y: _like_output(v, y, sources=made is not None),
+                lambda v, y: _like_output(v, y, sources=sources is not None),
                 vectors,
                 outputs,
             )
-            gradients, grads = (back if made is None else jax.vmap(back))(vectors)
+            gradients, grads = (back if sources is None else jax.vmap(back))(vectors)
             rows = gathered((seen, grads))
             captured = self._captured(
-                sites, *rows, batch, mask, turned, made, reduction
+                sites, *rows, batch, mask, turned, sources, reduction
             )
-            return (gradients, captured) if made is None else captured
+            return (gradients, captured) if sources is None else captured
 
         return ((outputs, aux) if self.has_aux else outputs), pull
 
     def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
         _require_arrays(params)
         trace = traced(self.function, params, inputs)
-        given = trace.outputs
-        if self.has_aux and not (isinstance(given, tuple) and len(given) == 2):
+        result = trace.outputs
+        if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise kc.ConventionError(
                 "has_aux=True: expected a function that returns a pair (outputs, aux), "
-                f"got {given!r}."
+                f"got {result!r}."
             )
         outputs = trace.outputs[0] if self.has_aux else trace.outputs
         places = range(len(jax.tree.leaves(outputs)))
-        found = find(trace, places)
+        layers = find(trace, places)
         leaves = jax.tree.leaves(inputs)
 
         def doubles(batch: Counts) -> bool:
@@ -229,10 +231,10 @@ class Network:
                 for twice in traced_twice(self.function, params, inputs, batch)
             )
 
-        return found, trace, counts(leaves, outputs, doubles=doubles)
+        return layers, trace, counts(leaves, outputs, doubles=doubles)
 
     def _example_axes(
-        self, params: Any, inputs: Any, found: Found, trace: Trace, batch: Counts
+        self, params: Any, inputs: Any, layers: Found, trace: Trace, batch: Counts
     ) -> list[ExampleAxis | None]:
         """Return what `example_axes` does, remembered for the same layers and shapes.
 
@@ -243,7 +245,7 @@ class Network:
             *(tuple(x.shape) for x in jax.tree.leaves(inputs)),
             *(
                 (site.kind, tuple(site.parts.items()), site.x, site.y)
-                for site in found.sites
+                for site in layers.sites
             ),
         )
         if key not in self._axes:
@@ -253,7 +255,7 @@ class Network:
                 params,
                 inputs,
                 trace=trace,
-                sites=found.sites,
+                sites=layers.sites,
                 outputs=range(len(jax.tree.leaves(outputs))),
                 batch=batch,
             )
@@ -267,7 +269,7 @@ class Network:
         batch: Counts,
         mask: Any,
         turned: Sequence[set[int]],
-        made: Any,
+        sources: Any,
         reduction: Any,
     ) -> kc.integration.Captured:
         """Return the batches of all blocks from what each site saw."""
@@ -275,13 +277,16 @@ class Network:
         of_use: list[Site] = []
         pairs: list[Any] = []
         vectors: list[Any] = []
-        declared = "sum" if made is not None else reduction
+        declared = "sum" if sources is not None else reduction
         masked = mask is None
         for (site, axis), (x, own_mask), g, reverse in zip(
             sites, seen, grads, turned, strict=True
         ):
             rows = Rows(site, axis, batch, g.dtype)
-            how: dict[str, Any] = {"sources": made is not None, "reduction": declared}
+            how: dict[str, Any] = {
+                "sources": sources is not None,
+                "reduction": declared,
+            }
             x = rows.inputs(x)
             g = rows.output_grads(g, **how)
             from_mark = own_mask is not None
@@ -291,7 +296,7 @@ class Network:
                 x, g = rows.transposed(x, g, **how)
             own_uses = self.leaves.uses([site])
             for turn, (x_turn, g_turn, mask_turn) in enumerate(
-                rows.turns(x, g, own_mask, sources=made is not None)
+                rows.turns(x, g, own_mask, sources=sources is not None)
             ):
                 uses.append(own_uses[turn * len(own_uses) // max(rows.separate, 1)])
                 of_use.append(site)
@@ -303,25 +308,25 @@ class Network:
                 f"expected (N, T), with the {batch.examples} examples first."
             )
         captured = self.wiring.captured(
-            uses, pairs, vectors, reduction=reduction, made=made
+            uses, pairs, vectors, reduction=reduction, made=sources
         )
         sites_of: dict[str | None, list[Site]] = {}
         for name, site in zip(self.wiring.names(uses), of_use, strict=True):
             sites_of.setdefault(name, []).append(site)
-        averaged = made is not None and made.source_reduction == "mean"
+        averaged = sources is not None and sources.source_reduction == "mean"
         for name, batches in captured.batches.items():
-            own = sites_of[name]
+            sites_here = sites_of[name]
             kind = self.blocks[name].layer.kind
-            if any(site.transposed or not site.adds_bias for site in own):
+            if any(site.transposed or not site.adds_bias for site in sites_here):
                 every = batches if isinstance(batches, tuple) else (batches,)
-                captured.batches[name] = in_roles(every, own, mean=averaged)
+                captured.batches[name] = in_roles(every, sites_here, mean=averaged)
             elif isinstance(batches, tuple) and kind in ("embedding", "scale_shift"):
                 captured.batches[name] = joined_uses(batches, kind)
         return captured
 
     def _require_examples(
         self,
-        found: Found,
+        layers: Found,
         axes: Sequence[ExampleAxis | None],
         trace: Trace,
         batch: Counts,
@@ -329,7 +334,7 @@ class Network:
         """Refuse merged rows where an approximation must tell examples apart."""
         pairs = [
             (axis, site, use)
-            for site, axis in zip(found.sites, axes, strict=True)
+            for site, axis in zip(layers.sites, axes, strict=True)
             if axis is not None and self.leaves.knows(site)
             for use in self.leaves.uses([site])
         ]
@@ -383,14 +388,14 @@ class _Capture:
     ) -> list[Any]:
         """Return a program's outputs; `seen` holds the inputs of the sites in it."""
 
-        def after(operation: Operation, given: list[Any], read: Any) -> list[Any]:
+        def after(operation: Operation, values: list[Any], read: Any) -> list[Any]:
             if id(operation) in self.within:
-                return self._loop(operation, given, zeros)
-            found = bound(operation, given)
+                return self._loop(operation, values, zeros)
+            results = bound(operation, values)
             for i in self.at.get(id(operation), []):
-                self.seen[i] = self._inputs(self.sites[i], found[0], read)
-                found[0] = found[0] + zeros[i]
-            return found
+                self.seen[i] = self._inputs(self.sites[i], results[0], read)
+                results[0] = results[0] + zeros[i]
+            return results
 
         return run(self.trace, program, values, after=after)
 
@@ -405,10 +410,10 @@ class _Capture:
             before = site.chain[0].outputs[0]
             x = jnp.broadcast_to(x, self.trace.shape(before))
             for operation in site.chain[1:]:
-                given = [
+                operands = [
                     x if place == before else read(place) for place in operation.inputs
                 ]
-                (x,) = bound(operation, given)
+                (x,) = bound(operation, operands)
                 before = operation.outputs[0]
         return x, None if site.mask is None else read(site.mask)
 
@@ -423,11 +428,11 @@ class _Capture:
         assert body is not None
 
         def turn(carry: Any, slices: Any) -> Any:
-            xs, own = slices
-            results = self.run(body, [*values[:first], *carry, *xs], own)
+            xs, zeros_here = slices
+            results = self.run(body, [*values[:first], *carry, *xs], zeros_here)
             seen = {i: self.seen.pop(i) for i in inner}
-            kept = last - first
-            return results[:kept], (results[kept:], seen)
+            carried = last - first
+            return results[:carried], (results[carried:], seen)
 
         carry, (ys, seen) = jax.lax.scan(
             turn,
@@ -447,13 +452,13 @@ def _of_tied(name: str, layer: kc.Layer, approximation: Callable[..., Any]) -> A
     table = kc.Embedding(
         num_embeddings=vocabulary, features=features, weight_layout="io"
     )
-    found, expected = approximation(name, table), kc.Kronecker(input="diagonal")
-    if found is not None and found != expected:
+    chosen, expected = approximation(name, table), kc.Kronecker(input="diagonal")
+    if chosen is not None and chosen != expected:
         raise kc.ConventionError(
             f"Block {name!r}: its weight both embeds ids and makes logits; expected "
-            f"{expected!r} or None from `approximation`, got {found!r}."
+            f"{expected!r} or None from `approximation`, got {chosen!r}."
         )
-    return found
+    return chosen
 
 
 def _require_arrays(params: Any) -> None:
@@ -468,10 +473,10 @@ def _require_arrays(params: Any) -> None:
 
 def _require_structure(vectors: Any, outputs: Any) -> None:
     """Raise for vectors that are not one array for each array of outputs."""
-    given, expected = jax.tree.structure(vectors), jax.tree.structure(outputs)
-    if given != expected:
+    structure, expected = jax.tree.structure(vectors), jax.tree.structure(outputs)
+    if structure != expected:
         raise kc.ArgumentError(
-            f"Expected to pull back a tree like the outputs, {expected}, got {given}. "
+            f"Expected to pull back a tree like the outputs, {expected}, got {structure}. "
             "Vectors of a loss of one of several outputs are pulled back with "
             "`jnp.zeros_like` for the others."
         )

@@ -144,8 +144,8 @@ def run(
         return known[operand] if isinstance(operand, int) else operand.val
 
     for operation in program.operations:
-        found = after(operation, [read(x) for x in operation.inputs], read)
-        known.update(zip(operation.outputs, found, strict=True))
+        results = after(operation, [read(x) for x in operation.inputs], read)
+        known.update(zip(operation.outputs, results, strict=True))
     return [read(x) for x in program.outputs]
 
 
@@ -156,8 +156,8 @@ def bound(operation: Operation, values: Sequence[Any]) -> list[Any]:
     params = operation.primitive.get_bind_params(operation.params)
     # Before JAX 0.10, functions of a call were apart from its parameters.
     functions, params = params if isinstance(params, tuple) else ((), params)
-    found = operation.primitive.bind(*functions, *values, **params)
-    return list(found) if operation.primitive.multiple_results else [found]
+    results = operation.primitive.bind(*functions, *values, **params)
+    return list(results) if operation.primitive.multiple_results else [results]
 
 
 def operations_of(program: Program, /) -> Iterator[Operation]:
@@ -198,20 +198,20 @@ class _Writer:
             return atom if isinstance(atom, jex.Literal) else places[atom]
 
         for equation in jaxpr.eqns:
-            given = tuple(place(atom) for atom in equation.invars)
+            operands = tuple(place(atom) for atom in equation.invars)
             name, params = equation.primitive.name, equation.params
             inner = _inner(params) if name in CALLS or name == "scan" else None
             opened = inner is not None and (
-                any(x in self.views for x in given if isinstance(x, int))
+                any(x in self.views for x in operands if isinstance(x, int))
                 or _has_marks(inner[0])
             )
             if opened and inner is not None and name in CALLS:
-                found = self.write(*inner, given, operations)
-                places.update(zip(equation.outvars, found, strict=True))
+                results = self.write(*inner, operands, operations)
+                places.update(zip(equation.outvars, results, strict=True))
                 continue
-            made = tuple(self.new(v.aval) for v in equation.outvars)
-            places.update(zip(equation.outvars, made, strict=True))
-            operation = Operation(equation.primitive, params, given, made)
+            results = tuple(self.new(v.aval) for v in equation.outvars)
+            places.update(zip(equation.outvars, results, strict=True))
+            operation = Operation(equation.primitive, params, operands, results)
             if opened and inner is not None:
                 operation.body = self._body(*inner, operation)
             self._follow(operation)

@@ -107,44 +107,44 @@ class Rows:
         h = jnp.concatenate([x.astype(g.dtype)[None], others])
         return jnp.sqrt(jnp.sum(g * g, axis=0)), h
 
-    def mask(self, own: Any, x: Any, given: Any, turned: set[int]) -> Any:
+    def mask(self, of_mark: Any, x: Any, mask: Any, turned: set[int]) -> Any:
         """Return the mask of a mark, or the network's where the rows have its axes.
 
         Parameters
         ----------
-        own, x, given : array
+        of_mark, x, mask : array
             The mark's mask, the inputs, and the network's mask.
         turned : set of int
             See `reversed_lengths`.
         """
-        if own is not None:
-            return self._arranged(own, None)
-        if given is None or self.kind not in ("dense", "embedding"):
+        if of_mark is not None:
+            return self._arranged(of_mark, None)
+        if mask is None or self.kind not in ("dense", "embedding"):
             return None
         lead = 1 if self.separate else 0
         rows = x.shape[lead:] if self.kind == "embedding" else x.shape[lead:-1]
-        if tuple(rows[: given.ndim]) != tuple(given.shape):
-            if rows[0] == given.size != len(given):
+        if tuple(rows[: mask.ndim]) != tuple(mask.shape):
+            if rows[0] == mask.size != len(mask):
                 raise kc.ConventionError(
                     f"A layer has {rows[0]} rows on one axis, those of `mask` of shape "
-                    f"{tuple(given.shape)} in an order that cannot be told. Keep the "
+                    f"{tuple(mask.shape)} in an order that cannot be told. Keep the "
                     "examples as an axis of their own, or mark the layer with its mask."
                 )
             return None
         if not self.axis.sure:
             raise kc.ConventionError(
-                f"A layer has rows {[int(n) for n in rows]}, which axis of {len(given)} is "
+                f"A layer has rows {[int(n) for n in rows]}, which axis of {len(mask)} is "
                 "that of the examples cannot be told, and `mask` is of these. Take another "
                 "number of examples, or write the network for any number of them."
             )
-        for length in given.shape:
+        for length in mask.shape:
             if length in turned:
                 raise kc.ConventionError(
                     f"A layer sees the axis of `mask` of length {length} reversed, as by "
                     "`jnp.flip`: the mask would count its padding. Reverse by "
                     "`jax.lax.scan(..., reverse=True)`, or mark the layer with its mask."
                 )
-        wide = given.reshape(*given.shape, *(1,) * (len(rows) - given.ndim))
+        wide = mask.reshape(*mask.shape, *(1,) * (len(rows) - mask.ndim))
         return jnp.broadcast_to(wide, (*x.shape[:lead], *rows))
 
     def turns(
@@ -154,8 +154,8 @@ class Rows:
         if not self.separate:
             yield x, g, mask
         for i in range(self.separate):
-            own = None if mask is None else mask[i]
-            yield x[i], g[:, i] if sources else g[i], own
+            rows_mask = None if mask is None else mask[i]
+            yield x[i], g[:, i] if sources else g[i], rows_mask
 
     def _factor(self, shape: tuple[int, ...], reduction: Any) -> float:
         """Return the factor on output gradients.
@@ -251,14 +251,14 @@ def in_roles(
             else use
             for use, site in zip(rows, sites, strict=True)
         ]
-    found = []
+    batches = []
     for use, site in zip(rows, sites, strict=True):
         bias = None
         if "bias" in site.parts:
             bias = jnp.full(len(use.inputs), site.adds_bias)
         grads = use.output_grads if use.sources is None else use.output_grads[None]
-        found.append(replace(use, output_grads=grads, bias=bias))
-    return tuple(found)
+        batches.append(replace(use, output_grads=grads, bias=bias))
+    return tuple(batches)
 
 
 def _by_source(use: kc.Batch, mean: bool) -> kc.Batch:

@@ -71,11 +71,11 @@ class View:
             return None
         if any(piece[0] == 0 for pieces in self.axes[1:] for piece in pieces):
             return None
-        rest = tuple(
+        axes = tuple(
             tuple((axis - 1, stride, size) for axis, stride, size in pieces)
             for pieces in self.axes[1:]
         )
-        return View(self.source, rest, sliced=True)
+        return View(self.source, axes, sliced=True)
 
     def moved(
         self, operation: str, params: Any, shape: Sequence[int], new: Sequence[int]
@@ -146,15 +146,15 @@ def whole_axes(shape: Sequence[int], /) -> tuple[tuple[Piece, ...], ...]:
 
 def joined(axes: Iterable[Iterable[Piece]], /) -> list[Piece]:
     """Return the pieces of some axes in row-major order, adjacent parts put together."""
-    found: list[Piece] = []
+    merged: list[Piece] = []
     for axis, stride, size in (piece for pieces in axes for piece in pieces):
-        if found:
-            before, outer, count = found[-1]
+        if merged:
+            before, outer, count = merged[-1]
             if before == axis and outer == stride * size:
-                found[-1] = (axis, stride, count * size)
+                merged[-1] = (axis, stride, count * size)
                 continue
-        found.append((axis, stride, size))
-    return found
+        merged.append((axis, stride, size))
+    return merged
 
 
 def _regrouped(
@@ -164,10 +164,10 @@ def _regrouped(
     left = list(pieces)
     axes: list[tuple[Piece, ...]] = []
     for length in shape:
-        own: list[Piece] = []
-        while math.prod(size for *_, size in own) < length:
+        pieces_here: list[Piece] = []
+        while math.prod(size for *_, size in pieces_here) < length:
             axis, stride, size = left.pop(0)
-            need, uneven = divmod(length, math.prod(n for *_, n in own))
+            need, uneven = divmod(length, math.prod(n for *_, n in pieces_here))
             if uneven:
                 return None
             if size > need:
@@ -176,8 +176,8 @@ def _regrouped(
                     return None
                 left.insert(0, (axis, stride, inner))
                 stride, size = stride * inner, need
-            own.append((axis, stride, size))
-        if math.prod(size for *_, size in own) != length:
+            pieces_here.append((axis, stride, size))
+        if math.prod(size for *_, size in pieces_here) != length:
             return None
-        axes.append(tuple(own))
+        axes.append(tuple(pieces_here))
     return tuple(axes)

@@ -127,8 +127,8 @@ class KFAC(kc.integration.NaturalGradient):
         self.model, self.likelihood = model, likelihood
         self._find_sites()
         reduction = reduction_of(model, reduction)
-        own = likelihood is None and own_loss_of(model)
-        if own or getattr(model, "_compile_loss", None) is None:
+        overrides = likelihood is None and own_loss_of(model)
+        if overrides or getattr(model, "_compile_loss", None) is None:
             losses_of(model, likelihood, reduction)  # raises now
         execution: dict[str, Any] = {}
         if self._jax:
@@ -239,8 +239,8 @@ class KFAC(kc.integration.NaturalGradient):
         """
         calls, rows = self._calls, self._rows
         self._calls, self._rows = [], 0
-        found = self.directions(self._vector(gradients), calls, rows=rows)
-        return self._replaced(gradients, found)
+        directions = self.directions(self._vector(gradients), calls, rows=rows)
+        return self._replaced(gradients, directions)
 
     def remove(self) -> None:
         """Give the model its own training step back."""
@@ -278,8 +278,10 @@ class KFAC(kc.integration.NaturalGradient):
             if not sites:
                 continue
             # Numbered here: Keras's own names go on counting in the next model.
-            own = f"{type(layer).__name__}_{count}"
-            names = {part: f"{own}/{part}" if part else own for part in sites}
+            layer_name = f"{type(layer).__name__}_{count}"
+            names = {
+                part: f"{layer_name}/{part}" if part else layer_name for part in sites
+            }
             self.sites |= {names[part]: site for part, site in sites.items()}
             self._parts[id(layer)] = layer, names
             count += 1
@@ -327,21 +329,21 @@ class KFAC(kc.integration.NaturalGradient):
                 outputs = self.model.stateless_call(*state, x, **training)[0]
             natural, weights[:], of_samples[:] = [], [], []
             for loss in losses:
-                given = sample_weight
-                if keras.tree.is_nested(given):
-                    given = loss.at(given)
+                weight_here = sample_weight
+                if keras.tree.is_nested(weight_here):
+                    weight_here = loss.at(weight_here)
                 output = loss.at(outputs)
-                z, weight, rows = rows_of(loss, output, given)
+                z, weight, rows = rows_of(loss, output, weight_here)
                 natural.append(z)
                 weights.append((weight, rows))
-                of_samples.append(sample_weights(given, z))
+                of_samples.append(sample_weights(weight_here, z))
             return natural
 
         uses, outputs, pull = run_taped(run)
         rows = weights[0][1]
         vectors = [
-            self._vectors(loss, z, weight, rows / own, step, y, place)
-            for place, (loss, z, (weight, own)) in enumerate(
+            self._vectors(loss, z, weight, rows / rows_here, step, y, place)
+            for place, (loss, z, (weight, rows_here)) in enumerate(
                 zip(losses, outputs, weights, strict=True)
             )
         ]
@@ -382,27 +384,27 @@ class KFAC(kc.integration.NaturalGradient):
         """Return the vectors of an output, shape (M, N, ..., P), times its weights."""
         mode = self.estimator.mode
         assert mode is not None
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if mode == "empirical":
             if loss.smoothing:
                 raise kc.UnsupportedError(
                     "fisher='empirical' does not know label_smoothing; leave one of them."
                 )
-            given["targets"] = _targets(loss, loss.at(y), z)
+            inputs["targets"] = _targets(loss, loss.at(y), z)
         spec = kc.losses.noise_spec(loss.row.likelihood, z, mode=mode)
         if spec is not None:
-            given["noise"] = self._noise(spec, z, step, place)
-        drawn = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **given)
+            inputs["noise"] = self._noise(spec, z, step, place)
+        drawn = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **inputs)
         if mode != "empirical" and spec is None:
             # Rows that a layer mixes, of one example or of several, must not add up.
             signs = kc.losses.NoiseSpec("uniform", tuple(drawn.vectors.shape[:-1]))
             noise = self._noise(signs, z, step, place)
             drawn = kc.losses.with_random_signs(drawn, noise)
-        made = drawn.vectors
+        rows_of_vectors = drawn.vectors
         factor = loss.weight * loss.row.weight(z.shape[-1]) * share
         if weight is not None:
             factor = factor * weight[..., None]
-        return made * ops.cast(factor, made.dtype) ** 0.5
+        return rows_of_vectors * ops.cast(factor, rows_of_vectors.dtype) ** 0.5
 
     def _noise(self, spec: Any, z: Any, step: Any, place: int) -> Any:
         """Return noise that depends on the step alone, so that a run can be resumed."""
@@ -426,7 +428,7 @@ class KFAC(kc.integration.NaturalGradient):
         vector: dict[str, dict[str, Any]] = {}
         for name, site in self.sites.items():
             shapes = site.block.layer.parameter_shapes
-            found = {}
+            parts = {}
             for role, where in site.places.items():
                 # A layer may have been frozen since the model was compiled.
                 i = place.get(id(where.variable))
@@ -434,15 +436,15 @@ class KFAC(kc.integration.NaturalGradient):
                 if g is None:
                     break
                 g = g if where.row is None else g[where.row]
-                found[role] = ops.reshape(g, shapes[role])
+                parts[role] = ops.reshape(g, shapes[role])
             else:
-                vector[name] = found
+                vector[name] = parts
         return vector
 
-    def _replaced(self, gradients: Sequence[Any], found: Any) -> list[Any]:
+    def _replaced(self, gradients: Sequence[Any], directions: Any) -> list[Any]:
         place = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
         result = list(gradients)
-        for name, parts in found.items():
+        for name, parts in directions.items():
             for role, where in self.sites[name].places.items():
                 i = place[id(where.variable)]
                 old, new = result[i], parts[role]
@@ -478,22 +480,23 @@ class KFAC(kc.integration.NaturalGradient):
             model.optimizer.build(model.trainable_variables)
         step, attached = model.train_step, model.optimizer
 
-        def train_step(*given: Any) -> Any:
+        def train_step(*inputs: Any) -> Any:
             if model.optimizer is not attached:
                 raise kc.UnsupportedError(
                     "The model was compiled anew. Call kfac.remove() before, and "
                     "KFAC(model) after model.compile(...)."
                 )
-            data = keras.utils.unpack_x_y_sample_weight(given[-1])
-            values = given[0][:2] if given[1:] else None
+            data = keras.utils.unpack_x_y_sample_weight(inputs[-1])
+            values = inputs[0][:2] if inputs[1:] else None
             apply = inner.apply
 
             def natural(gradients: Any, variables: Any = None, **more: Any) -> Any:
-                given = variables or more.get("trainable_variables")
-                return apply(self._natural([*gradients], given, data, values), given)
+                variables = variables or more.get("trainable_variables")
+                natural = self._natural([*gradients], variables, data, values)
+                return apply(natural, variables)
 
             with shadowed([(inner, {"apply": natural})]):
-                return step(*given)
+                return step(*inputs)
 
         vars(model)["train_step"] = train_step
         model.train_function = None
@@ -502,14 +505,15 @@ class KFAC(kc.integration.NaturalGradient):
 
     def _require_numbers(self) -> None:
         """Refuse schedules, which the step that Keras compiles would not follow."""
-        own = {"damping": self.damping_schedule, "decay": self.decay_schedule}
+        options = {"damping": self.damping_schedule, "decay": self.decay_schedule}
         for name in ("update_every", "refresh_every", "kl_clip"):
-            own[name] = getattr(self, name)
-        given = [name for name, value in own.items() if callable(value)]
-        if given:
+            options[name] = getattr(self, name)
+        schedules = [name for name, value in options.items() if callable(value)]
+        if schedules:
             raise kc.UnsupportedError(
-                f"`{given[0]}` is a function of the step, and Keras compiles the step on "
-                "JAX. Pass a number; or write the loop, with a model that is not compiled."
+                f"`{schedules[0]}` is a function of the step, and Keras compiles the "
+                "step on JAX. Pass a number; or write the loop, with a model that is "
+                "not compiled."
             )
 
     def _optimizer(self) -> Any:
@@ -529,11 +533,13 @@ class KFAC(kc.integration.NaturalGradient):
         if len(gradients) != len(variables):
             return [*gradients]  # the optimizer refuses them
         # A step of one's own may apply some of the variables, in any order.
-        own = self.model.trainable_variables
-        given = {id(v): g for v, g in zip(variables, gradients, strict=True)}
-        found = self._natural_of_all([given.get(id(v)) for v in own], data, values)
-        given |= {id(v): g for v, g in zip(own, found, strict=True)}
-        return [given[id(v)] for v in variables]
+        trained = self.model.trainable_variables
+        by_variable = {id(v): g for v, g in zip(variables, gradients, strict=True)}
+        directions = self._natural_of_all(
+            [by_variable.get(id(v)) for v in trained], data, values
+        )
+        by_variable |= {id(v): g for v, g in zip(trained, directions, strict=True)}
+        return [by_variable[id(v)] for v in variables]
 
     def _natural_of_all(self, gradients: Any, data: Any, values: Any) -> list[Any]:
         """Return natural gradients in the order of ``model.trainable_variables``."""
@@ -545,7 +551,7 @@ class KFAC(kc.integration.NaturalGradient):
         if values is not None:
             self._compiling = True
             try:
-                found = self._compiled_step(gradients, data, values)
+                directions = self._compiled_step(gradients, data, values)
             finally:
                 self._compiling = False
         else:
@@ -553,10 +559,10 @@ class KFAC(kc.integration.NaturalGradient):
                 self.observe(*data)
             elif self.reduction == "sum":
                 self._rows = self._count_rows(data)
-            found = self.precondition(gradients)
+            directions = self.precondition(gradients)
         if scale is not None:
-            found = [g if g is None else g * scale for g in found]
-        return found
+            directions = [g if g is None else g * scale for g in directions]
+        return directions
 
     def _count_rows(self, data: Any) -> Any:
         """Return R of a batch without statistics, whose loss is a sum."""
@@ -597,9 +603,9 @@ class KFAC(kc.integration.NaturalGradient):
         import jax
 
         network = self.estimator.network
-        counter, *held = self._variables
+        counter, *leaves = self._variables
         steps = counter.value
-        state = jax.tree.unflatten(self._structure, [v.value for v in held])
+        state = jax.tree.unflatten(self._structure, [v.value for v in leaves])
         x, y, weight = data
 
         def updated(state: Any) -> Any:
@@ -611,38 +617,40 @@ class KFAC(kc.integration.NaturalGradient):
             return jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
 
         def refreshed(state: Any) -> Any:
-            made = network.refresh(
-                state, damping=self.estimator.damping, check="status"
-            )
-            return jax.tree.map(lambda a, b: a.astype(b.dtype), made, state)
+            new = network.refresh(state, damping=self.estimator.damping, check="status")
+            return jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
 
-        def kept(state: Any) -> Any:
+        def unchanged(state: Any) -> Any:
             return state
 
         if self.update_every == 1:
             state = updated(state)
         else:
-            state = jax.lax.cond(steps % self.update_every == 0, updated, kept, state)
+            state = jax.lax.cond(
+                steps % self.update_every == 0, updated, unchanged, state
+            )
         due = (steps % self.refresh_every == 0) & state.is_good()
-        state = jax.lax.cond(due, refreshed, kept, state)
+        state = jax.lax.cond(due, refreshed, unchanged, state)
         vector = self._vector(gradients)
         if self.reduction == "sum":
             rows = self._count_rows(data)
             vector = {n: {k: g / rows for k, g in p.items()} for n, p in vector.items()}
-        found = network.precondition(state, vector)
+        directions = network.precondition(state, vector)
         if self.kl_clip is not None:
             nu = kc.steps.kl_clip(
                 vector,
-                found,
+                directions,
                 learning_rate=self.learning_rate,
                 bound=self.kl_clip,
                 check="status",
             ).scale
-            found = {n: {k: g * nu for k, g in p.items()} for n, p in found.items()}
+            directions = {
+                n: {k: g * nu for k, g in p.items()} for n, p in directions.items()
+            }
         leaves = (steps + 1, *jax.tree.leaves(state))
         for variable, leaf in zip(self._variables, leaves, strict=True):
             variable.assign(leaf)
-        return self._replaced(gradients, found)
+        return self._replaced(gradients, directions)
 
     def _pull(self) -> None:
         """Take the state of compiled steps into the estimator, where it is at hand.

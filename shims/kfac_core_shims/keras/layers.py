@@ -63,28 +63,28 @@ def sites_of(layer: Any) -> dict[str, Site]:
     """
     # A subclass may compute anything: only what is known exactly has blocks.
     kind = type(layer)
-    made: dict[str, Site] = {}
+    sites: dict[str, Site] = {}
     if not layer.built:
         return {}
     if kind in RECURRENT:
-        made = _recurrent(layer)
+        sites = _recurrent(layer)
     elif _is_changed(layer):
         return {}
     elif kind is layers.EinsumDense:
-        made = _einsum_dense(layer)
+        sites = _einsum_dense(layer)
     elif kind is DENSE:
         n, m = layer.kernel.shape
-        made = {"": _dense(layer, n, m, layer.kernel, layer.bias)}
+        sites = {"": _dense(layer, n, m, layer.kernel, layer.bias)}
     elif kind in CONVOLUTIONS:
-        made = {"": _convolution(layer)}
+        sites = {"": _convolution(layer)}
     elif kind is layers.Embedding:
         n, m = layer.embeddings.shape
         table = kc.Embedding(num_embeddings=n, features=m, weight_layout="io")
         block = kc.Block(table, kc.Kronecker(input="diagonal"))
-        made = {"": Site(layer, block, {"weight": Place(layer.embeddings)})}
+        sites = {"": Site(layer, block, {"weight": Place(layer.embeddings)})}
     elif kind in NORMALIZATIONS and layer.axis in (-1, [-1]):
-        made = _normalization(layer)
-    return made if all(site.trainable for site in made.values()) else {}
+        sites = _normalization(layer)
+    return sites if all(site.trainable for site in sites.values()) else {}
 
 
 def tapped(names: dict[str, str], layer: Any, tape: Tape) -> dict[str, Any]:
@@ -180,12 +180,12 @@ def _convolution(layer: Any) -> Site:
 
 
 def _normalization(layer: Any) -> dict[str, Site]:
-    held = {"scale": layer.gamma, "shift": layer.beta}
-    places = {role: Place(v) for role, v in held.items() if v is not None}
+    variables = {"scale": layer.gamma, "shift": layer.beta}
+    places = {role: Place(v) for role, v in variables.items() if v is not None}
     if not places:
         return {}
     shapes = {
-        f"{role}_shape": None if v is None else v.shape for role, v in held.items()
+        f"{role}_shape": None if v is None else v.shape for role, v in variables.items()
     }
     block = kc.Block(kc.ScaleShift(**shapes), kc.Diagonal())
     return {"": Site(layer, block, places)}
@@ -221,13 +221,13 @@ def _einsum_sizes(layer: Any) -> Any:
     """Return how many features go in and out; None if the equation is not dense."""
     x, kernel, y = _einsum_letters(layer)
     summed = [letter for letter in kernel if letter not in y]
-    made = [letter for letter in kernel if letter in y]
+    outputs = [letter for letter in kernel if letter in y]
     k = len(summed)
     # The kernel is (summed, made), the inputs end in `summed` and the outputs in `made`.
     rows = x[: len(x) - k]
-    if [*kernel] != summed + made or [*x[len(rows) :]] != summed:
+    if [*kernel] != summed + outputs or [*x[len(rows) :]] != summed:
         return None
-    if [*y] != [*rows, *made]:
+    if [*y] != [*rows, *outputs]:
         return None
     shape = layer.kernel.shape
     return math.prod(shape[:k]), math.prod(shape[k:])

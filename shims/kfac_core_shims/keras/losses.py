@@ -100,15 +100,15 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
     -----
     Where a model overrides `compute_loss` or `train_step`, the caller's likelihood counts.
     """
-    given = None
+    likelihoods = None
     if likelihood is not None:
         several = likelihood if isinstance(likelihood, list | tuple) else [likelihood]
-        given = [kc.integration.row_loss(one) for one in several]
-    own = own_loss_of(model)
-    if own and given is None:
+        likelihoods = [kc.integration.row_loss(one) for one in several]
+    override = own_loss_of(model)
+    if override and likelihoods is None:
         raise kc.ConventionError(
-            f"{type(model).__name__} has a `{own}` of its own, so that a compiled loss may "
-            "not be what is differentiated. Say what its outputs are: KFAC(model, "
+            f"{type(model).__name__} has a `{override}` of its own, so that a compiled "
+            "loss may not be what is differentiated. Say what its outputs are: KFAC(model, "
             "likelihood='categorical'), 'bernoulli' or 'gaussian' (half the squared "
             "error), which then stands in the place of a compiled loss that says other."
         )
@@ -119,25 +119,31 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
             "model.build_from_data, model.evaluate or model.train_on_batch on a batch."
         )
     if not compiled:
-        if given is None:
+        if likelihoods is None:
             raise kc.ConventionError(
                 "Expected `likelihood`: the model is not compiled with a loss that says "
                 "what its outputs are. Compile it before KFAC(model), or say for example "
                 "likelihood='categorical'."
             )
-        single = len(given) == 1
+        single = len(likelihoods) == 1
         name = "sum" if reduction == "sum" else "sum_over_batch_size"
         return [
-            OutputLoss(row, () if single else (i,), name) for i, row in enumerate(given)
+            OutputLoss(row, () if single else (i,), name)
+            for i, row in enumerate(likelihoods)
         ]
-    if given is not None and len(given) != len(compiled):
+    if likelihoods is not None and len(likelihoods) != len(compiled):
         raise kc.ConventionError(
             f"Expected as many likelihoods as the model has losses, {len(compiled)}, got "
-            f"{len(given)}."
+            f"{len(likelihoods)}."
         )
     return [
         _output_loss(
-            loss, path, weight, given[i] if given else None, reduction, own=bool(own)
+            loss,
+            path,
+            weight,
+            likelihoods[i] if likelihoods else None,
+            reduction,
+            overridden=bool(override),
         )
         for i, (path, loss, weight) in enumerate(compiled)
     ]
@@ -207,10 +213,10 @@ def rows_of(loss: OutputLoss, output: Any, sample_weight: Any) -> tuple[Any, Any
     if sample_weight is not None:
         weight = sample_weights(sample_weight, z)
     if mask is not None:
-        kept = ops.cast(ops.broadcast_to(mask, shape), z.dtype)
+        counted = ops.cast(ops.broadcast_to(mask, shape), z.dtype)
         if loss.reduction in ("mean", "sum_over_batch_size"):
-            kept = kept * (count / ops.maximum(ops.sum(kept), 1.0))
-        weight = kept if weight is None else weight * kept
+            counted = counted * (count / ops.maximum(ops.sum(counted), 1.0))
+        weight = counted if weight is None else weight * counted
     if weight is not None and loss.reduction == "mean_with_sample_weight":
         rows = ops.sum(weight)
     return z, weight, rows
@@ -269,53 +275,59 @@ def layer_weights(weights: list[Any], reached: Any, block: str) -> Any:
 
 
 def _output_loss(
-    loss: Any, path: Any, weight: float, given: Any, reduction: str, *, own: bool
+    loss: Any,
+    path: Any,
+    weight: float,
+    expected: Any,
+    reduction: str,
+    *,
+    overridden: bool,
 ) -> OutputLoss:
     """Return what a loss of Keras says, and compare it with what the caller says.
 
-    `own` says that the model differentiates a loss of its own, of which the caller knows.
+    `overridden`: the model differentiates a loss of its own, which the caller knows.
     """
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     # A function is a loss of Keras's default reduction.
-    kept = getattr(loss, "reduction", "sum_over_batch_size")
+    loss_reduction = getattr(loss, "reduction", "sum_over_batch_size")
     name = getattr(loss, "__name__", type(loss).__name__)
     allowed = ("sum",) if reduction == "sum" else MEANS
-    if kept not in allowed:
+    if loss_reduction not in allowed:
         raise kc.ConventionError(
-            f"The model is compiled with {name}(reduction={kept!r}), and KFAC has "
-            f"reduction={reduction!r}. Say the same in both: 'mean' for Keras's "
+            f"The model is compiled with {name}(reduction={loss_reduction!r}), and KFAC "
+            f"has reduction={reduction!r}. Say the same in both: 'mean' for Keras's "
             f"{', '.join(map(repr, MEANS))}, 'sum' for 'sum'."
         )
     row, natural = _likelihood(loss)
-    if own and given is not None and given != row:
-        return OutputLoss(given, path, kept, weight)
+    if overridden and expected is not None and expected != row:
+        return OutputLoss(expected, path, loss_reduction, weight)
     if row is None:
-        if given is None:
+        if expected is None:
             raise kc.UnsupportedError(
                 f"{name} is not the loss of a known likelihood. Say what the outputs are: "
                 "KFAC(model, likelihood=...)."
             )
-        return OutputLoss(given, path, kept, weight)
-    if given is not None and given != row:
+        return OutputLoss(expected, path, loss_reduction, weight)
+    if expected is not None and expected != row:
         raise kc.ConventionError(
             f"The model is compiled with {name}, whose rows have {row}, and KFAC has "
-            f"likelihood={given}. Leave `likelihood` out to take it from the loss."
+            f"likelihood={expected}. Leave `likelihood` out to take it from the loss."
         )
     smoothing = float(private.loss_options(loss).get("label_smoothing") or 0.0)
-    return OutputLoss(row, path, kept, weight, natural, smoothing=smoothing)
+    return OutputLoss(row, path, loss_reduction, weight, natural, smoothing=smoothing)
 
 
 def _likelihood(loss: Any) -> tuple[Any, Any]:
     """Return the likelihood of a loss's rows, and what takes outputs to its parameters."""
     function = getattr(loss, "fn", loss)
     options = private.loss_options(loss)
-    own = callable(loss) and type(loss).__module__.split(".")[0] not in (
+    custom = callable(loss) and type(loss).__module__.split(".")[0] not in (
         "keras",
         "builtins",
     )
     last = options.get("axis", -1) == -1 and options.get("ignore_class") is None
-    if own or not last:
+    if custom or not last:
         return None, None
     logits = bool(options.get("from_logits"))
     if function in (

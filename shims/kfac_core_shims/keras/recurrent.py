@@ -73,10 +73,12 @@ def recurrent_call(names: dict[str, str], layer: Any, tape: Tape) -> Callable[..
             new = advance(cell, product[:, t], inner, states)
             output = new[0]
             if mask is not None:
-                kept = ops.expand_dims(mask[:, t], -1)
-                new = [ops.where(kept, n, s) for n, s in zip(new, states, strict=True)]
+                counted = ops.expand_dims(mask[:, t], -1)
+                new = [
+                    ops.where(counted, n, s) for n, s in zip(new, states, strict=True)
+                ]
                 missing = ops.zeros_like(last) if layer.zero_output_for_mask else last
-                output = ops.where(kept, output, missing)
+                output = ops.where(counted, output, missing)
             states, last = new, output
             outputs.append(output)
         use.inputs, use.mask = ops.stack(before, axis=1), mask

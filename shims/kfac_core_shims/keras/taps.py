@@ -115,10 +115,10 @@ def _run_torch(run: Callable[[Tape], Any]) -> Any:
         outputs = run(tape)
 
     def pull(vectors: Any) -> Any:
-        given = [v.to(z.dtype) for v, z in zip(vectors, outputs, strict=True)]
+        cotangents = [v.to(z.dtype) for v, z in zip(vectors, outputs, strict=True)]
         # What a layer computes for nothing has the gradient zero, as on JAX.
-        keep: Any = {"retain_graph": True, "materialize_grads": True}
-        return torch.autograd.grad(outputs, zeros, given, **keep)
+        options: Any = {"retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad(outputs, zeros, cotangents, **options)
 
     return tape.uses, [z.detach() for z in outputs], pull
 
@@ -144,11 +144,13 @@ def _run_jax(run: Callable[[Tape], Any]) -> Any:
         return outputs, [(use.inputs, use.mask) for use in tape.uses]
 
     outputs, pulled, seen = jax.vjp(taped, zeros, has_aux=True)
-    uses = [Use(block, *given) for block, given in zip(blocks, seen, strict=True)]
+    uses = [
+        Use(block, *cotangents) for block, cotangents in zip(blocks, seen, strict=True)
+    ]
 
     def pull(vectors: Any) -> Any:
-        given = [v.astype(z.dtype) for v, z in zip(vectors, outputs, strict=True)]
-        return pulled(given)[0]
+        cotangents = [v.astype(z.dtype) for v, z in zip(vectors, outputs, strict=True)]
+        return pulled(cotangents)[0]
 
     return uses, outputs, pull
 
@@ -156,13 +158,13 @@ def _run_jax(run: Callable[[Tape], Any]) -> Any:
 @contextlib.contextmanager
 def shadowed(changes: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
     """Replace attributes of objects, past Keras's tracking of what is set."""
-    held = [{k: vars(o)[k] for k in new if k in vars(o)} for o, new in changes]
+    before = [{k: vars(o)[k] for k in new if k in vars(o)} for o, new in changes]
     for thing, new in changes:
         vars(thing).update(new)
     try:
         yield
     finally:
-        for (thing, new), old in zip(changes, held, strict=True):
+        for (thing, new), old in zip(changes, before, strict=True):
             for name in new:
                 del vars(thing)[name]
             vars(thing).update(old)
