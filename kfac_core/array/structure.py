@@ -93,7 +93,6 @@ def structure(
     def decorate(cls: type[T]) -> type[T]:
         made = dataclasses.dataclass(frozen=True, eq=False)(cls)
         names = tuple(field.name for field in dataclasses.fields(made))  # type: ignore[arg-type]
-        _store_in_place(made)
         _names[f"{made.__module__}:{made.__qualname__}"] = made
         _static[made] = static
         _meet[made] = meet
@@ -104,30 +103,6 @@ def structure(
         return made
 
     return decorate
-
-
-def _store_in_place(cls: Any) -> None:
-    """Give a frozen dataclass a constructor that stores all fields in one place.
-
-    Its own makes a call for each field, and takes twice as long.  Classes with more to do
-    than to store what they are given keep that.
-    """
-    fields = dataclasses.fields(cls)
-    stored = all(
-        f.init and not f.kw_only and f.default_factory is dataclasses.MISSING
-        for f in fields
-    )
-    if not stored or hasattr(cls, "__post_init__"):
-        return
-    names = [f.name for f in fields]
-    scope: dict[str, Any] = {}
-    lines = [f"def __init__(self, {', '.join(names)}):", " __held__ = self.__dict__"]
-    lines += [f" __held__[{name!r}] = {name}" for name in names]
-    exec("\n".join(lines), scope)  # as dataclasses does
-    made, own = scope["__init__"], cls.__init__
-    for known in ("__annotations__", "__defaults__", "__module__", "__qualname__"):
-        setattr(made, known, getattr(own, known))
-    cls.__init__ = made
 
 
 def register_structures_with(registrar: Registrar, /) -> None:
