@@ -17,6 +17,7 @@ __all__ = ["dispatched", "is_factorization_failure"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
 def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     """Let a backend replace an operation by the native one of the same name.
 
