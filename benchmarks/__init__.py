@@ -1,6 +1,6 @@
 """Side by side with other libraries, and with what the machine could do.
 
-``python -m nox -s bench`` runs everything; ``kfac-core bench --quick`` is a minute's
+``python -m nox -s bench`` runs everything; ``python -m benchmarks --quick`` is a minute's
 version in the environment that is there.  `docs/benchmarks.md` says how to read the
 result.  Nothing here is part of the package: it uses `kfac_core`'s public names.
 
@@ -10,7 +10,7 @@ process a library), `process` and `processes` (its parent's side), `run` (who is
 what, and when), `agreement` (that all compute the same), `growth` (exponents),
 `report` and `plot` (what is shown), `recorded` (what others measured), `limits` (what is
 to be reached), `measured`, `result`, `targets` and `call_targets` (whether a run shows
-it), `result_table`, `command`.
+it), `command`.
 
 Conventions.  Rows, vectors and answers are float32.  A layer's vector is a matrix of
 shape ``(in(+1), out)``, the bias its last row.  Seconds are seconds, of the processor or

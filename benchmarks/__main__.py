@@ -1,11 +1,10 @@
-"""``python -m benchmarks`` is ``kfac-core bench``."""
+"""``python -m benchmarks``: times beside other libraries and the machine's roofline."""
 
 import argparse
 import sys
 
-from benchmarks.command import main
+from benchmarks.command import add_arguments, main
 from kfac_core.cli import ended
-from kfac_core.cli.bench import add_arguments
 
 parser = argparse.ArgumentParser(
     prog="python -m benchmarks",

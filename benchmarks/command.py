@@ -18,14 +18,61 @@ from benchmarks.stages import chosen_stages
 from benchmarks.targets import results
 from benchmarks.threads import processors
 from benchmarks.workloads import chosen_workloads
+from kfac_core.cli.options import add_json, positive
 from kfac_core.cli.screen import Progress, complain, print_json
 
-__all__ = ["main"]
+__all__ = ["add_arguments", "main"]
 
 QUICK_REPETITIONS = 3
 REPETITIONS = 9
 QUICK_SECONDS = 0.5
 SECONDS = 60.0
+
+
+# Flags, and what argparse is told of each; all that follows from them is in `_options`.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "quick": {"action": "store_true", "help": "small workloads, in about a minute"},
+    "workloads": {"nargs": "+", "help": "workloads, or all, quick, sweeps"},
+    "stages": {"nargs": "+", "help": "only these stages of the workloads"},
+    "libraries": {"nargs": "+", "help": "default: all that are installed"},
+    "threads": {
+        "nargs": "+",
+        "type": positive,
+        "default": [1],
+        "help": "of each library (default: 1); several make a run each",
+    },
+    "repetitions": {"type": positive, "help": "samples of each stage"},
+    "device": {
+        "choices": ("cpu", "cuda"),
+        "default": "cpu",
+        "help": "where the libraries compute (default: cpu)",
+    },
+    "no-memory": {"action": "store_true", "help": "leave peak memory unmeasured"},
+    "patience": {
+        "type": positive,
+        "default": 600,
+        "metavar": "SECONDS",
+        "help": "how long one library may take for one answer (default: 600)",
+    },
+    "python": {
+        "action": "append",
+        "metavar": "LIBRARY=PATH",
+        "help": "the interpreter of one library, where it is not this one",
+    },
+    "output": {
+        "type": Path,
+        "default": Path("."),
+        "metavar": "DIR",
+        "help": "where numbers and picture are written (default: here)",
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, /) -> None:
+    """Declare the options of the command."""
+    for name, settings in ARGUMENTS.items():
+        parser.add_argument(f"--{name}", **settings)
+    add_json(parser)
 
 
 def main(arguments: argparse.Namespace, /) -> int:
@@ -34,7 +81,7 @@ def main(arguments: argparse.Namespace, /) -> int:
     Parameters
     ----------
     arguments : argparse.Namespace
-        As `kfac_core.cli.bench.add_arguments` declares them.
+        As `add_arguments` declares them.
 
     Returns
     -------
@@ -42,8 +89,6 @@ def main(arguments: argparse.Namespace, /) -> int:
         0; 1 where a library's answers differ from what is right; 2 for a call that
         cannot be run.
     """
-    if importlib.util.find_spec("rich") is None:
-        return complain("bench", "its tables need rich: pip install rich")
     with Progress() as progress:
         try:
             several = [
@@ -58,13 +103,13 @@ def main(arguments: argparse.Namespace, /) -> int:
     if all("error" in said for said in runs[0]["libraries"].values()):
         missing = " (no GPU was found)" if arguments.device == "cuda" else ""
         return complain("bench", f"no library could be started{missing}")
-    for found in runs:
-        found["growth"] = growth(found["workloads"])
+    for plain in runs:
+        plain["growth"] = growth(plain["workloads"])
     _show(runs, arguments)
     differing = [
         name
-        for found in runs
-        for workload in found["workloads"]
+        for plain in runs
+        for workload in plain["workloads"]
         for of_stage in workload["agreement"].values()
         for name, figures in of_stage.items()
         if not figures.get("agrees", True)
@@ -126,26 +171,17 @@ def _installed(device: str, quick: bool) -> list[str]:
 
 
 def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from benchmarks.report import print_report
-    from benchmarks.result_table import print_results
-    from benchmarks.summary import summary
+    from benchmarks.report import print_report, print_results
 
     judged = results(runs)
     everything = {"runs": runs, "targets": [result.to_plain() for result in judged]}
     if arguments.json:
         print_json(everything)
-    elif arguments.quick:
-        print("\n".join(line for found in runs for line in summary(found)))
-        print("A run without --quick prints every figure, and compares with targets.")
     else:
-        # Asked of the stream, as rich takes a variable's word for what a terminal is.
-        pretty = sys.stdout.isatty()
-        console = Console() if pretty else Console(width=120, force_terminal=False)
-        for found in runs:
-            print_report(found, console)
-        print_results(judged, console)
+        for plain in runs:
+            print_report(plain)
+        if not arguments.quick:
+            print_results(judged)
     folder: Path = arguments.output
     numbers = folder / "benchmarks.json"
     numbers.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
@@ -160,12 +196,12 @@ def _drawn(runs: list[dict[str, Any]], folder: Path) -> list[Path]:
         return []
     from benchmarks.plot import draw
 
-    found = []
+    pictures = []
     for plain in runs:
         if plain["growth"]:
             titles = {k: said["title"] for k, said in plain["libraries"].items()}
             more = "" if plain is runs[0] else f"-{plain['threads']}-threads"
             path = folder / f"benchmarks{more}.png"
             draw(plain["growth"], titles, path)
-            found.append(path)
-    return found
+            pictures.append(path)
+    return pictures

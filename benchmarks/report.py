@@ -1,246 +1,180 @@
-"""What was measured, as tables for people.
+"""What was measured, as plain tables.
 
-A table's numbers are medians by the clock that counts, with the least and the quartiles;
-×roofline is the median over what the stage's flops take at the best rate of a matrix
-product in the same run (empty above 1000, where a stage is all overhead).  "First" is
-the first call, compiling included.  "Recorded" are multiples of another run's roofline,
-of libraries that do not install beside the others.
+Times are medians by the clock that counts; ×roofline is the median over what the stage's
+flops take at the best rate of a matrix product in the same run (empty above 1000, where a
+stage is all overhead).  "First" is the first call, compiling included.  "Recorded" are
+multiples of another run's roofline, of libraries that do not install beside the others.
+`benchmarks.json` has every figure, with quartiles and counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.measured import with_unit
 from benchmarks.recorded import RECORDED
+from benchmarks.result import Result
 from benchmarks.stages import TITLES
+from kfac_core.cli.screen import print_table
 
-__all__ = ["print_report"]
+__all__ = ["print_report", "print_results"]
 
-Found = dict[str, Any]
+Run = dict[str, Any]
+WIDTH = 120
 
 
-def print_report(found: Found, /, console: Console) -> None:
-    """Print everything.
-
-    Parameters
-    ----------
-    found : dict
-        As `benchmarks.run.run` gives it, with ``"growth"``.
-    console : rich.console.Console
-        Where to.
-    """
-    for line in _heading(found):
-        console.print(Text(line))
-    titles = {name: said["title"] for name, said in found["libraries"].items()}
-    cores = [name for name, said in found["libraries"].items() if said["core"]]
-    for workload in found["workloads"]:
+def print_report(run: Run, /) -> None:
+    """Print the figures of a run, as `benchmarks.run.run` returns it, with its growth."""
+    print("\n".join(_heading(run)))
+    titles = {name: said["title"] for name, said in run["libraries"].items()}
+    cores = [name for name, said in run["libraries"].items() if said["core"]]
+    for workload in run["workloads"]:
         if workload["sweep"]:
             continue
-        console.print()
-        console.print(_times(workload, titles))
-        for line in _problems(workload, titles):
-            console.print(Text(line, style="red"))
-        for table in (
-            _against_peers(workload, titles, cores),
-            _looped(workload, titles),
-            _agreement(workload, titles),
-            _memory(workload, titles),
-            _device(workload, titles),
+        name = workload["name"]
+        for title, columns, rows in (
+            (
+                f"{name}: {workload['layers']} layer(s)",
+                ("stage", "library", "median", "×roofline", "quiet", "first", "answer"),
+                _times(workload, titles),
+            ),
+            (
+                f"{name}: how many times as long the others take",
+                ("stage", "library", "than", "times"),
+                _against_peers(workload, titles, cores),
+            ),
+            (
+                f"{name}: memory that a call adds, in the factors' bytes",
+                ("stage", "library", "added"),
+                _memory(workload, titles),
+            ),
         ):
-            if table.row_count:
-                console.print(table)
-    if found["growth"]:
-        console.print()
-        console.print(_growth(found["growth"], titles))
+            if cells := list(rows):
+                print()
+                print_table(title, columns, cells, width=WIDTH)
+        for library, error in workload["unprepared"].items():
+            print(f"{titles[library]} could not be prepared: {error}")
+    if run["growth"]:
+        print()
+        columns = ("stage", "in", "library", "exponent", "of the last two")
+        rows = [
+            (
+                TITLES[curve["stage"]],
+                curve["sweep"],
+                titles[curve["library"]],
+                f"{curve['exponent']:.2f}",
+                f"{curve['last']:.2f}",
+            )
+            for curve in run["growth"]
+        ]
+        print_table("growth: the exponent of time", columns, rows, width=WIDTH)
 
 
-def _heading(found: Found) -> Iterable[str]:
-    machine = found["machine"]
-    clock = {
-        "cpu": "CPU time (of all threads of the process)",
-        "wall": "wall time",
-        "device": "the device's own time (wall time where a library has no events)",
-    }
+def _heading(run: Run) -> Iterator[str]:
+    machine = run["machine"]
     yield (
         f"{machine['processor']}, {machine['processors']} processors, "
         f"{machine['system']}, Python {machine['python']}; load before and after "
         f"{machine['load']}, {machine['load after']}"
     )
-    yield (
-        f"{found['threads']} thread(s) a library; times are {clock[found['clock']]}, "
-        "medians of interleaved samples"
-    )
-    rates = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in found["gemm"].items())
+    yield f"{run['threads']} thread(s) a library; {run['clock']} time, medians"
+    rates = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in run["gemm"].items())
     yield f"float32 matrix product, GFLOP/s, best seen: {rates}"
-    for name, said in found["libraries"].items():
+    for name, said in run["libraries"].items():
         if "error" in said:
             yield f"{said['title']} ({name}): left out: {said['error']}"
             continue
         versions = ", ".join(f"{k} {v}" for k, v in said["versions"].items())
         yield f"{said['title']} ({name}): {versions}; {said['includes']}"
-    if found["device"] == "cpu":
-        yield "This has not been run on a GPU; `--device cuda` does."
 
 
-def _times(workload: Found, titles: dict[str, str]) -> Table:
-    """Return the figures of every stage and library; the fastest of each is bold."""
-    table = Table(title=f"{workload['name']}: {workload['layers']} layer(s)")
-    table.add_column("stage and library", no_wrap=True)
-    for column in ("median", "least", "quartiles", "×roofline", "quiet", "first"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _times(workload: Run, titles: dict[str, str]) -> Iterator[tuple[str, ...]]:
     for stage, of_stage in workload["stages"].items():
-        table.add_row(Text(TITLES[stage], style="bold"))
-        medians = [f["median"] for f in of_stage.values() if "median" in f]
-        for name, figures in of_stage.items():
-            if "median" in figures:
-                best = figures["median"] == min(medians)
-                label = Text(f"  {titles[name]}", style="bold" if best else "")
-                table.add_row(label, *_figures(figures))
-        recorded = RECORDED.get(workload["name"], {}).get(stage, {})
-        for name, rooflines in recorded.items():
-            table.add_row(f"  {name}, recorded", "", "", "", f"{rooflines:.2f}", "", "")
-        table.add_section()
-    return table
-
-
-def _figures(figures: Found) -> tuple[str, ...]:
-    rooflines = figures.get("rooflines")
-    noisy = " noisy" if figures["noisy"] else ""
-    return (
-        with_unit(figures["median"], "s"),
-        with_unit(figures["least"], "s"),
-        f"{with_unit(figures['lower'], 's')} – {with_unit(figures['upper'], 's')}",
-        f"{rooflines:.2f}" if rooflines is not None and rooflines < 1000 else "",
-        f"{figures['quiet']}/{figures['samples']}{noisy}",
-        with_unit(figures["first"], "s"),
-    )
-
-
-def _problems(workload: Found, titles: dict[str, str]) -> Iterable[str]:
-    """Yield what went wrong, a line a library and stage."""
-    for name, error in workload["unprepared"].items():
-        yield f"{titles[name]} could not be prepared: {error}"
-    for stage, of_stage in workload["stages"].items():
+        answers = workload["agreement"].get(stage, {})
         for name, figures in of_stage.items():
             if "error" in figures:
-                yield f"{titles[name]}, {TITLES[stage]}: {figures['error']}"
-
-
-def _against_peers(workload: Found, titles: dict[str, str], cores: list[str]) -> Table:
-    """Return how many times longer each library takes than each core."""
-    peers = [name for name in titles if name not in cores]
-    table = Table(title=f"{workload['name']}: how many times as long the others take")
-    for column in ("stage", "than"):
-        table.add_column(column)
-    for peer in peers:
-        table.add_column(titles[peer], justify="right")
-    for stage, of_stage in workload["stages"].items():
-        for core in cores:
-            own = of_stage.get(core, {}).get("median")
-            others = [of_stage.get(peer, {}).get("median") for peer in peers]
-            if own is None or not any(others):
+                yield TITLES[stage], titles[name], "", "", "", "", figures["error"]
                 continue
-            cells = ["" if t is None else f"{t / own:.2f}" for t in others]
-            table.add_row(TITLES[stage], titles[core], *cells)
-    return table
-
-
-def _looped(workload: Found, titles: dict[str, str]) -> Table:
-    """Return how many times longer a call a layer takes than one for all."""
-    table = Table(title=f"{workload['name']}: a call a layer, over one call for all")
-    for column in ("stage", "library", "times longer"):
-        table.add_column(column)
-    for looped, whole in (
-        ("refresh-looped", "refresh-inverse"),
-        ("precondition-looped", "precondition-inverse"),
-    ):
-        for name, figures in workload["stages"].get(looped, {}).items():
-            other = workload["stages"].get(whole, {}).get(name, {})
-            if "median" in figures and "median" in other:
-                ratio = f"{figures['median'] / other['median']:.2f}"
-                table.add_row(TITLES[whole], titles[name], ratio)
-    return table
-
-
-def _agreement(workload: Found, titles: dict[str, str]) -> Table:
-    table = Table(title=f"{workload['name']}: do the answers agree?")
-    for column in ("answer", "library", "residual in float64", "from the first", ""):
-        table.add_column(column)
-    for stage, of_stage in workload["agreement"].items():
-        for name, figures in of_stage.items():
-            if "error" in figures:
-                table.add_row(TITLES[stage], titles[name], Text(figures["error"]))
-                continue
-            agrees = figures["agrees"]
-            table.add_row(
+            rooflines = figures.get("rooflines")
+            answer = answers.get(name, {})
+            yield (
                 TITLES[stage],
                 titles[name],
-                f"{figures['residual']:.1e}",
-                f"{figures['difference']:.1e}",
-                Text(
-                    "agrees" if agrees else "DIFFERS",
-                    style="green" if agrees else "bold red",
-                ),
+                with_unit(figures["median"], "s"),
+                f"{rooflines:.2f}" if rooflines is not None and rooflines < 1e3 else "",
+                f"{figures['quiet']}/{figures['samples']}"
+                + " noisy" * figures["noisy"],
+                with_unit(figures["first"], "s"),
+                answer.get("error")
+                or {True: "agrees", False: "DIFFERS"}.get(answer.get("agrees"), ""),
             )
-    return table
+        recorded = RECORDED.get(workload["name"], {}).get(stage, {})
+        for name, rooflines in recorded.items():
+            yield TITLES[stage], f"{name}, recorded", "", f"{rooflines:.2f}", "", "", ""
 
 
-def _memory(workload: Found, titles: dict[str, str]) -> Table:
-    """Return peak memory in factors' bytes: in all, and what a call adds."""
-    size = workload["factor_bytes"]
-    table = Table(
-        title=f"{workload['name']}: memory, in the factors' {size / 1e6:.0f} MB"
-    )
-    for column in ("stage", "library"):
-        table.add_column(column)
-    for column in ("held with inputs", "peak", "added by the call"):
-        table.add_column(column, justify="right")
-    for stage, of_stage in workload["memory"].items():
-        for name, bytes_ in of_stage.items():
-            if "peak" not in bytes_:
-                continue
-            held = (bytes_["held"] - bytes_["before"]) / size
-            peak = (bytes_["peak"] - bytes_["before"]) / size
-            cells = (f"{held:.2f}", f"{peak:.2f}", f"{peak - held:.2f}")
-            table.add_row(TITLES[stage], titles[name], *cells)
-    return table
-
-
-def _device(workload: Found, titles: dict[str, str]) -> Table:
-    """Return what a GPU was asked to do; nothing is counted elsewhere."""
-    table = Table(title=f"{workload['name']}: calls of the device in one call")
-    for column in ("stage", "library", "launches", "host-device synchronizations"):
-        table.add_column(column)
+def _against_peers(
+    workload: Run, titles: dict[str, str], cores: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
     for stage, of_stage in workload["stages"].items():
-        for name, figures in of_stage.items():
-            counts = figures.get("counts")
-            if counts:
-                cells = (str(counts["launches"]), str(counts["synchronizations"]))
-                table.add_row(TITLES[stage], titles[name], *cells)
-    return table
+        medians = {n: f["median"] for n, f in of_stage.items() if "median" in f}
+        for core in medians.keys() & set(cores):
+            for peer in medians.keys() - set(cores):
+                ratio = f"{medians[peer] / medians[core]:.2f}"
+                yield TITLES[stage], titles[peer], titles[core], ratio
 
 
-def _growth(curves: list[Found], titles: dict[str, str]) -> Table:
-    table = Table(title="growth: the exponent of time")
-    for column in ("stage", "in", "from", "to", "library"):
-        table.add_column(column)
-    for column in ("exponent", "of the last two"):
-        table.add_column(column, justify="right")
-    for curve in curves:
-        sizes = [size for size, _ in curve["points"]]
-        table.add_row(
-            TITLES[curve["stage"]],
-            curve["sweep"],
-            str(sizes[0]),
-            str(sizes[-1]),
-            titles[curve["library"]],
-            f"{curve['exponent']:.2f}",
-            f"{curve['last']:.2f}",
+def _memory(workload: Run, titles: dict[str, str]) -> Iterator[tuple[str, ...]]:
+    for stage, of_stage in workload["memory"].items():
+        for name, sizes in of_stage.items():
+            if "peak" in sizes:
+                added = (sizes["peak"] - sizes["held"]) / workload["factor_bytes"]
+                yield TITLES[stage], titles[name], f"{added:.2f}"
+
+
+def print_results(results: Sequence[Result], /) -> None:
+    """Print the targets that were measured, and name the others.
+
+    Parameters
+    ----------
+    results : sequence of Result
+        As `benchmarks.targets.results` returns them.
+    """
+    order = list(dict.fromkeys(result.target for result in results))
+    measured = [result for result in results if result.figure is not None]
+    # One target's rows stand together, whichever run they are of.
+    measured.sort(key=lambda result: order.index(result.target))
+    columns = ("target", "where", "of", "threads", "figure", "should be", "", "bound")
+    rows = [
+        (
+            result.target,
+            result.where,
+            result.library,
+            str(result.threads),
+            "~" * result.noisy + with_unit(result.figure, result.unit),
+            _range(result),
+            "met" if result.met else "NOT MET",
+            result.bound,
         )
-    return table
+        for result in measured
+    ]
+    print()
+    print_table("targets: what this run shows", columns, rows, width=WIDTH)
+    met = sum(result.met for result in measured)
+    absent = [result for result in results if result.figure is None]
+    counts = f"Of {len(results)} targets {met} are met, {len(measured) - met} are not"
+    print(f"{counts}, and {len(absent)} were not measured in this run.")
+    for result in absent:
+        print(f"  not measured: {result.target}: {result.where} of {result.library}")
+
+
+def _range(result: Result) -> str:
+    """Return what a figure should be."""
+    least, greatest = (
+        None if limit is None else with_unit(limit, result.unit)
+        for limit in (result.least, result.greatest)
+    )
+    if least is None:
+        return f"≤ {greatest}"
+    return f"≥ {least}" if greatest is None else f"{least} – {greatest}"

@@ -173,30 +173,6 @@ def torch_deep(build: str) -> str:
     return lines
 
 
-def demonstration() -> str:
-    """Return the table of the demonstration, on NumPy."""
-    demo = importlib.import_module("kfac_core.cli.demo.command")
-    images = demo.load_digits(0)
-    found = {}
-    for method, rates in demo.LEARNING_RATES.items():
-        tried = [
-            demo.train(method, *images, learning_rate=rate, steps=demo.STEPS, seed=0)
-            for rate in rates
-        ]
-        found[method] = demo.best(tried)
-    target = found["Adam"].least
-    rows = []
-    for method, run in found.items():
-        place = run.reached(target)
-        # The loss is measured every few steps, and the target is Adam's own least one.
-        steps = "not reached in 300" if place is None else f"about {run.steps[place]}"
-        steps = str(demo.STEPS) if method == "Adam" else steps
-        losses = f"{run.losses[-1]:.2f}", f"{run.test_error:.2f}"
-        rows.append([method, f"{run.learning_rate:g}", *losses, steps])
-    heads = ["method", "learning rate", "training loss", "test error"]
-    return _markdown([*heads, "steps to Adam's loss"], rows)
-
-
 def fidelity_of(layer: str) -> str:
     """Return the measures of every approximation for a layer."""
     network = importlib.import_module("figures.network")
@@ -309,7 +285,6 @@ _MODELS = {
 }
 
 TABLES = {
-    "demonstration": Table("README.md", demonstration, 70, ("sklearn",)),
     "laplace evidence": Table("docs/posteriors.md", laplace_evidence),
     "laplace deviations": Table("docs/posteriors.md", laplace_deviations),
     "numpy_digits": Table("docs/quickstart_numpy.md", numpy_digits, 60),

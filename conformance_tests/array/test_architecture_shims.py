@@ -27,6 +27,10 @@ OWN = {
     # Keras has no vector-Jacobian product of its own: that is its backend's.
     "keras": {"keras", "jax", "torch", "kfac_core", "kfac_core_shims"},
     "numpy": {"numpy", "kfac_core"},
+    "demo": {
+        *("numpy", "sklearn", "torch", "jax", "optax", "matplotlib", "threadpoolctl"),
+        *("kfac_core", "kfac_core_shims"),
+    },
     "sklearn": {"sklearn", "scipy", "numpy", "kfac_core", "kfac_core_shims"},
 }
 

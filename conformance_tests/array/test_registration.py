@@ -133,15 +133,13 @@ def test_an_adapter_that_raises_stops_nobody_else(forgotten):
         kc.array.selected_backend("array_api_strict")
     assert kc.array.selected_backend("numpy").name == "numpy"
 
-    members = {"versions": raising, "devices": raising, "problem": lambda: None}
-    kc.register_backend(types.SimpleNamespace(name="array_api_strict", **members))
-    found = diagnosis()["backends"]["array_api_strict"]
-
-    assert found["usable"]
-    assert (found["versions"], found["devices"]) == ({}, [])
-    assert ["`versions`" in said for said in found["trouble"]] == [True, False]
-    assert all("the driver has gone" in said for said in found["trouble"])
-    assert diagnosis()["backends"]["numpy"]["trouble"] == []
+    for member in ("versions", "devices"):
+        members = {"versions": dict, "devices": list, "problem": lambda: None}
+        members[member] = raising
+        kc.register_backend(types.SimpleNamespace(name="array_api_strict", **members))
+        backends = diagnosis()["backends"]
+        assert "the driver has gone" in backends["array_api_strict"]["problem"]
+        assert backends["numpy"]["usable"]
 
 
 @pytest.mark.parametrize("name", ["jax", "torch"])

@@ -105,7 +105,7 @@ def test_doctor_in_words(every):
 
     assert done.returncode == 0, done.stderr
     assert f"kfac_core {kc.__version__}" in done.stdout
-    assert "chosen: numpy (the default)\n  for arrays that the library" in done.stdout
+    assert "chosen: numpy (the default)\n  used only when no array" in done.stdout
     assert "In a checkout write `pip install '.[" in done.stdout
     for name in ("numpy", *OTHERS):
         assert name in done.stdout
@@ -192,12 +192,29 @@ def test_help_names_the_commands(capsys):
         assert word in shown
 
 
-@pytest.mark.parametrize("name", ["verify", "conformance"])
-def test_the_kit_registers_its_commands(name):
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("verify", "kfac_core_conformance.commands.verify"),
+        ("conformance", "kfac_core_conformance.commands.conformance"),
+        ("demo", "kfac_core_shims.demo"),
+    ],
+)
+def test_other_packages_register_their_commands(name, module):
     """The core has no table of them: the entry-point group names their modules."""
-    module = commands()[name]
+    assert commands()[name].__name__ == module
 
-    assert module.__name__ == f"kfac_core_conformance.commands.{name}"
+
+@pytest.mark.parametrize("missing", ["scipy", "threadpoolctl"])
+def test_doctor_says_what_a_missing_fast_path_costs(missing):
+    """With the package to install; nothing is said where both are there."""
+    pytest.importorskip("scipy")
+    pytest.importorskip("threadpoolctl")
+    done = run("doctor", blocked=(*OTHERS, missing))
+
+    assert f"slower: without {missing}" in done.stdout.replace("SciPy", "scipy")
+    assert f"pip install {missing}" in " ".join(done.stdout.split())
+    assert "slower" not in run("doctor", blocked=OTHERS).stdout
 
 
 class Registered:
@@ -226,13 +243,6 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("kfac-core broken: its module another_package.command")
     assert "No module named" in line
-
-
-def test_the_benchmark_is_a_command_where_its_programs_are(monkeypatch):
-    """A wheel does not have them."""
-    monkeypatch.setattr("kfac_core.cli.bench.find_benchmarks", lambda: None)
-
-    assert "bench" not in commands()
 
 
 def test_a_registered_command_does_not_replace_one_of_the_core(monkeypatch):
@@ -278,7 +288,7 @@ def test_alone_it_prints_its_help(capsys):
     [
         (["dcotor"], "doctor"),
         (["doctor", "--jsn"], "--json"),
-        (["demo", "--stesp=3"], "--steps"),
+        (["demo", "--secnods=3"], "--seconds"),
     ],
 )
 def test_what_is_close_is_suggested(arguments, meant, capsys):

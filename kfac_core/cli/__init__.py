@@ -96,21 +96,13 @@ def commands() -> dict[str, Command]:
 
     A registered command cannot take the name of one of the core's.
     """
-    from kfac_core.cli import bench, doctor, inspect
-    from kfac_core.cli.demo import command as demo
+    from kfac_core.cli import doctor, inspect
 
-    found: dict[str, Command] = {
-        "demo": demo,
-        "doctor": doctor,
-        "inspect": inspect,
-    }
-    if bench.find_benchmarks() is not None:
-        # Its programs are in the source tree, and no part of a wheel.
-        found["bench"] = bench
+    known: dict[str, Command] = {"doctor": doctor, "inspect": inspect}
     for entry in entry_points_of(ENTRY_POINT_GROUP).values():
-        if entry.name not in found:
-            found[entry.name] = _loaded(entry)
-    return found
+        if entry.name not in known:
+            known[entry.name] = _loaded(entry)
+    return known
 
 
 def _loaded(entry: EntryPoint) -> Command:
