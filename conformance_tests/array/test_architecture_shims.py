@@ -27,7 +27,7 @@ OWN = {
     # Keras has no vector-Jacobian product of its own: that is its backend's.
     "keras": {"keras", "jax", "torch", "kfac_core", "kfac_core_shims"},
     "numpy": {"numpy", "kfac_core"},
-    "demo": {
+    "_demo": {
         *("numpy", "sklearn", "torch", "jax", "optax", "matplotlib", "threadpoolctl"),
         *("kfac_core", "kfac_core_shims"),
     },

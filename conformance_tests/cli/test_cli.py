@@ -197,7 +197,7 @@ def test_help_names_the_commands(capsys):
     [
         ("verify", "kfac_core_conformance.commands.verify"),
         ("conformance", "kfac_core_conformance.commands.conformance"),
-        ("demo", "kfac_core_shims.demo"),
+        ("demo", "kfac_core_shims._demo"),
     ],
 )
 def test_other_packages_register_their_commands(name, module):
