@@ -449,7 +449,7 @@ def test_ranks_with_another_clip_or_rate_are_found():
         averaged(model, communicator)
         return refused(kfac.step)
 
-    for name, said in (("kl_clip", "kl_clip=0.01 "), ("lr", "learning rate of 0.01 ")):
+    for name, said in (("kl_clip", "kl_clip=0.01 "), ("lr", "learning rate of 0.01")):
         for kind, text in run_ranks(3, lambda c, name=name: on_a_rank(c, name)):
             assert kind is kc.distributed.ReplicaError
             assert said in text
@@ -462,7 +462,7 @@ def test_ranks_with_another_clip_or_rate_are_found():
 
     for kind, text in run_ranks(2, of_the_optimizer):
         assert kind is kc.distributed.ReplicaError
-        assert "learning rate of 0.5 " in text
+        assert "learning rate of 0.5" in text
 
 
 class Experts(nn.Module):

@@ -936,9 +936,7 @@ def test_a_weight_that_has_another_size_is_named():
 def test_a_state_of_another_kind_is_named():
     model = network()
     for loads in (KFAC(model), KFACOptimizer(model)):
-        with pytest.raises(
-            kc.StateError, match=r"`state_dict` returned, got a NoneType"
-        ):
+        with pytest.raises(kc.StateError, match=r"got a NoneType"):
             loads.load_state_dict(None)
 
 

@@ -67,7 +67,8 @@ class Gradients:
     ) -> None:
         self._model, self._sites, self._replaced = model, sites, replaced
         self._division = division
-        self._task, self._adds = -1, None  # The last backward pass, and what it does.
+        self._task = -1  # The last backward pass, and what it does.
+        self._adds: bool | None = None
         self._came = False  # Gradients of a pass since the last step.
         self._on_cleared: Any = None
         self._uncleared: dict[str, None] = {}

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
-from warnings import warn
 
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import coverage, hooks, likelihoods, options, parallel
-from kfac_core_shims.torch.factors import factors_of
+from kfac_core_shims.torch import coverage, likelihoods, options, parallel
+from kfac_core_shims.torch.curvature import Curvature
 from kfac_core_shims.torch.finding import find_sites
-from kfac_core_shims.torch.gradients import Gradients, is_drawn_through
-from kfac_core_shims.torch.loss_checks import LossCheck
-from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
-from kfac_core_shims.torch.passes import Observation, PassRecorder
-from kfac_core_shims.torch.weights import (
-    balance,
-    have_weights,
-    numbers_of,
-    require_scale,
-)
+from kfac_core_shims.torch.passes import Observation
 
 __all__ = ["KFAC"]
 
 
-class KFAC(kc.integration.NaturalGradient):
+class KFAC(Curvature):
     r"""K-FAC for a PyTorch model: replaces gradients by natural gradients.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``.  For a layer with
@@ -191,29 +180,25 @@ class KFAC(kc.integration.NaturalGradient):
         options.require_sensible(
             fisher, grad_scaler, overlap=overlap, keep=keep, output=output
         )
-        self.output, self.overlap = output, overlap
-        self.model = parallel.inner(model)
-        execution, processes, self._division = parallel.execution_of(
+        plain = parallel.inner(model)
+        execution, processes, division = parallel.execution_of(
             model,
             communicator,
             execution,
             interval=refresh_every if isinstance(refresh_every, int) else 10,
         )
-        self._chose_processes = processes is not None or communicator is not None
-        self.criterion = likelihoods.criterion_of(likelihood, reduction)
-        found = find_sites(self.model, skip_layers=skip_layers)
-        if self._division is not None:
+        found = find_sites(plain, skip_layers=skip_layers)
+        if division is not None:
             if keep:
                 raise kc.UnsupportedError(
                     "The model's parameters are divided among processes (DTensor), for "
                     "which PyTorch has no forward derivatives, and KFACOptimizer takes one "
                     "in the direction of each step. Use KFAC beside another optimizer."
                 )
-            self._division.install(found)
-        chosen = coverage.choose(self.model, found, dict(approximations or {}))
-        self.sites = {name: found.sites[name] for name in chosen}
+            division.install(found)
+        chosen = coverage.choose(plain, found, dict(approximations or {}))
         estimator = kc.Estimator(
-            {n: kc.Block(site.layer, chosen[n]) for n, site in self.sites.items()},
+            {n: kc.Block(found.sites[n].layer, kind) for n, kind in chosen.items()},
             reduction="sum",
             damping=kc.integration.value_at(damping, 0),
             decay=kc.integration.value_at(decay, 0),
@@ -225,7 +210,16 @@ class KFAC(kc.integration.NaturalGradient):
         )
         super().__init__(
             estimator,
-            reduction=self.criterion.reduction,
+            model=plain,
+            found=found,
+            division=division,
+            criterion=likelihoods.criterion_of(likelihood, reduction),
+            grad_scaler=grad_scaler,
+            samples=samples,
+            positions=positions,
+            output=output,
+            keep=keep,
+            overlap=overlap,
             update_every=update_every,
             refresh_every=refresh_every,
             bases_every=bases_every,
@@ -235,35 +229,9 @@ class KFAC(kc.integration.NaturalGradient):
             learning_rate=1.0 if lr is None else options.rate_of(lr),
             communicator=processes,
         )
-        self._has_rate, self._keep, self._collects = lr is not None, keep, False
-        self._is_balanced = False
+        self._has_rate = lr is not None
+        self._chose_processes = processes is not None or communicator is not None
         self.preconditioned: frozenset[int] = frozenset()
-        self._coverage = coverage.Coverage(
-            self.model, self.sites, found.reasons, watches=self._division is None
-        )
-        self._gradients = Gradients(
-            self.model, self.sites, self._coverage.replaced, self._division
-        )
-        self._loss = LossCheck(
-            self.criterion, grad_scaler=grad_scaler, empirical=fisher == "empirical"
-        )
-        self._passes = PassRecorder(
-            self,
-            gradients=self._gradients,
-            loss=self._loss,
-            coverage=self._coverage,
-            samples=samples,
-            positions=positions,
-        )
-        self._hooks = hooks.install(self, found)
-        self._hooks += self._gradients.watch(self._passes.forget_cleared)
-        if output is not None:
-            hook = OutputHook(self._passes)
-            self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
-        if keep:
-            before = RandomHook(self._passes)
-            self._hooks.append(self.model.register_forward_pre_hook(before))
-        self._coverage.warn_of_others(self.sites, refreshed=True, steps=0)
 
     def __repr__(self) -> str:
         text = (
@@ -292,121 +260,6 @@ class KFAC(kc.integration.NaturalGradient):
     def damping(self, damping: Any) -> None:
         self.damping_schedule = damping if callable(damping) else None
         self.estimator.damping = kc.integration.value_at(damping, self.steps)
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """Trained parameters that keep their gradients, with the reason."""
-        return self._coverage.skipped
-
-    @property
-    def trained(self) -> Iterator[Any]:
-        """Parameters of the blocks that are trained now."""
-        return self._gradients.trained
-
-    @property
-    def differentiated(self) -> list[Observation]:
-        """Forward passes that the next step counts."""
-        return self._passes.counted
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether parameters are divided among processes."""
-        return self._division is not None
-
-    @property
-    def is_drawing(self) -> bool:
-        """Whether the backward pass that is running is K-FAC's own, of no loss.
-
-        Its vectors go through the hooks of the model's tensors and modules too.
-        """
-        return is_drawn_through(self.model)
-
-    @property
-    def wants_statistics(self) -> bool:
-        """Whether the next step needs calls with output gradients."""
-        return self._collects or super().wants_statistics
-
-    @property
-    def wants_outputs(self) -> bool:
-        """Whether a forward pass now is to be observed."""
-        return self.wants_statistics or self.reduction == "sum" or self._keep
-
-    @property
-    def share(self) -> Callable[[Any], Any] | None:
-        """What returns this process's examples, where all have the same rows."""
-        if self._division is None or not self._division.tensor_parallel:
-            return None
-        return self._division.share
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that gradients are averages over."""
-        return self._processes
-
-    @property
-    def _processes(self) -> int:
-        if self._division is None:
-            return super()._processes
-        return self._division.data_parts
-
-    def observe(self, outputs: Any, /, weight: Any = None) -> None:
-        """Record a forward pass by hand, before its loss is differentiated.
-
-        For outputs that the model's own hook does not see as the loss reads them: of a
-        part of a model, without padded rows, with weights, or of several heads as one;
-        and for gradients that do not come by ``backward()``.  A step with outputs that
-        were observed by hand counts nothing else.
-
-        Parameters
-        ----------
-        outputs : torch.Tensor, shape (N, ..., P), or (N,) but for classes
-            Outputs with their graph: the rows that the loss and the likelihood read.
-            Without a graph, as under ``no_grad``, nothing is recorded.
-        weight : torch.Tensor, shape (N, ...), optional
-            Weights of the rows in the loss ``sum_n w_n l_n``, or for a mean
-            ``sum_n w_n l_n / sum_n w_n``; such as ``class_weights[labels]``.
-
-        Raises
-        ------
-        kfac_core.ShapeError
-            For outputs without an axis of rows, or weights of another shape.
-        kfac_core.UnsupportedError
-            For outputs of a pass that was observed already, or weights with
-            ``fisher="empirical"``.
-        kfac_core.ConventionError
-            If the likelihood was left out, or weights are missing.
-        """
-        outputs = rows_of(outputs, self.criterion.row.likelihood)
-        if len(shape := tuple(outputs.shape)) < 2:
-            raise kc.ShapeError(f"Expected `outputs` of (N, ..., P), got {shape}.")
-        if weight is None and self.criterion.class_weights is not None:
-            raise kc.ConventionError(
-                "The loss has class weights: pass those of the rows, "
-                "observe(outputs, weight=loss.weight[labels])."
-            )
-        if self.overlap:
-            raise kc.ConventionError(
-                "Whether outputs that are observed by hand are differentiated is not known "
-                "in time. Make KFAC without `overlap`."
-            )
-        if self.criterion.assumed:
-            raise kc.ConventionError(
-                "Say which `likelihood` the outputs have, KFAC(model, "
-                "likelihood='categorical'), 'bernoulli' or 'gaussian': where outputs are "
-                "observed by hand it cannot be checked."
-            )
-        if weight is not None and self.estimator.mode == "empirical":
-            raise kc.UnsupportedError(
-                "Rows with weights have empirical gradients that are weighted already, "
-                "and squared. Take fisher='gradients' or 'exact'."
-            )
-        if weight is not None and tuple(weight.shape) != shape[:-1]:
-            raise kc.ShapeError(
-                f"Expected `weight` of shape {shape[:-1]}, one number for each row of "
-                f"`outputs`, got {tuple(weight.shape)}."
-            )
-        if outputs.requires_grad and torch.is_grad_enabled() and self.wants_outputs:
-            self._passes.observe_by_hand(outputs, weight)
 
     def step(self) -> None:
         """Replace ``.grad`` of parameters in a block by the natural gradient.
@@ -489,7 +342,8 @@ class KFAC(kc.integration.NaturalGradient):
     def _block_gradients(self) -> dict[str, dict[str, Any]]:
         """Return the gradients by block, in the layers' layout."""
         if self._division is not None:
-            return self._division.gradients()
+            slices: dict[str, dict[str, Any]] = self._division.gradients()
+            return slices
         if self.communicator is not None:
             for site in self.sites.values():
                 site.average(self.communicator)
@@ -499,210 +353,6 @@ class KFAC(kc.integration.NaturalGradient):
             if name not in self._coverage.replaced
         }
         return {name: g for name, g in of_sites.items() if g is not None}
-
-    def balance(self) -> None:
-        """Give the rows of each pass of the step the weight that the loss gives them.
-
-        Once a step.  With a communicator it is collective.
-        """
-        if self._is_balanced or not self.wants_outputs:
-            return
-        self._is_balanced = True
-        vote = None
-        if self.communicator is not None:
-            if self._collects:
-                return  # Processes have passes of their own number.
-            agreement = kc.distributed.Agreement(self.communicator)
-
-            def vote(values: Any, error: Exception | None) -> Any:
-                what = f"rows and scales of the loss at step {self.steps}"
-                return agreement.vote(what, values, error=error)
-
-        balance(
-            self._passes.counted,
-            loss=self._loss,
-            processes=self.processes,
-            clips=self.kl_clip is not None,
-            vote=vote,
-        )
-
-    def update(self, passes: Iterable[Any] | None = None, /) -> None:
-        """Update the statistics, and take no step: gradients and counts stay as they are.
-
-        For curvature that is not an optimizer's: posteriors, influence, a data set's
-        factors.  With ``decay=1`` updates add up, and with ``estimator.refresh()`` after
-        them ``estimator.operator(name)`` has the products.
-
-        Parameters
-        ----------
-        passes : iterable, optional
-            Outputs of forward passes, made one after the other, as by a generator; they
-            are parts of one batch, of any sizes, with as many rows for each example; their
-            graphs are let go of as they are read.  Each of several processes gives its own,
-            in any number.  Nothing needs to be differentiated,
-            except for ``fisher="empirical"``: there the loop differentiates each loss
-            itself and gives None.  Where left out, the passes that a step would count, or
-            that were observed by hand, are the batch.
-
-        Raises
-        ------
-        kfac_core.NotReadyError
-            If no pass was observed, on any process.
-        kfac_core.ConventionError
-            For outputs with ``fisher="empirical"``.
-        kfac_core.UnsupportedError
-            With ``overlap``.
-        kfac_core.NotFiniteError
-            For a row that is not finite.  Nothing was changed then.
-
-        Examples
-        --------
-        The Fisher matrix of a data set, summed over labels, in batches:
-
-        >>> import torch
-        >>> from kfac_core_shims.torch import KFAC
-        >>> model = torch.nn.Linear(4, 3)
-        >>> kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
-        >>> batches = torch.randn(10, 4).split(4)
-        >>> kfac.update(model(x) for x in batches)
-        >>> kfac.estimator.refresh()
-        >>> kfac.steps, kfac.estimator.operator("").vector_shape
-        (0, (5, 3))
-        """
-        if self.overlap:
-            raise kc.UnsupportedError(
-                "With `overlap` a pass belongs to a step from the moment that it is "
-                "differentiated. Make KFAC without `overlap`."
-            )
-        statistics: dict[str, kc.Statistics] | None = None
-        error: Exception | None = None
-        if isinstance(passes, torch.Tensor):
-            passes = [passes]
-        self._collects = True
-        try:
-            statistics = self._statistics_of([None] if passes is None else passes)
-        except Exception as raised:
-            error = raised
-        finally:
-            self._collects = False
-            self._forget()
-        if self.communicator is not None:
-            agreement = kc.distributed.Agreement(self.communicator)
-            count = [float(statistics is not None)]
-            if not agreement.vote("update without a step", count, error=error)[0]:
-                raise kc.NotReadyError(
-                    "No process observed a row. Give the outputs of passes with rows, or "
-                    "differentiate a loss before."
-                )
-        elif error is not None:
-            raise error
-        self.estimator.absorb(statistics or {})
-
-    def _statistics_of(self, passes: Iterable[Any]) -> dict[str, kc.Statistics] | None:
-        """Return the statistics of a batch in parts; None without rows, of a process."""
-        statistics: dict[str, kc.Statistics] | None = None
-        shares: list[float] = []
-        for outputs in passes:
-            if outputs is not None:
-                if self.estimator.mode == "empirical":
-                    raise kc.ConventionError(
-                        "fisher='empirical' takes the gradients of the loop's own loss: "
-                        "differentiate it, and give None in the place of the outputs."
-                    )
-                self.observe(outputs)
-            parts = self._passes.counted
-            if self._passes.is_by_hand:
-                parts = self._passes.observations
-            self.balance()
-            calls = self._passes.calls_of(parts)
-            rows = sum(o.rows for o in parts)
-            if calls:
-                shares.append(rows / max(call.examples for call in calls))
-            if rows or self.communicator is None:
-                with torch.no_grad():
-                    statistics = self.moments(calls, rows=rows, before=statistics)
-            self._forget()
-        if shares and max(shares) > (1 + 1e-3) * min(shares):
-            warn(
-                "Parts have unlike numbers of rows for each example, from "
-                f"{min(shares):.3g} to {max(shares):.3g}. Their statistics are "
-                "averaged over examples, and not over rows. Give parts of one length, "
-                "or observe them and call update() without `passes`.",
-                stacklevel=3,
-            )
-        return statistics
-
-    def factors(self, name: str, /) -> tuple[Any, Any, Any]:
-        """Return both factors of a layer's block, in PyTorch's order of its weight.
-
-        Parameters
-        ----------
-        name : str
-            Name of a linear layer, or of a convolution without groups.
-
-        Returns
-        -------
-        input : torch.Tensor, shape (n, n)
-            A, with rows in the order of ``weight.flatten(1)``, the bias last.
-        output : torch.Tensor, shape (m, m)
-            G.
-        scale : torch.Tensor, 0-d
-            S: the block of the mean over rows of outputs is ``S A (x) G``.
-
-        Raises
-        ------
-        kfac_core.UnknownBlockError
-            For a name that no block has.
-        kfac_core.UnsupportedError
-            For a block that is no product of two whole factors of one weight.
-        kfac_core.NotReadyError
-            Before the first update.
-        """
-        self.estimator.network.known(name)
-        return factors_of(self.sites[name], self.estimator.state[name].statistics)
-
-    def begin_with(self, observation: Observation | None) -> None:
-        """Take the statistics of the step, whose only pass is being differentiated.
-
-        None is a pass without rows, of which other processes have some.
-        """
-        if self._begun is not None:
-            raise kc.ConventionError(
-                "This step was begun already: `overlap` is for steps of one pass, whose "
-                "statistics are taken while it runs. Make KFAC without `overlap` to "
-                "accumulate; kfac.discard() forgets a pass."
-            )
-        self._is_balanced = False
-        if not self._agrees_at_once:
-            self.balance()
-        calls = [] if observation is None else observation.calls
-        rows = 0.0 if observation is None else observation.rows
-        device = next(self.model.parameters()).device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            self.begin(calls, rows=rows)
-
-    def discard(self) -> None:
-        """Forget the passes since the last step, as for a batch that is left out.
-
-        Not needed where the batch's loss was never differentiated, or its gradients are
-        cleared: such passes do not count.
-        """
-        self._forget()
-        self._passes.drawn = 0
-        self._coverage.forget()
-        self.give_up()
-
-    def _forget(self) -> None:
-        """Let go of the passes, and not of the count of random numbers."""
-        self._passes.forget()
-        for site in self.sites.values():
-            site.forget()
-        self._is_balanced = False
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
 
     def report(self) -> kc.report.Report:
         """Return each block's condition, residual, damping and age; prints as a table."""
@@ -732,31 +382,3 @@ class KFAC(kc.integration.NaturalGradient):
         return self._division.directions(
             self.estimator, gradients, learning_rate=rate, bound=bound
         )
-
-    def _further_numbers(self) -> list[float]:
-        passes = self._passes.counted
-        read = [o for o in passes if o.rows]
-        clips = self.kl_clip is not None
-        error = self._loss.unscaled_error(read, self.processes, clips=clips)
-        if error is not None:
-            raise error
-        return numbers_of(passes)
-
-    def _has_weights(self, total: Any) -> bool:
-        require_scale(total, loss=self._loss, processes=self.processes)
-        return have_weights(total)
-
-    def _weighted_rows(self, rows: Any) -> Any:
-        if not self.wants_outputs or self._is_balanced:
-            return rows
-        self.balance()
-        return sum(o.rows for o in self._passes.counted)
-
-    def _compared(self) -> dict[str, str]:
-        # Of a likelihood without a `__repr__` the address differs.
-        likelihood = re.sub(" at 0x[0-9a-f]+", "", repr(self.criterion.row))
-        own = {"`likelihood`": likelihood, "`overlap`": str(self.overlap)}
-        return super()._compared() | own
-
-    def _common(self, gradients: Any) -> Any:
-        return gradients if self._division is None else self._division.common(gradients)

@@ -96,7 +96,7 @@ def weights_of_rows(
     if were_uniform and every:
         some_z, some_g = (x.reshape(-1, x.shape[-1])[::every] for x in (z, g))
         scales = _row_scales(criterion, some_z, some_g)
-        read = scales[scales > 0] if scales is not None else ()
+        read = z.new_zeros(0) if scales is None else scales[scales > 0]
         if len(read) and _are_equal(read, coarseness(z)):
             return RowWeights(
                 unread=unread,
@@ -277,12 +277,11 @@ def balance(
         raise error
     require_scale(values, loss=loss, processes=processes)
     rows, _, unknown, _, total, *_ = values
-    read = [o for o in passes if o.rows]
     if unknown or not total:
         return
+    known = [(o, o.scale) for o in passes if o.rows and o.scale]
     of_means = loss.criterion.reduction == "mean"
-    for observation in read:
-        c = observation.scale
+    for observation, c in known:
         weight = root = c * rows / total
         if loss.empirical and of_means:
             # The rows are R/p times the gradients, for a total of p.
