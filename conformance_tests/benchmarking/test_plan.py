@@ -100,8 +100,8 @@ def test_a_step_is_what_its_parts_are(tmp_path):
 
     assert math.isclose(alone.seconds["statistics"], 7 * 5 * 13 / 0.85 / 1e9)
     assert alone.seconds["reduce"] == alone.seconds["directions"] == 0.0
-    # Triangles of 6 and 3, two weights, the positions and their weight.
-    gather = 1e-4 + 1e-6 + 0.5 * 4 * 13 / 1e9
+    # Triangles of 6 and 3, two weights, two numbers of rows, the positions and theirs.
+    gather = 1e-4 + 1e-6 + 0.5 * 4 * 15 / 1e9
     vote = PLAIN.all_reduce(4, 2)
     assert math.isclose(owner.seconds["reduce"], vote + gather / 10)
     assert math.isclose(owner.seconds["directions"], 1e-4 + 1e-6 + 0.5 * 24 / 1e9)

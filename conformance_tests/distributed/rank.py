@@ -636,7 +636,7 @@ def in_part(communicator):
 
 
 def passes(communicator):
-    """Passes whose gradients are cleared before the step do not count; others do.
+    """Passes that are differentiated, and not cleared, count; so do those observed.
 
     Parameters are divided by `fully_shard`, and a rank has no rows in a step.
     """
@@ -649,9 +649,11 @@ def passes(communicator):
         # Steps that are long enough for what is counted to show.
         kfac = kfac_of(model, kl_clip=0.05, **options)
 
-        def differentiate(rows):
+        def differentiate(rows, by_hand=False):
             labels = y[step, rows]
             z = model(x[step, rows])
+            if by_hand:
+                kfac.observe(z)
             loss = torch.nn.functional.cross_entropy(z, labels, reduction="sum")
             (loss * p / ROWS).backward()
 
@@ -662,16 +664,15 @@ def passes(communicator):
         return parameters_of(model)
 
     def cleared(model, kfac, rows, differentiate):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1
         differentiate(rows)
         with torch.no_grad():
-            changes = [5.0 * p.grad for p in model.parameters()]
-            for p, change in zip(model.parameters(), changes, strict=True):
-                p += change
+            for p in model.parameters():
+                p -= 0.1
         model.zero_grad()
         differentiate(rows)
-        with torch.no_grad():
-            for p, change in zip(model.parameters(), changes, strict=True):
-                p -= change
 
     def once(model, kfac, rows, differentiate):
         model.zero_grad()
@@ -688,7 +689,7 @@ def passes(communicator):
         total = [torch.zeros_like(p) for p in model.parameters()]
         for part in halved(rows):
             model.zero_grad()
-            differentiate(part)
+            differentiate(part, by_hand=True)
             total = [t + p.grad for t, p in zip(total, model.parameters(), strict=True)]
         for p, t in zip(model.parameters(), total, strict=True):
             p.grad = t
