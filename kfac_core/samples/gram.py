@@ -59,8 +59,7 @@ def sample_gram(
     """
     xp = own_namespace(J.like)
     dtype = widest_dtype(J.like, xp=xp) if dtype is None else dtype
-    zeros = xp.zeros((J.samples, J.samples), dtype=dtype, device=device_of(J.like))
-    K = SymmetricMatrix(zeros, full_storage=True)
+    K: SymmetricMatrix | None = None
     for jacobian in J.layers.values():
         rows = jacobian.rows
         if isinstance(rows, ExampleGradients):
@@ -68,6 +67,7 @@ def sample_gram(
             continue
         for one_group in _groups(rows):
             K = _add_group(K, one_group, dtype, max_elements, xp)
+    assert K is not None
     return K
 
 
@@ -99,7 +99,7 @@ def _groups(rows: Rows | IdRows) -> list[Rows | IdRows]:
 
 
 def _add_group(
-    K: SymmetricMatrix,
+    K: SymmetricMatrix | None,
     rows: Rows | IdRows,
     dtype: object,
     max_elements: int | None,
@@ -123,7 +123,7 @@ def _add_group(
 
 
 def _add_products(
-    K: SymmetricMatrix, D: Array, dtype: object, xp: Namespace
+    K: SymmetricMatrix | None, D: Array, dtype: object, xp: Namespace
 ) -> SymmetricMatrix:
     """Return ``K + D D^T``."""
     columns = xp.matrix_transpose(cast(xp, D, dtype))
@@ -131,7 +131,7 @@ def _add_products(
 
 
 def _add_formed(
-    K: SymmetricMatrix, x: Array, g: Array, bound: int, xp: Namespace
+    K: SymmetricMatrix | None, x: Array, g: Array, bound: int, xp: Namespace
 ) -> SymmetricMatrix:
     """Add the products of formed D, some of their rows at a time."""
     N, C, _, m = g.shape
@@ -145,16 +145,12 @@ def _add_formed(
 
 
 def _add_grams(
-    K: SymmetricMatrix, x: Array, g: Array, bound: int, xp: Namespace
+    K: SymmetricMatrix | None, x: Array, g: Array, bound: int, xp: Namespace
 ) -> SymmetricMatrix:
     """Add the product of two Gram matrices, for some examples' rows of K at a time."""
     N, C, S, m = g.shape
     flat_x = xp.reshape(x, (N * S, -1))
     flat_g = xp.reshape(g, (N * C * S, m))
-    if bound >= N * C * S * N * C * S:
-        X = _gram_of_rows(flat_x, xp)
-        G = _gram_of_rows(flat_g, xp)
-        return _plus(K, _contracted(X, G, (N, N, C, S), xp))
     parts: list[Array] = []
     at_once = max(1, bound // (C * S * N * C * S))
     for start in range(0, N, at_once):
@@ -168,7 +164,7 @@ def _add_grams(
 
 
 def _add_id_products(
-    K: SymmetricMatrix,
+    K: SymmetricMatrix | None,
     rows: IdRows,
     g: Array,
     dtype: object,
@@ -209,12 +205,7 @@ def _contracted(
     return xp.reshape(xp.sum(X * G, axis=(2, 5)), (few * C, N * C))
 
 
-def _gram_of_rows(rows: Array, xp: Namespace) -> Array:
-    """Return ``R R^T``, both triangles."""
-    columns = xp.matrix_transpose(rows)
-    product = updated_gram(None, columns, tail=None, decay=0.0, scale=1.0, xp=xp)
-    return product.full()
-
-
-def _plus(K: SymmetricMatrix, product: Array) -> SymmetricMatrix:
-    return SymmetricMatrix(K.full() + product, full_storage=True)
+def _plus(K: SymmetricMatrix | None, product: Array) -> SymmetricMatrix:
+    """Return the sum; of a product of other factors one triangle is taken."""
+    total = product if K is None else K.array + product
+    return SymmetricMatrix(total, full_storage=False)
