@@ -15,9 +15,7 @@ from kfac_core_shims.torch.jacobians import JacobianFinder  # noqa: E402
 
 from ..builders.tolerances import assert_close  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script.*"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 
 
 def mlp(*sizes, dtype=torch.float64):
