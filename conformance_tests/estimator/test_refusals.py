@@ -1,0 +1,870 @@
+"""What cannot be is refused by name, where it enters, and nothing is changed by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array import namespaces
+from kfac_core.array.structure import fields_of
+from kfac_core.losses import Gaussian, SquaredError
+
+from ..builders.estimators import make_estimator
+from ..builders.states import differences, frozen
+
+N, n, m = 6, 4, 3
+DENSE = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+BLOCK = kc.Block(DENSE, kc.Kronecker())
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
+RNG = np.random.default_rng(5)
+BATCH = kc.Batch(RNG.normal(size=(N, n)), RNG.normal(size=(N, m)))
+
+
+def estimator(**options):
+    """Return an estimator of two equal blocks."""
+    settings = {"decay": 0.9, "damping": 0.1, "reduction": "sum"}
+    return make_estimator({"fc1": BLOCK, "fc2": BLOCK}, **settings | options)
+
+
+def trained(x, g, **options):
+    """Return an estimator with statistics and operators."""
+    held = estimator(**options)
+    held.update({name: kc.Batch(x, g) for name in ("fc1", "fc2")})
+    held.refresh()
+    return held
+
+
+@pytest.fixture
+def arrays(backend, rng):
+    """Inputs and output gradients in float64."""
+    return tuple(backend.asarray(rng.normal(size=(N, k))) for k in (n, m))
+
+
+@pytest.fixture
+def held(arrays):
+    """An estimator that has seen a batch and has operators."""
+    return trained(*arrays)
+
+
+def assert_refused(held, error, match, act):
+    """Assert that a call raises what it should and leaves the state as it was."""
+    before = frozen(held.state_dict())
+
+    with pytest.raises(error, match=match):
+        act()
+
+    assert differences(before, frozen(held.state_dict())) == []
+
+
+# A good instance of each class of options.
+OPTIONS = {
+    kc.Dense: DENSE,
+    kc.Conv: kc.Conv(
+        in_channels=2,
+        out_channels=4,
+        kernel_size=(2,),
+        padding=((0, 1),),
+        bias=True,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+    ),
+    kc.Embedding: kc.Embedding(num_embeddings=5, features=2, weight_layout="io"),
+    kc.ScaleShift: kc.ScaleShift(scale_shape=(2,), shift_shape=None),
+    kc.Parameters: kc.Parameters(shapes={"w": (2, 3)}),
+    kc.Chain: kc.Chain(names=("a", "b"), layers=(DENSE, DENSE)),
+    kc.Kronecker: kc.Kronecker(),
+    kc.Eigen: kc.Eigen(),
+    kc.Diagonal: kc.Diagonal(),
+    kc.Full: kc.Full(),
+    kc.TNT: kc.TNT(),
+    kc.KFOC: kc.KFOC(iterations=2),
+    kc.ScaledIdentity: kc.ScaledIdentity(scale=1.0),
+    kc.Series: kc.Series(variant="symmetric", steps=3),
+    kc.BlockTridiagonal: kc.BlockTridiagonal(),
+    kc.Averaging: kc.Averaging(),
+    kc.Refreshing: kc.Refreshing(),
+    kc.Sharing: kc.Sharing(),
+    kc.Execution: kc.Execution(),
+    kc.Precision: kc.Precision(),
+    kc.Conventions: kc.Conventions(reduction="sum", sources="sum"),
+    kc.Block: kc.Block(DENSE, kc.Kronecker()),
+    SquaredError: SquaredError(scale=1.0),
+    Gaussian: Gaussian(variance=1.0),
+}
+# No option may be any of these.
+JUNK = [
+    "junk",
+    b"io",
+    1j,
+    [1.0],
+    [None],
+    np.ones(2),
+    np.asarray(["io"]),
+    object(),
+    math.nan,
+    -1,
+    0.5 + 1j,
+    {"junk": None},
+    int,
+]
+FIELDS = [
+    (cls, field.name)
+    for cls in OPTIONS
+    for field in dataclasses.fields(cls)
+    if field.init
+]
+
+
+def test_every_class_of_options_is_here():
+    """A public dataclass whose fields are options stands in the table above."""
+    public = {getattr(kc, name) for name in kc.__all__}
+    described = {
+        cls
+        for cls in public
+        if dataclasses.is_dataclass(cls)
+        and cls.__dataclass_params__.frozen
+        and not is_of_arrays(cls)
+    }
+
+    assert described - set(OPTIONS) == {kc.posterior.Posterior, kc.influence.Influence}
+
+
+def is_of_arrays(cls):
+    """Whether a class is a structure of arrays, which is checked where it is used."""
+    return bool(fields_of(cls))
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), FIELDS, ids=lambda x: getattr(x, "__name__", x)
+)
+def test_an_option_that_cannot_be_is_refused(cls, name):
+    """Whatever comes, the error is the library's and names the option."""
+    good = OPTIONS[cls]
+    for junk in JUNK:
+        if name in ("approximation", "layer") and isinstance(junk, type):
+            continue
+        options = {
+            field.name: getattr(good, field.name)
+            for field in dataclasses.fields(cls)
+            if field.init
+        }
+        with pytest.raises(kc.KFACError, match=f"`{name}`") as found:
+            cls(**options | {name: junk})
+        assert len(str(found.value)) < 600
+
+
+def test_numbers_and_strings_of_numpy_are_accepted():
+    """A size may be an integer of NumPy, a damping a scalar of it, a name its string."""
+    layer = kc.Dense(
+        in_features=np.int64(n),
+        out_features=m,
+        bias=True,
+        weight_layout=np.str_("io"),
+    )
+    made = kc.Estimator(
+        {"fc": kc.Block(layer, kc.Kronecker(sharing=np.str_("reduce")))},
+        reduction=np.str_("sum"),
+        damping=np.float32(0.5),
+        decay=np.float64(0.5),
+        averaging=kc.Averaging(burn_in=np.int32(2)),
+    )
+    made.update({"fc": BATCH}, check=np.str_("raise"))
+
+    made.load_state_dict(made.state_dict())
+    assert made.damping == 0.5
+
+
+NOT_FINITE = [np.nan, np.inf]
+# Options of an estimator: values that cannot be, the error, and what the message says.
+OF_ESTIMATOR = {
+    "damping": (
+        [-0.1, *NOT_FINITE, None, "x", 1j, [0.1], np.ones(2), True, {"fc1": None}],
+        kc.KFACError,
+        "`damping|`name`",
+    ),
+    "decay": (
+        [-0.1, 1.1, *NOT_FINITE, None, "x", np.ones(2), True, np.asarray("x")],
+        kc.DecayError,
+        r"`decay` to be a number in \[0, 1\]",
+    ),
+    "weight": (
+        [0.0, -1.0, *NOT_FINITE],
+        kc.DecayError,
+        "`weight` to be a finite number > 0",
+    ),
+    "damping_rule": (
+        ["tikhonov", None, 1],
+        kc.ConventionError,
+        "`damping_rule`.*'factored'.*'exact'",
+    ),
+    "reduction": (
+        ["average", None, 1],
+        kc.ConventionError,
+        "`reduction`.*'sum', 'mean', 'mean_rows'",
+    ),
+    "sources": (["max", None], kc.ConventionError, "`sources`.*'sum', 'mean'"),
+    "mode": (["x", 3], kc.ConventionError, "`mode`.*'exact'"),
+    "factorizations": (
+        [("lu",), "inverse"],
+        kc.ConventionError,
+        "`factorizations`.*'inverse', 'cholesky'",
+    ),
+    "averaging": (["x", 3, kc.Averaging], kc.ArgumentError, "`averaging`.*Averaging"),
+    "refreshing": (["x", kc.Averaging()], kc.ArgumentError, "`refreshing`"),
+    "sharing": (["x", {}], kc.ArgumentError, "`sharing`"),
+    "precision": (["float32", 1], kc.ArgumentError, "`precision`"),
+    "execution": (["x", 3], kc.ArgumentError, "`execution`"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ESTIMATOR)
+def test_an_estimator_refuses_options(name):
+    """The constructor names the option, however a number is written."""
+    values, error, match = OF_ESTIMATOR[name]
+    for value in values:
+        written = [value]
+        if type(value) is float:
+            written += [np.float32(value), np.float64(value)]
+        for one in written:
+            with pytest.raises(error, match=match):
+                estimator(**{name: one})
+
+
+@pytest.mark.parametrize("name", ["damping", "decay"])
+def test_a_setter_refuses_what_the_constructor_does(backend, held, name):
+    """And leaves the good value."""
+    values, error, match = OF_ESTIMATOR[name]
+    for value in values:
+        assert_refused(held, error, match, lambda v=value: setattr(held, name, v))
+
+
+@pytest.mark.parametrize("value", [-0.1, *NOT_FINITE])
+@pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
+def test_a_bad_damping_in_an_array_is_refused_by_refresh(backend, arrays, rule, value):
+    """A 0-d array is looked at by ``refresh``, which raises and keeps the operators."""
+    held = trained(*arrays, damping_rule=rule)
+    held.damping = backend.asarray(np.array(value))
+
+    match = r"(?=.*fc1)(?=.*damping).*finite number"
+    # The state with this damping could not be loaded, and so cannot be shown.
+    before = [held.state[name] for name in ("fc1", "fc2")]
+    with pytest.raises(kc.DampingError, match=match):
+        held.refresh()
+    after = [held.state[name] for name in ("fc1", "fc2")]
+    assert all(a.operator is b.operator for a, b in zip(before, after, strict=True))
+
+
+def test_a_damping_of_another_library_is_said_to_be_one(backend, held):
+    """It was said that one of two devices was `cpu` and the other `cpu`."""
+    if backend.name == "numpy":
+        pytest.skip("NumPy's own scalars are those of the batch")
+    held.damping = np.array(0.2)
+    with pytest.raises(kc.MixedArraysError, match="`damping` is a 0-d array of numpy"):
+        held.refresh()
+
+
+def test_a_mapping_of_dampings_is_a_copy():
+    """The caller's own may change; that of the constructor was followed, unchecked."""
+    given = {"fc1": 0.1, "fc2": 0.2}
+    made = estimator(damping=given)
+    given["fc1"] = -1.0
+    assert made.damping == {"fc1": 0.1, "fc2": 0.2}
+
+
+@pytest.mark.parametrize(
+    "blocks", [None, [1], {"a": 3}, {3: kc.Block(DENSE, kc.Full())}]
+)
+def test_blocks_are_a_mapping_of_names(blocks):
+    """Anything else is refused where it is given."""
+    with pytest.raises(kc.KFACError, match="`blocks`"):
+        kc.Estimator(blocks, reduction="sum")
+
+
+def moments_of_another_size():
+    """Return statistics of a block of other sizes."""
+    layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
+    batch = kc.Batch(np.ones((N, 2)), np.ones((N, 2)))
+    return kc.Block(layer, kc.Kronecker()).moments(batch, conventions=SUMMED)
+
+
+CALLS = {
+    "update nothing": lambda e: e.update(None),
+    "update a batch": lambda e: e.update(BATCH),
+    "update a name": lambda e: e.update("fc1"),
+    "update None": lambda e: e.update({"fc1": None}),
+    "update a number": lambda e: e.update({"fc1": 3}),
+    "update a mapping": lambda e: e.update({"fc1": {"fc1": BATCH}}),
+    "update arrays": lambda e: e.update({"fc1": (np.ones((N, n)), np.ones((N, m)))}),
+    "update the second": lambda e: e.update({"fc1": BATCH, "fc2": None}),
+    "update a number's name": lambda e: e.update({3: BATCH}),
+    "update check": lambda e: e.update({"fc1": BATCH}, check="Raise"),
+    "update check of None": lambda e: e.update({"fc1": BATCH}, check=None),
+    "absorb nothing": lambda e: e.absorb(None),
+    "absorb None": lambda e: e.absorb({"fc1": None}),
+    "absorb a number": lambda e: e.absorb({"fc1": 3}),
+    "absorb a batch": lambda e: e.absorb({"fc1": BATCH}),
+    "absorb other sizes": lambda e: e.absorb({"fc1": moments_of_another_size()}),
+    "refresh a string": lambda e: e.refresh("fc1"),
+    "refresh a number": lambda e: e.refresh(3),
+    "refresh numbers": lambda e: e.refresh([3]),
+    "refresh lists": lambda e: e.refresh([["fc1"]]),
+    "refresh check": lambda e: e.refresh(check="x"),
+    "refresh check of 1": lambda e: e.refresh(check=1),
+    "start check": lambda e: e.start_refresh(check="x"),
+    "start names": lambda e: e.start_refresh("fc1"),
+    "rebase moments": lambda e: e.rebase(moments="x"),
+    "rebase moments of None": lambda e: e.rebase(moments=None),
+    "rebase names": lambda e: e.rebase(3, moments="zero"),
+    "precondition nothing": lambda e: e.precondition(None),
+    "precondition a number": lambda e: e.precondition({"fc1": 3}),
+    "precondition two numbers": lambda e: e.precondition({"fc1": 3, "fc2": 3}),
+    "precondition an array": lambda e: e.precondition({"fc1": np.ones((n, m))}),
+    "apply a number": lambda e: e.apply(3, {}),
+    "apply a list": lambda e: e.apply([], {}),
+    "operator of a number": lambda e: e.operator(3),
+    "operator of a list": lambda e: e.operator([]),
+    "load nothing": lambda e: e.load_state_dict(None),
+    "save to a number": lambda e: kc.save_checkpoint(3, e),
+    "save to None": lambda e: kc.save_checkpoint(None, e),
+    "save to NUL": lambda e: kc.save_checkpoint("a\0b", e),
+    "save to bytes with NUL": lambda e: kc.save_checkpoint(b"a\0b", e),
+    "save a number": lambda e: kc.save_checkpoint("unused", 3),
+    "save parts": lambda e: kc.save_checkpoint("unused", e, parts=["all"]),
+    "load NUL": lambda e: kc.load_checkpoint("a\0b", e),
+    "load None": lambda e: kc.load_checkpoint(None, e),
+    "load into a number": lambda e: kc.load_checkpoint("unused", 3),
+    "load layouts": lambda e: kc.load_checkpoint("unused", e, layouts=None),
+    "load names": lambda e: kc.load_checkpoint("unused", e, names="fc1"),
+    "header of NUL": lambda e: kc.read_header("a\0b"),
+    "set a damping": lambda e: setattr(e, "damping", "x"),
+    "set dampings": lambda e: setattr(e, "damping", {"fc1": "x", "fc2": 1.0}),
+    "set a decay": lambda e: setattr(e, "decay", None),
+    "set an array for a decay": lambda e: setattr(e, "decay", np.asarray(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_the_wrong_kind_is_refused(name):
+    """The error is the library's own, and the state stays as it was."""
+    held = trained(BATCH.inputs, BATCH.output_grads)
+
+    assert_refused(held, kc.KFACError, ".", lambda: CALLS[name](held))
+
+
+def test_names_may_be_a_generator():
+    """An iterable that can be read once is read once."""
+    held = trained(BATCH.inputs, BATCH.output_grads)
+    held.refresh(name for name in ("fc1", "fc2"))
+
+    assert held.state["fc2"].refreshes == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda held, batch: held.update({"fc1": batch, "fc3": batch}),
+        lambda held, batch: held.refresh(["fc1", "fc3"]),
+        lambda held, batch: held.precondition({"fc3": {}}),
+        lambda held, batch: held.operator("fc3"),
+        lambda held, batch: held.state["fc3"],
+    ],
+    ids=["update", "refresh", "precondition", "operator", "state"],
+)
+def test_an_unknown_block_is_refused(backend, held, arrays, call):
+    """A name that is no block raises and lists those that are."""
+    held.damping = 0.2  # so that a refresh of the good block would be seen
+
+    assert_refused(
+        held,
+        kc.UnknownBlockError,
+        "^Unknown block 'fc3'; the blocks are 'fc1', 'fc2'",
+        lambda: call(held, kc.Batch(*arrays)),
+    )
+
+
+def test_calls_before_their_time_are_refused(backend, arrays):
+    """A block without statistics cannot be refreshed, without operator not applied."""
+    held = estimator()
+    assert_refused(held, kc.NotReadyError, "call `update` first", held.refresh)
+    held.update({"fc1": kc.Batch(*arrays)})
+
+    for match, act in (
+        ("Block 'fc2'.*call `update` first", lambda: held.refresh(["fc1", "fc2"])),
+        (
+            "Block 'fc1'.*call `update` and `refresh` first",
+            lambda: held.precondition({"fc1": vectors(backend)}),
+        ),
+    ):
+        assert_refused(held, kc.NotReadyError, match, act)
+
+
+def vectors(backend, weight=(n, m), bias=(m,), dtype="float64"):
+    """Return parameter-shaped arrays."""
+    shapes = {"weight": weight, "bias": bias}
+    return {name: backend.asarray(np.ones(s, dtype)) for name, s in shapes.items()}
+
+
+BAD_VECTORS = {
+    "missing": (
+        lambda b: {"weight": vectors(b)["weight"]},
+        kc.ShapeError,
+        r"Block 'fc2'.*\['bias', 'weight'\], got \['weight'\]",
+    ),
+    "unknown": (
+        lambda b: vectors(b) | {"scale": vectors(b)["bias"]},
+        kc.ShapeError,
+        r"Block 'fc2'.*got \['bias', 'scale', 'weight'\]",
+    ),
+    "weight": (
+        lambda b: vectors(b, weight=(m, n)),
+        kc.ShapeError,
+        r"Block 'fc2'.*`weight` to have shape \(4, 3\), got \(3, 4\)",
+    ),
+    "bias": (
+        lambda b: vectors(b, bias=(m, 1)),
+        kc.ShapeError,
+        r"Block 'fc2'.*`bias` to have shape \(3,\), got \(3, 1\)",
+    ),
+    "integers": (
+        lambda b: vectors(b, dtype="int32"),
+        kc.DtypeError,
+        "`weight`.*floating.*int32",
+    ),
+    "list": (
+        lambda b: vectors(b) | {"bias": [1.0, 1.0, 1.0]},
+        kc.DtypeError,
+        "`bias` to be an array, got list",
+    ),
+    "number": (lambda b: vectors(b) | {"bias": 1.0}, kc.DtypeError, "`bias`"),
+    "none": (lambda b: vectors(b) | {"bias": None}, kc.DtypeError, "`bias`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VECTORS)
+@pytest.mark.parametrize("factorizations", [("inverse",), ()])
+def test_vectors_that_do_not_fit_are_refused(backend, arrays, case, factorizations):
+    """Bad gradients raise, naming block and parameter; what was prepared stays so."""
+    make, error, match = BAD_VECTORS[case]
+    held = trained(*arrays, factorizations=factorizations)
+    gradients = {"fc2": make(backend)}
+
+    assert_refused(held, error, match, lambda: held.precondition(gradients))
+
+
+def with_entry(backend, x, value):
+    """Return an array with its first entry replaced."""
+    host = backend.adapter.to_numpy(x)
+    host[0, 0] = value
+    return backend.asarray(host)
+
+
+def ones(backend, *shape, dtype="float64"):
+    return backend.asarray(np.ones(shape, dtype))
+
+
+# name: (the batch, the exception, what its message says)
+BAD = {
+    "features_in": (
+        lambda b, x, g: kc.Batch(x[:, 1:], g),
+        kc.ShapeError,
+        r"`inputs` to have shape \(N, \.\.\., 4\), got \(6, 3\)",
+    ),
+    "features_out": (
+        lambda b, x, g: kc.Batch(x, g[:, 1:]),
+        kc.ShapeError,
+        r"`output_grads` to have shape \(6, 3\).*got \(6, 2\)",
+    ),
+    "examples": (
+        lambda b, x, g: kc.Batch(x, g[1:, :]),
+        kc.ShapeError,
+        r"`output_grads`.*examples and shared axes must be those of `inputs`",
+    ),
+    "shared_axis": (
+        lambda b, x, g: kc.Batch(ones(b, N, 2, n), g),
+        kc.ShapeError,
+        r"`output_grads` to have shape \(6, 2, 3\)",
+    ),
+    "one_axis": (lambda b, x, g: kc.Batch(x[0, :], g), kc.ShapeError, "`inputs`"),
+    "empty": (
+        lambda b, x, g: kc.Batch(x[:0, :], g[:0, :]),
+        kc.ShapeError,
+        "Leave an empty batch out",
+    ),
+    "sources_not_said": (
+        lambda b, x, g: kc.Batch(x, ones(b, 2, N, m)),
+        kc.ShapeError,
+        r"`output_grads`.*say so with `sources`",
+    ),
+    "sources_mismatch": (
+        lambda b, x, g: kc.Batch(x, ones(b, 2, N, m), sources=3),
+        kc.ShapeError,
+        r"`output_grads` to have shape \(3, 6, 3\)",
+    ),
+    "sources_without_axis": (
+        lambda b, x, g: kc.Batch(x, g, sources=1),
+        kc.ShapeError,
+        r"`output_grads` to have shape \(1, 6, 3\)",
+    ),
+    "integer_inputs": (
+        lambda b, x, g: kc.Batch(ones(b, N, n, dtype="int32"), g),
+        kc.DtypeError,
+        "`inputs`.*floating.*int32.*astype",
+    ),
+    "integer_output_grads": (
+        lambda b, x, g: kc.Batch(x, ones(b, N, m, dtype="int32")),
+        kc.DtypeError,
+        "`output_grads`.*floating.*int32.*astype",
+    ),
+    "complex_inputs": (
+        lambda b, x, g: kc.Batch(ones(b, N, n, dtype="complex64"), g),
+        kc.DtypeError,
+        "`inputs`.*floating",
+    ),
+    "mask_dtype": (
+        lambda b, x, g: kc.Batch(x, g, ones(b, N, dtype="int32")),
+        kc.DtypeError,
+        r"`mask` to be boolean.*mask != 0",
+    ),
+    "mask_shape": (
+        lambda b, x, g: kc.Batch(x, g, ones(b, N - 1, dtype="bool")),
+        kc.ShapeError,
+        r"`mask` to have shape \(6,\), got \(5,\)",
+    ),
+    "list_inputs": (
+        lambda b, x, g: kc.Batch([[1.0] * n] * N, g),
+        kc.DtypeError,
+        "`inputs` to be an array, got list.*asarray",
+    ),
+    "number_output_grads": (
+        lambda b, x, g: kc.Batch(x, 1.0),
+        kc.DtypeError,
+        "`output_grads` to be an array, got float",
+    ),
+    "string_mask": (
+        lambda b, x, g: kc.Batch(x, g, "all"),
+        kc.DtypeError,
+        "`mask` to be an array, got str",
+    ),
+    "no_inputs": (lambda b, x, g: kc.Batch(None, g), kc.DtypeError, "`inputs`"),
+    "no_output_grads": (
+        lambda b, x, g: kc.Batch(x, None),
+        kc.DtypeError,
+        "`output_grads`",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_a_batch_that_does_not_fit_is_refused(backend, held, arrays, case, check):
+    """In either mode, first and later, and no block of the call moves."""
+    make, error, match = BAD[case]
+    batches = {"fc1": kc.Batch(*arrays), "fc2": make(backend, *arrays)}
+
+    for one in (held, estimator()):
+        assert_refused(
+            one,
+            error,
+            f"Block 'fc2'.*{match}",
+            lambda one=one: one.update(batches, check=check),
+        )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("spoilt", [(True, False), (False, True), (True, True)])
+def test_numbers_that_are_not_finite_are_refused(backend, held, arrays, value, spoilt):
+    """NaN or infinity raises, naming block and arguments, and no block moves."""
+    bad = kc.Batch(
+        *(
+            with_entry(backend, x, value) if here else x
+            for x, here in zip(arrays, spoilt, strict=True)
+        )
+    )
+    names = ("`inputs`", "`output_grads`")
+    named = " and ".join(n for n, here in zip(names, spoilt, strict=True) if here)
+
+    assert_refused(
+        held,
+        kc.NotFiniteError,
+        f"'fc2': {named} of this batch hold NaN or infinity.*skip the batch",
+        lambda: held.update({"fc1": kc.Batch(*arrays), "fc2": bad}),
+    )
+
+
+def test_a_bad_block_drops_the_whole_batch(backend, held, arrays):
+    """With ``check="status"`` every block keeps its sums; the bad one is flagged."""
+    x, g = arrays
+    bad = kc.Batch(with_entry(backend, x, np.nan), g)
+    before = frozen(held.state_dict())["blocks"]
+
+    held.update({"fc1": kc.Batch(2.0 * x, g), "fc2": bad}, check="status")
+
+    after = frozen(held.state_dict())["blocks"]
+    flags = [int(held.state[name].statistics.status) for name in ("fc1", "fc2")]
+    assert flags == [kc.Status.OK, kc.Status.INPUTS_NOT_FINITE]
+    found = [path for path in differences(before, after) if "averages" in path]
+    assert found == []
+
+
+def test_libraries_are_not_mixed(backend, held, arrays):
+    """Not within a batch, and not between a batch and the statistics."""
+    x, _ = arrays
+    other = np
+    if backend.name == "numpy":
+        other = pytest.importorskip("array_api_strict")
+
+    for batch, match in (
+        (kc.Batch(x, other.ones((N, m))), "`inputs`.*`output_grads`.*Convert one"),
+        (
+            kc.Batch(other.ones((N, n)), other.ones((N, m))),
+            "Block 'fc1'.*`statistics`.*where their first batch was",
+        ),
+    ):
+        assert_refused(
+            held,
+            kc.MixedArraysError,
+            match,
+            lambda batch=batch: held.update({"fc1": batch}),
+        )
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("2023.12", "array_api_strict follows version 2023.12"),
+        (None, "array_api_strict does not say which version"),
+    ],
+)
+def test_a_library_of_too_old_a_standard_is_refused(monkeypatch, version, words):
+    """The message says which version it follows, and which one is needed."""
+    strict = pytest.importorskip("array_api_strict")
+    if version is None:
+        monkeypatch.delattr(strict, "__array_api_version__", raising=False)
+    else:
+        monkeypatch.setattr(strict, "__array_api_version__", version, raising=False)
+    # Types of array that were met before are not asked again.
+    monkeypatch.setattr(namespaces, "_namespaces", {})
+    x = strict.ones((N, n))
+
+    for admitted in (
+        lambda: estimator().update({"fc1": kc.Batch(x, strict.ones((N, m)))}),
+        lambda: BLOCK.initial(x),
+        lambda: kc.gram(x),
+        lambda: namespaces.own_namespace(x),
+    ):
+        with pytest.raises(
+            kc.BackendUnavailableError, match=f"{words}.*needs 2024.12 or newer"
+        ):
+            admitted()
+
+
+def test_devices_are_not_mixed():
+    """Arrays on two devices are refused, and the message names both."""
+    strict = pytest.importorskip("array_api_strict")
+    x = strict.ones((N, n), device=strict.Device("device1"))
+    g = strict.ones((N, m), device=strict.Device("device2"))
+    kept = estimator()
+
+    assert_refused(
+        kept,
+        kc.MixedArraysError,
+        "`inputs`.*device1.*`output_grads`.*device2.*Move one of them",
+        lambda: kept.update({"fc1": kc.Batch(x, g)}),
+    )
+
+
+def test_the_meta_device_is_refused(requires_backend):
+    """PyTorch multiplies a meta tensor and a real one in silence."""
+    requires_backend("torch", adapter=True)
+    import torch
+
+    kept = estimator()
+    x, g = torch.ones(N, n, device="meta"), torch.ones(N, m)
+
+    assert_refused(
+        kept,
+        kc.ArgumentError,
+        "`inputs`.*meta, which has no numbers",
+        lambda: kept.update({"fc1": kc.Batch(x, g)}, check="status"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "approximation"),
+    [
+        (DENSE, kc.Kronecker()),
+        (DENSE, kc.Full()),
+        (kc.ScaleShift(scale_shape=(n,), shift_shape=None), kc.Full()),
+        (
+            kc.Embedding(num_embeddings=n, features=m, weight_layout="io"),
+            kc.Kronecker(input="diagonal"),
+        ),
+        (
+            kc.Conv(
+                in_channels=n,
+                out_channels=m,
+                kernel_size=(1,),
+                padding="valid",
+                bias=False,
+                weight_layout="oi_spatial",
+                data_layout="channels_first",
+            ),
+            kc.Kronecker(),
+        ),
+    ],
+    ids=["kronecker", "full", "scale", "embedding", "conv"],
+)
+def test_gradients_alone_are_refused_where_inputs_are_needed(
+    backend, layer, approximation
+):
+    """It was an AttributeError of a name that nobody had written."""
+    made = kc.Estimator({"a": kc.Block(layer, approximation)}, reduction="sum")
+    gradients = {"weight": backend.asarray(np.ones((n, m)))}
+    with pytest.raises(kc.UnsupportedError, match=r"Block 'a'.*`Batch` of inputs"):
+        made.update({"a": kc.GradientBatch(gradients, batch_size=2)})
+
+
+def test_a_mean_over_rows_needs_rows(backend, rng):
+    """A norm's and bare parameters' gradients were taken for those of a mean over N.
+
+    With two tokens an example their block was four times too small.
+    """
+    norm = kc.Block(kc.ScaleShift(scale_shape=(n,), shift_shape=None), kc.Full())
+    bare = kc.Block(kc.Parameters(shapes={"w": (n,)}), kc.Full())
+    x, g = rng.normal(size=(2, N, 2, n))
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g / (2 * N)))
+    gradients = kc.GradientBatch({"w": backend.asarray(g[0, 0])}, batch_size=N)
+    for layer, given in ((norm, batch), (bare, gradients)):
+        made = kc.Estimator({"a": layer}, reduction="mean_rows")
+        with pytest.raises(kc.ConventionError, match=r"Block 'a'.*reduction='sum'"):
+            made.update({"a": given})
+
+    # What the message says to do.
+    made = kc.Estimator({"a": norm}, reduction="sum", damping=0.1, damping_rule="exact")
+    made.update({"a": kc.Batch(batch.inputs, batch.output_grads * (2 * N))})
+    made.refresh()
+    D = (x * g).sum(axis=1)
+    got = backend.to_numpy(made.operator("a").to_dense(damped=False))
+    np.testing.assert_allclose(got, D.T @ D / N, rtol=1e-10)
+
+
+@pytest.mark.parametrize("layer", ["chain", "series"])
+def test_exact_damping_of_a_chain_is_refused_in_one_sentence(backend, rng, layer):
+    """The block was named twice."""
+    T = 3 if layer == "series" else 1
+    shape = (N, T) if T > 1 else (N,)
+    wide = kc.Dense(in_features=n, out_features=n, bias=True, weight_layout="io")
+    if layer == "series":
+        blocks = {"a": kc.Block(wide, kc.Series(variant="infinite"))}
+        sharing = kc.Sharing()
+    else:
+        blocks = {name: kc.Block(wide, kc.Kronecker()) for name in "ab"}
+        sharing = kc.Sharing(chains={"c": ("a", "b")})
+    made = kc.Estimator(blocks, reduction="sum", damping_rule="exact", sharing=sharing)
+    rows = [backend.asarray(rng.normal(size=(*shape, n))) for _ in range(2)]
+    made.update({name: kc.Batch(*rows) for name in blocks})
+    with pytest.raises(kc.UnsupportedError, match="'factored'") as caught:
+        made.refresh()
+    assert str(caught.value).count("Block ") == 1
+
+
+Z = np.ones((3, 2))
+VECTOR = {"fc": {"weight": np.ones((2, 2))}}
+POSTERIOR = {"blocks": {"a": kc.Block(DENSE, kc.Kronecker())}, "statistics": {}}
+# What a function refuses: a good call, and bad values of its options.
+FUNCTIONS = {
+    "levenberg_marquardt": (
+        lambda **o: kc.levenberg_marquardt(o.pop("damping"), o.pop("ratio", 1.0), **o),
+        {"damping": 1.0, "decay": 0.5},
+        {"damping": -1, "decay": 1.5, "minimum": -1.0, "lower": 0.8},
+    ),
+    "kl_clip": (
+        lambda **o: kc.steps.kl_clip(VECTOR, VECTOR, **o),
+        {"learning_rate": 0.1, "bound": 1.0},
+        {"learning_rate": -1.0, "bound": 0.0, "check": "Raise"},
+    ),
+    "trust_region_rate": (
+        lambda **o: kc.steps.trust_region_rate(np.asarray(1.0), **o),
+        {"bound": 1.0, "maximum": 1.0},
+        {"bound": "large", "maximum": 0},
+    ),
+    "add_l2": (
+        lambda **o: kc.steps.add_l2(VECTOR, VECTOR, **o),
+        {"weight_decay": 0.1},
+        {"weight_decay": math.nan},
+    ),
+    "decay_decoupled": (
+        lambda **o: kc.steps.decay_decoupled(VECTOR, VECTOR, **o),
+        {"weight_decay": 0.1, "learning_rate": 0.1},
+        {"weight_decay": None, "learning_rate": -0.1},
+    ),
+    "gamma_candidates": (
+        lambda **o: kc.steps.gamma_candidates(o.pop("gamma"), **o),
+        {"gamma": 1.0, "factor": 0.5},
+        {"gamma": 0.0, "factor": 1.0, "minimum": -1.0},
+    ),
+    "noise_spec": (
+        lambda **o: kc.losses.noise_spec(o.pop("loss"), Z, **o),
+        {"loss": kc.losses.Categorical(), "mode": "gradients"},
+        {"loss": "categorical", "mode": "fisher", "samples": 0},
+    ),
+    "vectors": (
+        lambda **o: kc.losses.vectors(kc.losses.Categorical(), Z, **o),
+        {"mode": "exact"},
+        {"mode": "fisher", "weight": -1.0, "positions": "both"},
+    ),
+    "drawn_vectors": (
+        lambda **o: kc.losses.drawn_vectors(kc.losses.Categorical(), Z, **o),
+        {"mode": "gradients", "seed": 0, "shared": True},
+        {"mode": "fisher", "seed": -1, "shared": 1, "samples": 0.5},
+    ),
+    "inverse_root": (
+        lambda **o: kc.roots.inverse_root(np.eye(2), **o),
+        {"degree": 2, "damping": 0.1},
+        {"degree": 0, "check": None},
+    ),
+    "block_posterior": (
+        lambda **o: kc.posterior.block_posterior(None, **o),
+        None,
+        {"examples": -1, "prior_precision": 0.0},
+    ),
+    "spectral_blocks": (
+        lambda **o: kc.posterior.spectral_blocks(
+            o.pop("blocks"), o.pop("statistics"), **o
+        ),
+        None,
+        {"blocks": [], "debias": 1, "precision": "float32", "check": "x"},
+    ),
+    "connect": (kc.distributed.connect, None, {"timeout": 0.0}),
+    "run_ranks": (
+        lambda **o: kc.distributed.run_ranks(o.pop("size"), lambda c: c.rank, **o),
+        {"size": 1},
+        {"size": 0, "timeout": -1.0},
+    ),
+    "Threaded": (kc.execution.Threaded, {"workers": 1}, {"workers": 0, "inner": 3}),
+    "Stacked": (kc.execution.Stacked, {}, {"fewest": 0, "inner": None}),
+}
+DEFAULTS = {
+    "block_posterior": {"examples": 1, "prior_precision": 1.0},
+    "spectral_blocks": {"blocks": {}, "statistics": {}},
+    "connect": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, option) for name, (*_, bad) in FUNCTIONS.items() for option in bad],
+)
+def test_a_function_refuses_an_option(name, option):
+    """The good call passes, and the error of the bad one names the option."""
+    function, good, bad = FUNCTIONS[name]
+    if good is not None:
+        function(**good)
+
+    options = DEFAULTS[name] if good is None else good
+    with pytest.raises(kc.KFACError, match=f"`{option}`"):
+        function(**options | {option: bad[option]})
