@@ -9,7 +9,7 @@ an error or by naming the parameters that it leaves alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class Program:
         Parameters that are left alone, with a warning.
     diagonal : sequence of str
         Parameters of which only the diagonal of the Fisher matrix counts.
+    parts : mapping of str to int
+        Of how many blocks' rows a parameter consists, where it is not one.
     raises : tuple of (type, str), optional
         Error that the loop or `step` raises, and what it says.
     """
@@ -56,13 +58,14 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     skipped: Sequence[str] = ()
     diagonal: Sequence[str] = ()
+    parts: Mapping[str, int] = field(default_factory=dict)
     raises: tuple[type[Exception], str] | None = None
 
 
 def run(program: Program, /, *, rtol: float = 1e-8) -> None:
-    """Run a program, and compare what it does with the oracle."""
+    """Run a program in PyTorch's default dtype, and compare it with the oracle."""
     torch.manual_seed(0)
-    model = program.model().double()
+    model = program.model().to(torch.get_default_dtype())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kfac = attached(model, **program.options)
@@ -72,7 +75,14 @@ def run(program: Program, /, *, rtol: float = 1e-8) -> None:
             _step(program, model, kfac)
         return
     outputs = program.loop(model, kfac)
-    skipped = check_step(model, kfac, outputs, diagonal=program.diagonal, rtol=rtol)
+    skipped = check_step(
+        model,
+        kfac,
+        outputs,
+        diagonal=program.diagonal,
+        parts=program.parts,
+        rtol=rtol,
+    )
     assert skipped == {*program.skipped}
 
 
@@ -103,6 +113,7 @@ def check_step(
     /,
     *,
     diagonal: Sequence[str] = (),
+    parts: Mapping[str, int] | None = None,
     rtol: float = 1e-8,
     weight: Any = None,
 ) -> set[str]:
@@ -114,7 +125,7 @@ def check_step(
         With gradients in place.
     outputs : torch.Tensor, shape (..., P)
         Outputs with their graph.
-    diagonal : sequence of str
+    diagonal, parts
         As of `Program`.
     rtol : float
         Bound on the relative error of each block.
@@ -140,12 +151,15 @@ def check_step(
         F = fisher(outputs, [*own.values()], likelihood, weight=weight)
         if any(name in diagonal for name in own):
             F = torch.diag(F.diagonal())
+        numbers = torch.cat(
+            [_numbers(p, (parts or {}).get(name, 1)) for name, p in own.items()]
+        )
+        F = F * (numbers == numbers[:, None])
         gradient = torch.cat([gradients[name].flatten() for name in own])
         damped = F + DAMPING * torch.eye(len(F), dtype=F.dtype)
-        parts = torch.linalg.solve(damped, gradient).split(
-            [p.numel() for p in own.values()]
-        )
-        for (name, p), x in zip(own.items(), parts, strict=True):
+        sizes = [p.numel() for p in own.values()]
+        directions = torch.linalg.solve(damped, gradient).split(sizes)
+        for (name, p), x in zip(own.items(), directions, strict=True):
             expected[name] = x.reshape(p.shape)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -176,10 +190,15 @@ def fisher(
     return total / weights.sum()
 
 
+def _numbers(p: Any, parts: int) -> Any:
+    """Return the number of the block that each entry of a parameter is of."""
+    rows = torch.arange(len(p)) * parts // len(p)
+    return rows.reshape(-1, *[1] * (p.ndim - 1)).expand(p.shape).flatten()
+
+
 def _block_of(name: str) -> str:
     """Return the block of a parameter; ``weight_ih`` and ``bias_ih`` are of one."""
-    module, _, own = name.rpartition(".")
-    return module + own.removeprefix("weight").removeprefix("bias")
+    return name.replace("weight", "").replace("bias", "")
 
 
 def _gradient(entry: Any, parameters: Sequence[Any]) -> Any:

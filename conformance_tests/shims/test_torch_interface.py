@@ -786,32 +786,6 @@ def test_damping_may_be_changed_and_scheduled():
     assert DAMPING != 0.7
 
 
-def test_time_first_inputs_are_refused_where_examples_are_summed():
-    """EKFAC squares examples' gradients; K-FAC's rows do not ask which axis is first."""
-
-    class TimeFirst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.two(torch.tanh(self.one(x)).mean(0))
-
-    x, y = torch.randn(7, 6, 4), torch.randint(3, (6,))
-    model = TimeFirst()
-    ekfac = attached(
-        model,
-        **CATEGORICAL,
-        approximations={"one": kc.Eigen()},
-        damping_rule="factored",
-    )
-    with pytest.raises(kc.UnsupportedError, match=r"'one'.*batch_first"):
-        fn.cross_entropy(model(x), y).backward()
-    ekfac.remove()
-    model.zero_grad()
-    two_lines(model, attached(model, **CATEGORICAL), x, y, fn.cross_entropy)
-
-
 def test_the_factor_of_a_large_side_is_diagonal():
     """The logits of a large vocabulary; chosen approximations are as they were chosen."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 9000, bias=False))

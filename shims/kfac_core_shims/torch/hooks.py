@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from kfac_core_shims.torch.graph import RecordedCall
-from kfac_core_shims.torch.private import outside_compilers
+from kfac_core_shims.torch.private import forget_compiled, outside_compilers
 from kfac_core_shims.torch.sites import Found, Site
 
 __all__ = ["install"]
@@ -146,6 +146,7 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
         Handles of the hooks.
     """
     handles: list[Any] = []
+    forget_compiled(kfac.model)
     for site in found.sites.values():
         computes = getattr(site, "computes", None)
         if computes is not None:

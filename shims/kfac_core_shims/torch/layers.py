@@ -172,6 +172,10 @@ def register_layer(
     ...         return x @ self.kernel
     >>> register_layer(Columns, "linear", weight="kernel", weight_layout="io")
     """
+    if not isinstance(kind, type | str):
+        raise kc.ArgumentError(
+            f"Expected `kind` to be a class or its name, got {kind!r}."
+        )
     if weight_layout not in ("oi", "io"):
         raise kc.ConventionError(
             f"Expected `weight_layout` to be 'oi' or 'io', got {weight_layout!r}."

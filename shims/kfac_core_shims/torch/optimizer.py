@@ -356,16 +356,18 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         kfac_core.StateError, ValueError
             If it does not fit; nothing was changed then.
         """
-        groups = (
-            state_dict.get("param_groups") if isinstance(state_dict, Mapping) else 0
-        )
+        if not isinstance(state_dict, Mapping):
+            raise kc.StateError(
+                "Expected `state_dict` to be what `state_dict` returned, got a "
+                f"{type(state_dict).__name__}."
+            )
+        groups = state_dict.get("param_groups")
         first = dict(groups[0]) if groups else {}
         damping, curvature = (first.pop(key, None) for key in ("damping", "curvature"))
         if damping is None or curvature is None:
             raise kc.StateError(
                 "Expected a state of KFACOptimizer, with 'damping' and 'curvature' in its "
-                f"first group; got a {type(state_dict).__name__} whose first group has "
-                f"{sorted(map(str, first))}."
+                f"first group, got one with {sorted(map(str, first))}."
             )
         _require_within("damping", damping, self.rule.minimum, self.rule.maximum)
         before = self.kfac.state_dict()

@@ -436,7 +436,6 @@ class PassRecorder:
     ) -> Observation:
         """Return the calls of a pass, with gradients if these are not those of the data."""
         kfac, calls = self.kfac, [r.call for r in reached]
-        self._require_examples_first(z, reached)
         rows = float(z[..., 0].numel())
         if weights.weight is not None:
             rows = float(weights.weight.sum())
@@ -524,23 +523,6 @@ class PassRecorder:
                 _came, weakref.ref(self), observation, call, r.edge.output_nr
             )
             observation.hooks.append(r.edge.node.register_prehook(came))
-
-    def _require_examples_first(self, z: Any, reached: list[Reached]) -> None:
-        """Refuse time-first inputs of approximations that sum over each example."""
-        for r in reached:
-            shape = r.call.examples, *r.call.inputs.shape[1:]
-            block = self.kfac.estimator.network.blocks.get(r.call.block)
-            if block is None or block.layer.kind not in ("dense", "embedding"):
-                continue
-            if not uses.sums_over_positions(block):
-                continue
-            if len(shape) > 2 and shape[0] != len(z) == shape[1]:
-                raise kc.UnsupportedError(
-                    f"Layer {r.call.block!r} has inputs of shape {shape}, with examples on "
-                    f"the second axis, but {type(block.approximation).__name__} sums over "
-                    "the positions of each example along the first. Take "
-                    "batch_first=True, or Kronecker()."
-                )
 
 
 def _came(

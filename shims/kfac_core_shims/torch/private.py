@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._dynamo.eval_frame import remove_from_cache
 from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
     "accumulates",
     "backward_pass",
+    "forget_compiled",
     "is_graph_kept",
     "outside_compilers",
     "replicas_may_leave",
@@ -91,6 +94,17 @@ def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
         return hook(*arguments, **options)
 
     return called
+
+
+def forget_compiled(model: Any, /) -> None:
+    """Have ``torch.compile`` compile the modules of a model again.
+
+    What it made of another model of the same classes, which had no hooks, would be used for
+    this one too: that modules have no hooks is not among its guards.
+    """
+    for kind in {type(module) for module in model.modules()}:
+        if isinstance(getattr(kind, "forward", None), FunctionType):
+            remove_from_cache(kind.forward)
 
 
 @contextmanager

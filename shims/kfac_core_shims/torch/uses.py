@@ -53,28 +53,32 @@ def find_examples(
     Raises
     ------
     kfac_core.UnsupportedError
-        If rows of a derivative belong to no single example, or that cannot be found.
+        If rows belong to no single example, or that cannot be found.
     """
     of_block: dict[str, list[Reached]] = {}
     for r in reached:
         block = blocks[r.call.block]
-        if block.layer.kind == "dense" and sums_over_positions(block):
+        summed = block.layer.kind in ("dense", "embedding")
+        if summed and sums_over_positions(block):
             of_block.setdefault(r.call.block, []).append(r)
+    N = len(like)
     for name, uses in of_block.items():
         derived = any(r.call.turned for r in uses)
-        if len(uses) == 1 and not derived:
+        if len(uses) == 1 and not derived and uses[0].call.examples == N:
             continue
-        indices = _examples_of(outputs, uses, vectors, like)
+        indices = None
+        if blocks[name].layer.kind == "dense" and uses[0].share is None:
+            indices = _examples_of(outputs, uses, vectors, like)
         if indices is not None:
             for r, index in zip(uses, indices, strict=True):
-                r.call.example_of, r.call.outputs = index, len(like)
-        elif derived:
+                r.call.example_of, r.call.outputs = index, N
+        elif derived or any(_is_time_first(r.call, N) for r in uses):
             raise kc.UnsupportedError(
-                f"Layer {name!r} is used several times by each example, as by derivatives "
-                f"of the model, and {type(blocks[name].approximation).__name__} sums over "
-                "these uses, but the example of each row cannot be told: outputs mix "
-                "examples, or fisher='empirical' has rows of another number than the "
-                "outputs. Observe outputs with one row for each example, or take "
+                f"Layer {name!r} has several rows for each example, as of derivatives of "
+                f"the model or of sequences with time first, over which "
+                f"{type(blocks[name].approximation).__name__} sums, and the example of "
+                "each row cannot be told: outputs mix examples, or fisher='empirical'. "
+                "Observe outputs with one row for each example, take batch_first=True, or "
                 "Kronecker()."
             )
 
@@ -140,6 +144,10 @@ def _examples_of(
             return None
         indices.append(index.where(unlike_zero, -1))
     return indices
+
+
+def _is_time_first(call: RecordedCall, N: int) -> bool:
+    return call.inputs.ndim > 2 and call.examples != N == call.inputs.shape[1]
 
 
 def _coefficients(vectors: Any) -> Any:

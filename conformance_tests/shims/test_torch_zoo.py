@@ -1,0 +1,347 @@
+"""Programs that call layers in every way, against the dense Fisher blocks of autograd."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.torch import register_layer  # noqa: E402
+
+from ..builders import torch_zoo  # noqa: E402
+from ..builders.torch_zoo import Program  # noqa: E402
+
+CATEGORICAL = {"likelihood": "categorical"}
+TOKENS = {"positions": "separate"}
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def randn(*shape):
+    return lambda: torch.randn(*shape)
+
+
+def squares(make):
+    """A loop of one pass, in which half of the squares is the loss."""
+
+    def loop(model, kfac):
+        z = model(make())
+        rows = 0.5 * (z - torch.randn_like(z)).square().sum(-1)
+        rows.mean().backward(retain_graph=True)
+        return z
+
+    return loop
+
+
+def classes(make):
+    """A loop of one pass with a cross-entropy over the last axis."""
+
+    def loop(model, kfac):
+        z = model(make())
+        y = torch.randint(z.shape[-1], z.shape[:-1])
+        cross_entropy(z.flatten(0, -2), y.flatten()).backward(retain_graph=True)
+        return z
+
+    return loop
+
+
+class Calling(nn.Module):
+    """A module of layers whose forward pass is a function."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.function = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def calling(forward, **layers):
+    """Make such a module, with layers that are made anew each time."""
+    return lambda: Calling(forward, **{name: make() for name, make in layers.items()})
+
+
+def linear(inputs, outputs, **options):
+    return lambda: nn.Linear(inputs, outputs, **options)
+
+
+def last_state(m, x):
+    return m.inner(x)[0][-1]
+
+
+def cell_by_cell(m, x):
+    state = None
+    for now in x:
+        state = m.inner(now, state)
+    return state[0] if isinstance(state, tuple) else state
+
+
+def attention(inputs):
+    """Attention of a sequence, and the mean of its rows."""
+
+    def forward(m, x):
+        return m.attention(*inputs(x))[0].mean(1)
+
+    return Program(
+        model=calling(
+            forward, attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True)
+        ),
+        loop=squares(randn(6, 3, 4)),
+        parts={f"attention.in_proj_{p}": 3 for p in ("weight", "bias")},
+    )
+
+
+def experts(m, x):
+    """Each example goes to one of two experts; the third gets none."""
+    to = (x[:, 0] > 0).long()
+    out = torch.zeros_like(x)
+    for i, expert in enumerate((m.first, m.second, m.third)):
+        out = out.index_add(0, torch.where(to == i)[0], expert(x[to == i]))
+    return out
+
+
+def recurrent(kind, forward):
+    return Program(
+        model=calling(forward, inner=lambda: getattr(nn, kind)(2, 3)),
+        loop=squares(randn(4, 5, 2)),
+    )
+
+
+def convolution(layer, *space, channels=2):
+    return Program(
+        model=lambda: nn.Sequential(layer(), nn.Flatten(1)),
+        loop=squares(randn(6, channels, *space)),
+    )
+
+
+def layers(forward, loop=None, **options):
+    """Two linear layers, of which a function says how they are called."""
+    model = calling(forward, one=linear(3, 3), two=linear(3, 2))
+    return Program(model=model, loop=loop or squares(randn(7, 3)), **options)
+
+
+def normalization(layer, *shape):
+    """A norm, of which each position counts as an example."""
+    return Program(
+        model=lambda: nn.Sequential(layer()),
+        loop=squares(randn(*shape)),
+        diagonal=["0.weight", "0.bias"],
+    )
+
+
+class Columns(nn.Module):
+    """A linear layer of another library, with its weight as (in, out)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class OnePlusNorm(nn.Module):
+    """An RMS norm whose scale is one plus its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return fn.rms_norm(x, (4,)) * (1 + self.weight)
+
+
+register_layer(Columns, "linear", weight_layout="io")
+register_layer(f"{OnePlusNorm.__module__}.OnePlus*", "norm")
+
+
+def compiled(backend, *, before):
+    """A compiled model; of its class another may have been compiled and called before."""
+
+    def loop(model, kfac):
+        return squares(randn(7, 3))(torch.compile(model, backend=backend), kfac)
+
+    def make():
+        torch._dynamo.reset()
+        module = calling(twice, one=linear(3, 3), two=linear(3, 2))
+        if before:
+            torch.compile(module(), backend=backend)(torch.randn(7, 3)).sum().backward()
+        return module()
+
+    return Program(model=make, loop=loop)
+
+
+def twice(m, x):
+    return m.two(torch.tanh(m.one(torch.tanh(m.one(x)))))
+
+
+def by_itself(m, x):
+    h = torch.tanh(fn.linear(torch.tanh(m.one(x)), m.one.weight))
+    return m.two(h + x @ m.one.weight)
+
+
+def in_checkpoint(m, x):
+    inner = lambda x: fn.linear(torch.tanh(m.one(x)), m.one.weight)  # noqa: E731
+    return m.two(checkpoint(inner, x, use_reentrant=False))
+
+
+def time_first(m, x):
+    return m.two(torch.tanh(m.one(x)).mean(0))
+
+
+def flattened(m, x):
+    h = torch.tanh(m.one(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+    return m.two(h.sum(1))
+
+
+def tied(m, ids):
+    return m.logits(torch.tanh(m.words(ids)))
+
+
+PROGRAMS = {
+    "circular": convolution(
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular", stride=3), 3, 3
+    ),
+    "reflect": convolution(
+        lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="reflect", stride=4), 4
+    ),
+    "replicate": convolution(
+        lambda: nn.Conv1d(2, 3, 4, padding=1, padding_mode="replicate"), 2
+    ),
+    "several positions": convolution(lambda: nn.Conv2d(2, 3, 2, dilation=2), 4, 5),
+    "transposed": convolution(lambda: nn.ConvTranspose1d(2, 3, 2, padding=1), 2),
+    "transposed 2d": convolution(
+        lambda: nn.ConvTranspose2d(2, 3, (3, 2), (2, 1), (2, 1)), 2, 2
+    ),
+    "transposed groups": convolution(
+        lambda: nn.ConvTranspose1d(4, 6, 3, 2, 2, groups=2), 2, channels=4
+    ),
+    "transposed, more": convolution(
+        lambda: nn.ConvTranspose1d(2, 3, 2, 2, 1, output_padding=1), 1
+    ),
+    "transposed, dilated": convolution(
+        lambda: nn.ConvTranspose1d(2, 3, 2, 1, 2, dilation=3), 2
+    ),
+    "unbatched": Program(
+        model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Unflatten(0, (1, 3))),
+        loop=squares(randn(4)),
+    ),
+    "bilinear": Program(
+        model=calling(
+            lambda m, x: m.inner(x[:, :3], x[:, 3:]), inner=lambda: nn.Bilinear(3, 2, 4)
+        ),
+        loop=squares(randn(12, 5)),
+    ),
+    "embedding": Program(
+        model=lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)),
+        loop=squares(lambda: torch.tensor([0, 2, 2, 4])),
+        diagonal=["0.weight"],
+    ),
+    "bag, sum": Program(
+        model=lambda: nn.Sequential(nn.EmbeddingBag(5, 3, mode="sum")),
+        loop=squares(lambda: torch.tensor([[0, 2], [2, 2], [4, 1], [0, 4]])),
+        diagonal=["0.weight"],
+    ),
+    "bag, mean": Program(
+        model=lambda: nn.Sequential(nn.EmbeddingBag(5, 3, mode="mean")),
+        loop=squares(lambda: torch.tensor([[0, 2], [2, 2], [4, 1], [0, 4]])),
+        diagonal=["0.weight"],
+    ),
+    "bag, called in another way": Program(
+        model=calling(
+            lambda m, ids: m.two(m.bag(ids, torch.tensor([0, 1]))),
+            bag=lambda: nn.EmbeddingBag(5, 3, mode="sum"),
+            two=linear(3, 3),
+        ),
+        loop=squares(lambda: torch.tensor([0, 2, 2, 4])),
+        skipped=["bag.weight"],
+    ),
+    "a slope for each channel": normalization(lambda: nn.PReLU(3), 6, 3),
+    "layer norm": normalization(lambda: nn.LayerNorm(4), 7, 4),
+    "rms norm": normalization(lambda: nn.RMSNorm(4), 7, 4),
+    "norm of another library": normalization(OnePlusNorm, 7, 4),
+    "instance norm": Program(
+        model=lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True), nn.Flatten(1)),
+        loop=squares(randn(5, 4, 3)),
+        diagonal=["0.weight", "0.bias"],
+    ),
+    "attention to itself": attention(lambda x: (x, x, x)),
+    "attention to a memory": attention(lambda x: (x, x.flip(2), x.flip(2))),
+    "attention of three": attention(lambda x: (x, x.flip(2), x * 2)),
+    "encoder": Program(
+        model=calling(
+            lambda m, x: m.head(m.layer(x).mean(1)),
+            layer=lambda: nn.TransformerEncoderLayer(
+                4, 2, 8, dropout=0.0, batch_first=True
+            ),
+            head=linear(4, 2),
+        ),
+        loop=squares(randn(3, 4, 4)),
+        options={"skip_layers": ["LayerNorm"]},
+        parts={f"layer.self_attn.in_proj_{p}": 3 for p in ("weight", "bias")},
+        skipped=[f"layer.norm{i}.{p}" for i in (1, 2) for p in ("weight", "bias")],
+    ),
+    **{kind: recurrent(kind, last_state) for kind in ("LSTM", "GRU", "RNN")},
+    **{
+        kind: recurrent(kind, cell_by_cell)
+        for kind in ("LSTMCell", "GRUCell", "RNNCell")
+    },
+    "a layer called twice": layers(twice),
+    "a weight multiplied by the model itself": layers(by_itself),
+    "within a checkpoint": layers(in_checkpoint),
+    "time first": layers(time_first, squares(randn(4, 6, 3))),
+    "flattened tokens": layers(flattened, squares(randn(6, 4, 3))),
+    "tokens": layers(twice, squares(randn(5, 3, 3)), options=TOKENS),
+    "tokens of classes": layers(
+        twice, classes(randn(5, 3, 3)), options={**CATEGORICAL, **TOKENS}
+    ),
+    "classes": layers(twice, classes(randn(7, 3)), options=CATEGORICAL),
+    "a layer of another library": Program(
+        model=lambda: nn.Sequential(Columns(), nn.Tanh(), Columns()),
+        loop=squares(randn(8, 3)),
+    ),
+    "an expert without tokens": Program(
+        model=calling(
+            experts, first=linear(3, 3), second=linear(3, 3), third=linear(3, 3)
+        ),
+        loop=squares(randn(8, 3)),
+        skipped=["third.weight", "third.bias"],
+    ),
+    "compiled": compiled("aot_eager", before=False),
+    "compiled after another of its class": compiled("aot_eager", before=True),
+    "interpreted by the compiler": compiled("eager", before=True),
+    "weights that multiply each other": layers(
+        lambda m, x: x @ (m.two.weight @ m.one.weight).T,
+        skipped=["one.weight", "one.bias", "two.weight", "two.bias"],
+        raises=(kc.NotReadyError, "no recorded call"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_the_dense_directions(name):
+    """Each block's direction after one step of the loop, or what it raises."""
+    torch_zoo.run(PROGRAMS[name])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_fused_kernels_of_float32_are_not_used(kind):
+    """They would leave no matrix products in the graph."""
+    torch.set_default_dtype(torch.float32)
+    torch_zoo.run(PROGRAMS[kind], rtol=1e-3)
