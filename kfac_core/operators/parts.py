@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
@@ -50,6 +50,9 @@ class ChainOperator(Protocol):
 
     def flagged(self, flags: Array, /) -> Any:
         """Return the same with more `Status` flags."""
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        """Return ``F_damped V``, or ``F V``."""
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1 V``."""
@@ -151,8 +154,8 @@ def applied_in(
     Raises
     ------
     FactorizationError
-        If the inverse or the root of the rounded operator, times the fixed probe, differs
-        by more than the limit of residuals (``check="raise"``).
+        If the rounded operator, its inverse or its root, times the fixed probe, differs by
+        more than the limit of residuals (``check="raise"``).
     """
     if made.like.dtype == dtype:
         return made
@@ -161,10 +164,15 @@ def applied_in(
     z = probe(size, dtype=made.like.dtype, device=device_of(made.like), xp=xp)
     z = xp.reshape(z, made.stack_shape)
     worst = xp.zeros_like(made.like)
-    for formula in ("_multiply_inverse", "_sample"):
-        # The formulas themselves: what is flagged already may be NaN.
-        expected = getattr(made, formula)(z, xp)
-        found = getattr(narrow, formula)(cast(xp, z, dtype), xp)
+    # The formulas themselves: what is flagged already may be NaN.
+    formulas: tuple[Callable[[Any, Array], Array], ...] = (
+        lambda operator, v: operator._multiply(v, xp, True),
+        lambda operator, v: operator._multiply_inverse(v, xp),
+        lambda operator, v: operator._sample(v, xp),
+    )
+    for formula in formulas:
+        expected = formula(made, z)
+        found = formula(narrow, cast(xp, z, dtype))
         difference = cast(xp, found, expected.dtype) - expected
         column = (-1, 1)
         error = relative_norm(
@@ -177,7 +185,7 @@ def applied_in(
         return flagged
     if int(flags):
         raise FactorizationError(
-            f"rounded to {dtype} the inverse of the block is off by {float(worst):.0e} "
+            f"rounded to {dtype} the block is off by {float(worst):.0e} "
             f"(limit {RESIDUAL_LIMIT}). Increase `damping`, or take "
             'Precision(apply="float64").',
             factor=name,
