@@ -91,7 +91,7 @@ def number(
     """Return the constraint of a real number, or also of a real 0-d array."""
 
     def accepts(value: Any) -> bool:
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return arrays and _is_real_scalar(value)
         try:
             return holds(float(value))

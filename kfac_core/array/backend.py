@@ -188,7 +188,7 @@ def get_backend(name: str, /) -> Backend:
     ------
     UnknownBackendError
         If nothing of that name is registered, and no package of that name that follows
-        the Array API standard is found.  A package is not run to find out.
+        the Array API standard can be imported.
     """
     if name not in _loaded:
         _load(name)

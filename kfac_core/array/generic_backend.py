@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["BrokenBackend", "GenericBackend", "follows_standard"]
+__all__ = ["BrokenBackend", "GenericBackend"]
 
 
 class GenericBackend:
@@ -34,11 +31,8 @@ class GenericBackend:
         self._import_error: str | None = None
 
     def is_known(self) -> bool:
-        """Whether there is a package of that name that follows the standard.
-
-        A package that is not imported yet is found and read, and not run.
-        """
-        return follows_standard(self.name)
+        """Whether there is a package of that name that follows the standard."""
+        return self._module is not None or self._import_error is not None
 
     def problem(self) -> str | None:
         """Return why the backend cannot be used here, and what to install; else None."""
@@ -215,7 +209,7 @@ class GenericBackend:
     @functools.cached_property
     def _module(self) -> Any:
         """The namespace: the compatibility layer's, the package, or its ``numpy``."""
-        if not self.is_known():
+        if not self.name.isidentifier():
             return None
         for name in (f"array_api_compat.{self.name}", self.name, f"{self.name}.numpy"):
             try:
@@ -233,52 +227,6 @@ class GenericBackend:
     def _all_devices(self) -> list[Any]:
         info = self.namespace().__array_namespace_info__()
         return [d for d in info.devices() if d is not None]
-
-
-def follows_standard(name: str, /) -> bool:
-    """Whether a package follows the Array API standard, as far as can be told unrun.
-
-    Parameters
-    ----------
-    name : str
-        Root package.
-
-    Returns
-    -------
-    bool
-        True if the compatibility layer has a module for it, or if its source defines
-        ``__array_namespace_info__``.
-    """
-    if not name.isidentifier():
-        return False
-    loaded = [sys.modules.get(place) for place in (name, f"{name}.numpy")]
-    if any(hasattr(module, _MARK) for module in loaded):
-        return True
-    try:
-        found = importlib.util.find_spec(name)
-        wrapped = importlib.util.find_spec(f"array_api_compat.{name}")
-    except (ImportError, ValueError, AttributeError):
-        return False
-    if found is None:
-        return False
-    if wrapped is not None:
-        return True
-    places = [Path(place) for place in found.submodule_search_locations or ()]
-    files = [place / inner for place in places for inner in _SOURCES]
-    if found.origin is not None:
-        files.append(Path(found.origin))
-    return any(_mentions_standard(file) for file in files)
-
-
-_MARK = "__array_namespace_info__"
-_SOURCES = ("__init__.py", "numpy/__init__.py")
-
-
-def _mentions_standard(file: Path) -> bool:
-    try:
-        return _MARK in file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return False
 
 
 class BrokenBackend(GenericBackend):
