@@ -258,23 +258,6 @@ def test_two_layers_are_kfac_by_hand(loss, fisher, tokens):
         close(joined(after, name), expected)
 
 
-def test_flattened_tokens_make_no_difference():
-    """The same step whether outputs are (N, T, P) or (N T, P)."""
-    model = Network().double()
-    x, y = doubles(6, 3, 4), torch.randint(0, 3, (6, 3))
-
-    def direction(flatten):
-        own = copy.deepcopy(model)
-        kfac = attached(own, likelihood=Categorical(), fisher="empirical")
-        outputs = own(x)
-        kfac.observe(outputs.flatten(0, 1) if flatten else outputs)
-        fn.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
-        kfac.step()
-        return own.one.weight.grad
-
-    close(direction(True), direction(False))
-
-
 def test_sampled_labels_are_right_in_expectation():
     """The mean of the sampled G over many draws is the exact G, within five errors."""
     model = Network().double()
@@ -364,31 +347,6 @@ def test_one_parameter_in_two_modules_has_one_block():
 
 
 # What is done in a training loop.
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-@pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_parts_are_one_large_batch(fisher, loss):
-    """Three parts of unequal sizes, then one step: that of the whole batch."""
-    whole = Network().double()
-    parts = copy.deepcopy(whole)
-    x, y = doubles(12, 4), torch.randint(0, 3, (12,))
-    options = {"likelihood": Categorical(), "fisher": fisher, "loss": loss}
-
-    _, expected = step(
-        *(whole, attached(whole, **options), x, y),
-        lambda z, y: fn.cross_entropy(z, y, reduction=loss),
-    )
-    kfac = attached(parts, **options)
-    for rows in (slice(0, 3), slice(3, 8), slice(8, 12)):
-        outputs = parts(x[rows])
-        kfac.observe(outputs)
-        part = fn.cross_entropy(outputs, y[rows], reduction="sum")
-        (part / (12 if loss == "mean" else 1)).backward()
-    kfac.step()
-
-    for name, parameter in parts.named_parameters():
-        close(parameter.grad, expected[name])
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
@@ -559,19 +517,6 @@ def same(one, other):
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return one == other
-
-
-def test_a_step_without_observing_says_what_is_missing():
-    model = Network()
-    kfac = attached(model, output=None)
-    half_squares(model(torch.randn(5, 4)), torch.randn(5, 3)).backward()
-
-    with pytest.raises(kc.NotReadyError, match="observe"):
-        kfac.step()
-    with pytest.raises(kc.ConventionError):
-        attached(model, fisher="sampled")
-    with pytest.raises(kc.ConventionError):
-        attached(model, loss="average")
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])

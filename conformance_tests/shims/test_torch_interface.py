@@ -58,19 +58,6 @@ def same(found, expected, rtol=1e-8):
 # The interface.
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical", "gradients"])
-def test_two_lines_are_what_observing_by_hand_is(fisher):
-    """The model's own hook sees the rows that `observe` would be given."""
-    model, x, y = Network().double(), doubles(14, 4), torch.randint(0, 3, (14,))
-    twin = copy.deepcopy(model)
-    options = {"likelihood": "categorical", "fisher": fisher}
-    found = two_lines(model, attached(model, **options), x, y, fn.cross_entropy)
-    by_hand = attached(twin, **options, output=None)
-    _, expected = step(twin, by_hand, x, y, fn.cross_entropy)
-
-    same(found, expected)
-
-
 @dataclass
 class Answer:
     """What models of other libraries return."""
@@ -171,26 +158,6 @@ def test_outputs_that_are_not_there_are_named(how, output):
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
-    """As Hugging Face's Trainer does, over the processes."""
-    options = {"likelihood": "categorical", "fisher": fisher}
-    model, x, y = Returning("answer").double(), doubles(14, 4), torch.randint(3, (14,))
-    twin = copy.deepcopy(model)
-    steps = []
-    for one, scaled in (model, False), (twin, True):
-        kfac = attached(one, **options)
-        loss = one(x, y).loss
-        if scaled:
-            loss *= 2
-            loss /= 2
-        loss.backward()
-        kfac.step()
-        steps.append({n: p.grad for n, p in one.named_parameters()})
-
-    same(*steps)
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
 def test_a_segmentation_with_classes_on_the_second_axis(fisher):
     """Pixels are rows, those of ignored labels none; nobody needs to say the likelihood."""
     model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
@@ -231,38 +198,6 @@ def test_mistakes_of_a_first_use_are_named():
     with pytest.raises(kc.NotReadyError, match=r"before zero_grad"):
         kfac.step()
     assert kfac.steps == 0
-
-
-def test_ignored_labels_are_no_rows():
-    """Rows that the loss does not read count neither as rows nor with vectors."""
-    model, x = Network().double(), doubles(14, 4)
-    y = torch.randint(0, 3, (14,))
-    y[3:9] = -100
-    twin = copy.deepcopy(model)
-    found = two_lines(model, attached(model, **CATEGORICAL), x, y, fn.cross_entropy)
-    kfac = attached(twin, **CATEGORICAL, output=None)
-    outputs = twin(x)
-    kfac.observe(outputs[y != -100])
-    fn.cross_entropy(outputs, y).backward()
-    kfac.step()
-
-    same(found, {n: p.grad for n, p in twin.named_parameters()})
-
-
-def test_the_likelihood_is_checked_where_nobody_said_it():
-    """A regression, or classes on another axis, is named and not taken for logits."""
-    model = Network()
-    kfac, x = KFAC(model, lr=0.1), torch.randn(6, 4)
-    for loss_of in (half_squares, lambda z, y: fn.cross_entropy(z.T, y[:, 0].long())):
-        with pytest.raises(kc.ConventionError, match="likelihood"):
-            loss_of(
-                model(x), torch.zeros(6, 3)[: 6 if loss_of is half_squares else 3]
-            ).backward()
-        kfac.discard()
-    with pytest.raises(kc.ConventionError, match="likelihood"):
-        kfac.observe(model(x))
-    two_lines(model, kfac, x, torch.zeros(6).long(), fn.cross_entropy)
-    assert kfac.steps == 1
 
 
 def test_defaults_train():
@@ -384,32 +319,6 @@ def test_approximations_by_name_class_and_kind():
 # What went wrong in silence.
 
 
-def test_passes_that_nobody_differentiates_do_not_count():
-    """Evaluation through the same function, with and without gradients, by hand or not."""
-    model, x, y = Network().double(), doubles(9, 4), torch.randint(0, 3, (9,))
-    twin = copy.deepcopy(model)
-    expected = two_lines(twin, attached(twin, **CATEGORICAL), x, y, fn.cross_entropy)
-    for by_hand in (True, False):
-        own = copy.deepcopy(model)
-        kfac = attached(own, **CATEGORICAL)
-
-        def loss_of(inputs, labels, own=own, kfac=kfac, by_hand=by_hand):
-            outputs = own(inputs)
-            if by_hand:
-                kfac.observe(outputs)
-            return fn.cross_entropy(outputs, labels)
-
-        other = doubles(50, 4), torch.randint(0, 3, (50,))
-        with torch.no_grad():
-            loss_of(*other)
-        with torch.inference_mode():
-            loss_of(*other)
-        loss_of(*other)
-        loss_of(x, y).backward()
-        kfac.step()
-        same({n: p.grad for n, p in own.named_parameters()}, expected)
-
-
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 def test_a_scaled_loss_makes_no_difference(fisher):
     """With the scaler given; without it, empirical rows of a scaled loss are refused."""
@@ -512,41 +421,6 @@ def test_means_over_outputs_are_means_over_outputs(kind):
     close(found, kfac_by_hand(A, H, V))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("of", ["classes", "rows"])
-def test_weights_that_only_the_loss_has_are_those_of_its_gradient(of, reduction):
-    """Class weights of ``cross_entropy``, or row weights, are found, or refused."""
-    model, x = Network().double(), doubles(14, 4)
-    y = torch.randint(0, 3, (14,))
-    y[4] = -100
-    of_class = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
-    w = (
-        of_class[y.clamp(min=0)]
-        if of == "classes"
-        else torch.rand(14, dtype=torch.float64) + 0.1
-    )
-    w = torch.where(y >= 0, w, 0.0)
-    twin = copy.deepcopy(model)
-
-    def loss_of(z, y):
-        each = fn.cross_entropy(z, y, reduction="none")
-        return (w * each).sum() / (w.sum() if reduction == "mean" else 1)
-
-    options = {"likelihood": "categorical", "loss": reduction}
-    found = two_lines(model, attached(model, **options), x, y, loss_of)
-    kfac = attached(twin, **options, output=None)
-    outputs = twin(x)
-    kfac.observe(outputs, weight=w)
-    loss_of(outputs, y).backward()
-    kfac.step()
-    same(found, {n: p.grad for n, p in twin.named_parameters()})
-
-    empirical = attached(model, **options, fisher="empirical")
-    with pytest.raises(kc.UnsupportedError, match="would square them"):
-        loss_of(model(x), y).backward()
-    assert empirical.steps == 0
-
-
 def test_rows_have_weights():
     """Class weights: ``sum_n w_n F_n / sum_n w_n``, in a plain loop and by hand."""
     model = Network().double()
@@ -584,27 +458,6 @@ def test_rows_have_weights():
         plain.observe(plain.model(x.float()), weight=w)
     with pytest.raises(kc.ShapeError, match="weight"):
         kfac.observe(model(x), weight=w[:3])
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_batch_that_is_left_out_is_not_merged_into_the_next(by_hand):
-    """Never differentiated: does not count; differentiated: `discard`."""
-    model, x, y = Network().double(), doubles(9, 4), torch.randint(0, 3, (9,))
-    twin = copy.deepcopy(model)
-    expected = two_lines(twin, attached(twin, **CATEGORICAL), x, y, fn.cross_entropy)
-    kfac = attached(model, **CATEGORICAL)
-    for differentiated in (False, True):
-        outputs = model(doubles(30, 4))
-        if by_hand:
-            kfac.observe(outputs)
-        loss = fn.cross_entropy(outputs, torch.zeros(30, dtype=torch.int64))
-        if differentiated:
-            loss.backward()
-            kfac.discard()
-        model.zero_grad()
-    found = two_lines(model, kfac, x, y, fn.cross_entropy)
-
-    same(found, expected)
 
 
 def test_pruning_and_replaced_parameters_are_named():
@@ -690,17 +543,6 @@ def test_a_step_without_statistics_needs_no_observation():
     with pytest.raises(kc.NotReadyError):
         two_lines(model, kfac, x, y, fn.cross_entropy)
     assert kfac.steps == 2
-
-
-@pytest.mark.parametrize("passes", [0, 1])
-def test_a_step_before_the_backward_pass_says_so_first(passes):
-    """Whether or not the model was called."""
-    model = Network()
-    kfac = attached(model, **CATEGORICAL)
-    for _ in range(passes):
-        model(torch.randn(6, 4))
-    with pytest.raises(kc.NotReadyError, match=r"^Call kfac.step\(\) after loss.back"):
-        kfac.step()
 
 
 def test_an_error_says_why_nothing_was_seen():

@@ -128,28 +128,6 @@ def test_an_input_that_was_written_to_is_refused(fisher):
         stepped(in_place=True)
 
 
-def test_a_buffer_that_holds_the_next_part_is_refused():
-    """Accumulation through one buffer: the parts' rows would all be the last part's."""
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, **EXACT)
-    expected, buffer = dense(model, x), torch.empty(4, 5)
-
-    def accumulate(copied):
-        for rows in (slice(0, 4), slice(4, 8)):
-            buffer.copy_(x[rows])
-            outputs = model(buffer.clone() if copied else buffer)
-            (fn.cross_entropy(outputs, y[rows]) / 2).backward()
-
-    accumulate(copied=False)
-    with pytest.raises(kc.UnsupportedError, match="written to"):
-        kfac.step()
-    assert kfac.steps == 0
-    model.zero_grad()
-    accumulate(copied=True)
-    kfac.step()
-    assert_factors(kfac, expected)
-
-
 # Hooks and arguments.
 
 
@@ -260,57 +238,6 @@ def test_parameters_that_are_not_made_yet_are_refused(kind):
         KFAC(model)
 
 
-def distilled(z, y, *, warmth=3.0):
-    logits = 4 * torch.sin(torch.arange(z.numel())).reshape(z.shape)
-    teacher = torch.softmax(logits / warmth, 1)
-    found = fn.kl_div((z / warmth).log_softmax(1), teacher, reduction="batchmean")
-    return warmth**2 * found
-
-
-def smoothed(z, y, **options):
-    return fn.cross_entropy(z, y, label_smoothing=0.2, **options)
-
-
-LIKE_LOSSES = {
-    "smoothed": (smoothed, lambda z: z),
-    "hardly smoothed": (
-        lambda z, y: fn.cross_entropy(z, y, label_smoothing=1e-3),
-        lambda z: z,
-    ),
-    "mixed": (
-        lambda z, y: (
-            0.3 * fn.cross_entropy(z, y) + 0.7 * fn.cross_entropy(z, y.flip(0))
-        ),
-        lambda z: z,
-    ),
-    "distilled": (lambda z, y: distilled(z, y, warmth=1.0), lambda z: z),
-    "accumulated": (lambda z, y: smoothed(z, y) / 4, lambda z: z),
-    "temperature that is said": (
-        lambda z, y: fn.cross_entropy(z / 2, y),
-        lambda z: z / 2,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", LIKE_LOSSES)
-@pytest.mark.parametrize("gain", [1.0, 1e-3])
-def test_soft_labels_leave_the_curvature_as_it_is(kind, gain):
-    """Also of outputs that are nearly equal, as at the start of training."""
-    loss, scaled = LIKE_LOSSES[kind]
-    model, (x, y) = network(), batch(40)
-    with torch.no_grad():
-        model[2].weight.mul_(gain)
-    said = {"output": scaled, "likelihood": "categorical"} if "said" in kind else {}
-    kfac = KFAC(model, **said, **EXACT)
-    loss(model(x), y).backward()
-    kfac.step()
-    made = model[0](x)
-    h = torch.tanh(made)
-    z = model[2](h)
-    pairs = {"0": by_hand([(x, made)], scaled(z)), "2": by_hand([(h, z)], scaled(z))}
-    assert_factors(kfac, pairs)
-
-
 # Dtypes in mid-run.
 
 
@@ -368,94 +295,7 @@ def test_weights_are_found_after_a_batch_of_equal_ones(first, rows):
     assert_factors(kfac, expected, rtol=1e-8)
 
 
-def test_parts_of_a_loss_that_read_other_rows_are_refused():
-    """Rows that the first part does not read would be left out as ignored."""
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, **EXACT)
-    expected = dense(model, x)
-
-    def parts(outputs, rows):
-        (fn.cross_entropy(outputs[rows], y[rows], reduction="sum") / 8).backward(
-            retain_graph=True
-        )
-
-    outputs = model(x)
-    parts(outputs, slice(0, 4))
-    parts(outputs, slice(4, 8))
-    with pytest.raises(kc.UnsupportedError, match="first did not"):
-        kfac.step()
-    assert kfac.steps == 0
-
-    # The same rows again, and rows of passes of their own, are as they were.
-    model.zero_grad()
-    for rows in (slice(0, 4), slice(4, 8)):
-        own = model(x[rows])
-        (0.5 * fn.cross_entropy(own, y[rows], reduction="sum") / 8).backward(
-            retain_graph=True
-        )
-        (0.5 * fn.cross_entropy(own, y[rows], reduction="sum") / 8).backward()
-    kfac.step()
-    assert_factors(kfac, expected)
-
-
 # Backward passes that train nothing, or more than one mean.
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_a_backward_pass_for_inputs_alone_does_not_count(fisher):
-    """An attack on the inputs, and the map of an output's derivatives."""
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
-    x.requires_grad_()
-    z = model(x)
-    for column in z.T:
-        torch.autograd.grad(column.sum(), x, retain_graph=True)
-    (g,) = torch.autograd.grad(fn.cross_entropy(model(x), y), x)
-    x = (x + 0.3 * g.sign()).detach()
-    expected = dense(model, x)
-    fn.cross_entropy(model(x), y).backward()
-    kfac.step()
-
-    if fisher == "empirical":
-        z = model(x).detach()
-        g = torch.softmax(z, 1) - fn.one_hot(y, 4)
-        expected = {n: (A, None) for n, (A, _) in expected.items()}
-        expected["2"] = expected["2"][0], g.T @ g / len(z)
-        torch.testing.assert_close(kfac.factors("0")[0], expected.pop("0")[0].detach())
-    assert_factors(kfac, expected)
-
-
-CUTS = {"even": (4, 4), "uneven": (3, 5), "single": (1,) * 8}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS)
-def test_rows_of_passes_have_the_weight_that_the_loss_gives_them(
-    sizes, fisher, reduction
-):
-    """Losses of passes that are averaged, or added with factors, whatever their sizes."""
-    model, (x, y) = network(), batch()
-    factors = torch.linspace(0.5, 1.5, len(sizes))
-    if len(sizes) == 2:
-        factors[1] = 0.1  # As of labels that a model guessed.
-    kfac = KFAC(model, reduction=reduction, **{**EXACT, "fisher": fisher})
-    weight = torch.cat(
-        [torch.full((n,), float(f)) for n, f in zip(sizes, factors, strict=True)]
-    )
-    if reduction == "mean":
-        weight /= torch.tensor(sizes).repeat_interleave(torch.tensor(sizes))
-    parts = zip(x.split(sizes), y.split(sizes), factors, strict=True)
-    for a, b, factor in parts:
-        (factor * fn.cross_entropy(model(a), b, reduction=reduction)).backward()
-    kfac.step()
-
-    expected = dense(model, x, weight)
-    if fisher == "empirical":
-        g = torch.softmax(model(x).detach(), 1) - fn.one_hot(y, 4)
-        G = torch.einsum("n,ni,nj->ij", weight, g, g) / weight.sum()
-        expected = {"2": (expected["2"][0], G)}
-    assert_factors(kfac, expected, rtol=1e-8)
 
 
 def test_the_quadratic_model_has_the_weight_of_each_pass():
@@ -542,32 +382,6 @@ def test_the_optimizer_goes_on_in_another_dtype():
     assert losses[3] < losses[2] < losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_a_second_step_without_a_backward_pass_is_refused(clears):
-    """What a step wrote is no gradient; new gradients in its memory are."""
-    model = network()
-    kfac = KFAC(model, kl_clip=None, update_every=5, refresh_every=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = batch()
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=clears)
-        fn.cross_entropy(model(x), y).backward()
-        kfac.step()
-    written = [p.grad.clone() for p in model.parameters()]
-
-    with pytest.raises(kc.NotReadyError, match="what the last step wrote"):
-        kfac.step()
-
-    for p, g in zip(model.parameters(), written, strict=True):
-        assert torch.equal(p.grad, g)
-    assert kfac.steps == 2
-    for _ in range(4):
-        optimizer.zero_grad(set_to_none=clears)
-        fn.cross_entropy(model(x), y).backward()
-        kfac.step()
-    assert kfac.steps == 6
-
-
 @pytest.mark.parametrize("kind", ["head", "weights", "parts", "clipped"])
 def test_gradients_that_are_added_to_the_last_direction_are_refused(kind):
     """Of layers that the optimizer does not have, and of a step for each part."""
@@ -617,181 +431,6 @@ def empirical_factors(model, x, y):
 
 def logged(loss, model, *, retain_graph=True):
     return torch.autograd.grad(loss, [*model.parameters()], retain_graph=retain_graph)
-
-
-LOGGED = {
-    "before": lambda loss, z, log, model: (log(loss), loss.backward()),
-    "twice": lambda loss, z, log, model: (log(loss), log(loss), loss.backward()),
-    "after": lambda loss, z, log, model: (loss.backward(retain_graph=True), log(loss)),
-    "a row": lambda loss, z, log, model: (
-        log(z[0].logsumexp(0) - z[0, 0]),
-        loss.backward(),
-    ),
-    "a layer": lambda loss, z, log, model: (
-        torch.autograd.grad(loss, model[2].weight, retain_graph=True),
-        loss.backward(),
-    ),
-    "in parts": lambda loss, z, log, model: (
-        log(loss),
-        (0.25 * loss).backward(retain_graph=True),
-        (0.75 * loss).backward(),
-    ),
-}
-OUTPUTS = {
-    "tensor": (lambda z: z, "auto"),
-    "dict": (lambda z: {"logits": z, "twice": 2 * z}, "auto"),
-    "view": (lambda z: z.view_as(z), lambda z: z[:, :]),
-    "by hand": (lambda z: z, None),
-}
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-@pytest.mark.parametrize("returned", OUTPUTS)
-@pytest.mark.parametrize("when", LOGGED)
-def test_gradients_for_a_logger_do_not_count(when, returned, fisher):
-    """By `torch.autograd.grad` through the same forward pass, and through others."""
-    pack, output = OUTPUTS[returned]
-
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x):
-            return pack(self.net(x))
-
-    model, (x, y) = Packed(), batch()
-    kfac = KFAC(
-        model,
-        likelihood="categorical",
-        output=output,
-        **{**EXACT, "fisher": fisher},
-    )
-    empirical = fisher == "empirical"
-    expected = (empirical_factors if empirical else dense)(
-        model.net, *(x, y) if empirical else (x,)
-    )
-    if output is not None:  # A batch for validation.
-        found = model(torch.randn(3, 5))
-        found = found["logits"] if returned == "dict" else found
-        logged(fn.cross_entropy(found, y[:3]), model, retain_graph=False)
-    # Two parts of unequal size, whose rows have the weight of the loss.
-    for rows in (slice(0, 3), slice(3, 8)):
-        z = model(x[rows])
-        z = z["logits"] if returned == "dict" else z
-        if output is None:
-            kfac.observe(z)
-        loss = fn.cross_entropy(z, y[rows], reduction="sum") / 8
-        LOGGED[when](loss, z, lambda part: logged(part, model), model.net)
-    kfac.step()
-    assert_factors(kfac, {f"net.{name}": f for name, f in expected.items()})
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_gradients_that_the_loop_assigns_count(fisher):
-    """As of `torch.autograd.grad`, in parts or not, where the outputs were observed."""
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, likelihood="categorical", **{**EXACT, "fisher": fisher})
-    expected = dense(model, x)
-    z = model(x)
-    kfac.observe(z)
-    loss = fn.cross_entropy(z, y)
-    grads = zip(logged(0.25 * loss, model), logged(0.75 * loss, model), strict=True)
-    for p, (first, second) in zip(model.parameters(), grads, strict=True):
-        p.grad = first + second
-    if fisher == "empirical":
-        with pytest.raises(kc.NotReadyError, match="no output gradient"):
-            kfac.step()
-        return
-    kfac.step()
-    assert_factors(kfac, expected)
-    assert kfac.steps == 1
-
-
-NO_LOSS = {
-    "output": lambda z, y, model: z[:, 1].sum(),
-    "sum": lambda z, y, model: fn.cross_entropy(z, y, reduction="sum"),
-    "hessian": lambda z, y, model: sum(
-        10 * (g * p).sum()
-        for p, g in zip(
-            model.parameters(),
-            torch.autograd.grad(
-                fn.cross_entropy(z, y), [*model.parameters()], create_graph=True
-            ),
-            strict=True,
-        )
-    ),
-}
-
-
-@pytest.mark.parametrize("what", NO_LOSS)
-def test_gradients_of_no_loss_are_looked_at_only_where_they_count(what):
-    """Of an output, of a sum, and products with the Hessian matrix, for a logger."""
-    model, (x, y) = network(), batch()
-    likelihood = "categorical" if what == "sum" else None
-    kfac = KFAC(model, likelihood=likelihood, **EXACT)
-    expected = dense(model, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        z = model(x)
-        logged(NO_LOSS[what](z, y, model), model)
-        fn.cross_entropy(z, y).backward()
-        kfac.step()
-    assert_factors(kfac, expected)
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-@pytest.mark.parametrize("output", ["auto", None])
-@pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("kind", ["left out", "discriminator", "perturbed"])
-def test_passes_whose_gradients_were_cleared_do_not_count(kind, clears, output, fisher):
-    """Of a batch that was left out, of a generator's loss, of the first half of SAM."""
-    model, (x, y) = network(), batch()
-    kfac = KFAC(
-        model,
-        likelihood="categorical",
-        output=output,
-        **{**EXACT, "fisher": fisher},
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def differentiate(x, y):
-        z = model(x)
-        if output is None:
-            kfac.observe(z)
-        fn.cross_entropy(z, y).backward()
-
-    made = torch.randn(5, 5, requires_grad=True)  # As a generator made it.
-    differentiate(3 * made, y[:5])
-    if output is None:  # What was observed by hand counts until it is forgotten.
-        kfac.discard()
-    if kind == "perturbed":
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad)
-    optimizer.zero_grad(set_to_none=clears)
-    empirical = fisher == "empirical"
-    expected = (empirical_factors if empirical else dense)(
-        model, *(x, y) if empirical else (x,)
-    )
-    for rows in (slice(0, 4), slice(4, 8)):
-        z = model(x[rows])
-        if output is None:
-            kfac.observe(z)
-        (fn.cross_entropy(z, y[rows]) / 2).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    kfac.step()
-    assert_factors(kfac, expected)
-
-
-def test_targets_that_the_model_made_itself_are_no_error():
-    """A teacher that still is the student: nothing is left of the gradient but roundoff."""
-    model, (x, _) = network(), batch()
-    kfac = KFAC(model, **EXACT)
-    expected = dense(model, x)
-    fn.cross_entropy(model(x), torch.softmax(model(x).detach(), 1)).backward()
-    kfac.step()
-    assert_factors(kfac, expected)
 
 
 @pytest.mark.parametrize("kind", ["before", "after", "cleared"])
@@ -1142,15 +781,6 @@ def test_heads_of_unlike_sizes_on_batches_of_their_own(fisher):
     kfac.step()
     joined = torch.cat([torch.cat(calls), torch.ones(8, 1)], 1)
     assert_factors(kfac, {"below": (joined.T @ joined / 8, G / 8)})
-
-
-def test_a_batch_of_ignored_labels_alone_is_named():
-    model, (x, _) = network(), batch()
-    kfac = KFAC(model, **EXACT)
-    loss = fn.cross_entropy(model(x), torch.full((8,), -100), reduction="sum")
-    loss.backward()
-    with pytest.raises(kc.NotReadyError, match="all labels are ignored"):
-        kfac.step()
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -58,31 +58,6 @@ def test_a_weight_used_without_its_module_is_named():
     assert [*kfac.skipped] == ["ids.weight"]
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_a_checkpointed_model_gives_the_same_step(fisher):
-    """Parts of a batch, whose forward passes run again on the way back."""
-
-    class Checkpointed(Network):
-        def forward(self, x):
-            again = torch.utils.checkpoint.checkpoint
-            return again(super().forward, x, use_reentrant=False)
-
-    model = Network().double()
-    other = Checkpointed().double()
-    other.load_state_dict(model.state_dict())
-    x, y = doubles(12, 4), torch.randint(0, 3, (12,))
-    for own in (model, other):
-        kfac = attached(own, likelihood=Categorical(), fisher=fisher)
-        for rows in (slice(0, 5), slice(5, 12)):
-            outputs = own(x[rows])
-            kfac.observe(outputs)
-            (fn.cross_entropy(outputs, y[rows], reduction="sum") / 12).backward()
-        kfac.step()
-
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        close(p.grad, q.grad)
-
-
 def test_a_reentrant_checkpoint_is_named():
     """Its layers have no part in the graph that is observed."""
     model = Network()
@@ -111,18 +86,6 @@ def test_a_reentrant_checkpoint_between_layers_is_named():
     with pytest.raises(kc.UnsupportedError, match="use_reentrant=False"):
         fn.cross_entropy(model(x), y).backward()
     assert kfac.steps == 0
-
-
-def test_a_pass_that_makes_a_graph_is_named():
-    """It counts as that of a penalty, and not as the loss's own."""
-    model, x, y = Network(), torch.randn(5, 4), torch.randint(0, 3, (5,))
-    kfac = KFAC(model, lr=0.1)
-    loss = fn.cross_entropy(model(x), y)
-    grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
-    for p, g in zip(model.parameters(), grads, strict=True):
-        p.grad = g.detach()
-    with pytest.raises(kc.NotReadyError, match="create_graph=True"):
-        kfac.step()
 
 
 def test_a_batch_norm_in_eval_mode_has_its_running_statistics():
@@ -162,29 +125,6 @@ def test_a_parameter_frozen_or_freed_later_is_named():
     assert [*other.skipped] == ["one.weight"]
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_only_what_was_observed_is_read(fisher):
-    """Not another forward pass that is differentiated too, nor a pass for a penalty."""
-    model = Network().double()
-    other = copy.deepcopy(model)
-    x, y = doubles(7, 4), torch.randint(0, 3, (7,))
-    options = {"likelihood": Categorical(), "fisher": fisher}
-    kfac = attached(model, **options)
-    step(model, kfac, x, y, fn.cross_entropy)
-
-    second = attached(other, **options)
-    inputs = x.clone().requires_grad_()
-    aside, outputs = other(doubles(3, 4)), other(inputs)
-    second.observe(outputs)
-    torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
-    (fn.cross_entropy(outputs, y) + aside.square().mean()).backward()
-    second.step()
-
-    for name in ("one", "two"):
-        found = second.estimator.operator(name).to_dense()
-        close(found, kfac.estimator.operator(name).to_dense())
-
-
 def test_forward_passes_that_nobody_observes_are_freed():
     """In train mode and with gradients, as in a validation without ``no_grad``."""
     model = Network()
@@ -198,75 +138,6 @@ def test_forward_passes_that_nobody_observes_are_freed():
         assert [call() for call in calls] == [None]
     finally:
         gc.enable()
-
-
-def test_one_forward_pass_is_observed_once():
-    """A second head, or the same outputs again, would count the layers' calls twice."""
-    model = Network().double()
-    kfac, x, y = attached(model), doubles(6, 4), doubles(6, 3)
-    twin = copy.deepcopy(model)
-    _, expected = step(twin, attached(twin), x, y, half_squares)
-    outputs = model(x)
-    kfac.observe(outputs)
-    with pytest.raises(kc.UnsupportedError, match="one tensor"):
-        kfac.observe(outputs[:, :2])
-    with pytest.raises(kc.ShapeError, match=r"\(N, \.\.\., P\)"):
-        kfac.observe(outputs[0, 0])
-    half_squares(outputs, y).backward()
-    kfac.step()
-
-    close(model.one.weight.grad, expected["one.weight"])
-
-
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_outputs_that_say_nothing_are_an_error(fisher):
-    """Observed after the backward pass, or without their graph, in a later step."""
-    model = Network()
-    kfac = attached(model, fisher=fisher, output=None)
-    x, y = torch.randn(5, 4), torch.randn(5, 3)
-    step(model, kfac, x, y, half_squares)
-    for detached in (True, False):
-        model.zero_grad()
-        outputs = model(x)
-        half_squares(outputs, y).backward()
-        if detached or fisher == "empirical":
-            kfac.observe(outputs.detach() if detached else outputs)
-            with pytest.raises(kc.NotReadyError, match="before each backward"):
-                kfac.step()
-
-    assert kfac.steps == 1
-
-
-@pytest.mark.parametrize("precise", [True, False])
-def test_a_loss_of_the_other_reduction_is_refused(precise):
-    """A sum that nobody named, a mean where the sum was said; both are right if named."""
-    model = Network()
-    model = model.double() if precise else model
-    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-    x = x.double() if precise else x
-
-    def differentiated(made, /, **options):
-        own = copy.deepcopy(model)
-        options = {"damping": DAMPING, "kl_clip": None, "fisher": "exact", **options}
-        kfac = KFAC(own, **options)
-        fn.cross_entropy(own(x), y, reduction=made).backward()
-        kfac.step()
-        return own.one.weight.grad
-
-    expected = differentiated("mean")
-    close(differentiated("mean", reduction="mean"), expected, rtol=1e-4)
-    close(differentiated("sum", reduction="sum"), expected, rtol=1e-4)
-    module = nn.CrossEntropyLoss(reduction="sum")
-    close(differentiated("sum", likelihood=module), expected, rtol=1e-4)
-    for made, options, remedy in (
-        ("sum", {}, "reduction='sum'"),
-        ("mean", {"reduction": "sum"}, "reduction='mean'"),
-        ("mean", {"likelihood": module}, "reduction='mean'"),
-    ):
-        with pytest.raises(kc.ConventionError, match=remedy):
-            differentiated(made, **options)
-    # Who says "mean" has reasons, as gradients that are divided after several passes.
-    differentiated("sum", reduction="mean")
 
 
 def test_a_gradient_scaler_that_nobody_passed_is_named():
@@ -318,25 +189,6 @@ def test_what_one_kfac_draws_is_no_loss_of_another(fisher):
         return own.one.weight.grad
 
     close(stepped(with_another=True), stepped(with_another=False), rtol=1e-6)
-
-
-def test_parts_of_a_loss_are_one_gradient():
-    """The backward pass of each of two parts, through one graph."""
-    model = Network().double()
-    other = copy.deepcopy(model)
-    x, y = doubles(7, 4), torch.randint(0, 3, (7,))
-    options = {"likelihood": Categorical(), "fisher": "empirical"}
-    _, expected = step(model, attached(model, **options), x, y, fn.cross_entropy)
-    kfac = attached(other, **options)
-    outputs = other(x)
-    kfac.observe(outputs)
-    loss = fn.cross_entropy(outputs, y)
-    (0.25 * loss).backward(retain_graph=True)
-    (0.75 * loss).backward()
-    kfac.step()
-
-    for name, parameter in other.named_parameters():
-        close(parameter.grad, expected[name])
 
 
 def test_copies_of_a_model_and_removed_hooks_record_nothing(tmp_path):

@@ -1,0 +1,633 @@
+"""What a step counts: a zoo of loops around one model, against one dense oracle.
+
+Each program differentiates a loss of `network` on eight rows, and may do other things
+before, between and after.  The step's factors are those of these rows by the definition,
+in float64 and row by row, or the step ends with an error that has a name.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.torch import KFAC  # noqa: E402
+
+EACH_STEP = {"kl_clip": None, "update_every": 1, "refresh_every": 1}
+IGNORED = -100
+SUM = {"reduction": "sum"}
+CATEGORICAL = {"likelihood": "categorical"}
+BY_HAND = {"likelihood": "categorical", "output": None}
+HALVES = slice(0, 4), slice(4, 8)
+PARTS = slice(0, 3), slice(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Network(nn.Sequential):
+    """Two linear layers, with outputs in a structure."""
+
+    def __init__(self, packed=lambda z: z):
+        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.packed = packed
+
+    def forward(self, x):
+        return self.packed(super().forward(x))
+
+
+class Checkpointed(Network):
+    """The same with activations that are computed again in the backward pass."""
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(
+            super().forward, x, use_reentrant=False
+        )
+
+
+# The oracle.
+
+
+def root_of_hessian(z):
+    """Return B with ``B B^T`` the Hessian of one row's cross-entropy."""
+    p = torch.softmax(z.detach(), 0)
+    values, vectors = torch.linalg.eigh(torch.diag(p) - torch.outer(p, p))
+    return vectors * values.clamp(min=0).sqrt()
+
+
+def oracle(model, x, y, fisher, weight=None):
+    """Return A and G of both layers, from the gradients of each row."""
+    weight = torch.ones(len(x)) if weight is None else weight
+    weight = weight / weight.sum()
+    a = model[0](x)
+    h = torch.tanh(a)
+    z = model[2](h)
+    G = [0.0, 0.0]
+    for n, row in enumerate(z):
+        columns = root_of_hessian(row).T
+        if fisher == "empirical":
+            columns = (torch.softmax(row, 0) - fn.one_hot(y[n], 4)).detach()[None]
+        for column in columns:
+            gs = torch.autograd.grad(row, (a, z), column, retain_graph=True)
+            G = [m + weight[n] * g.T @ g for m, g in zip(G, gs, strict=True)]
+    found = {}
+    for name, rows, m in zip("02", (x, h), G, strict=True):
+        ones = torch.cat([rows.detach(), torch.ones(len(rows), 1)], 1)
+        found[name] = ones.T @ ones / len(rows), m
+    return found
+
+
+# Programs.
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loop on a model, its KFAC, and rows; it may return weights of the rows.
+
+    Of other than class labels there is no empirical oracle.
+    """
+
+    loop: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], Any] = Network
+    fishers: tuple[str, ...] = ("exact", "empirical")
+
+
+EXACT = ("exact",)
+
+
+def train(model, x, y, factor=1.0, **options):
+    (factor * fn.cross_entropy(model(x), y, **options)).backward()
+
+
+def logged(loss, model):
+    return torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+
+
+def parts(model, kfac, x, y):
+    for rows in PARTS:
+        train(model, x[rows], y[rows], 1 / 8, reduction="sum")
+
+
+def parts_by_hand(model, kfac, x, y):
+    for rows in PARTS:
+        z = model(x[rows])
+        kfac.observe(z)
+        (fn.cross_entropy(z, y[rows], reduction="sum") / 8).backward()
+
+
+def flattened(model, kfac, x, y):
+    z = model(x.reshape(4, 2, 5))
+    kfac.observe(z.flatten(0, 1))
+    fn.cross_entropy(z.flatten(0, 1), y).backward()
+
+
+def of_the_rows_that_count(model, kfac, x, y):
+    y = y.clone()
+    y[2:5] = IGNORED
+    z = model(x)
+    kfac.observe(z[y >= 0])
+    fn.cross_entropy(z, y).backward()
+    return (y >= 0).double()
+
+
+def ignored(model, kfac, x, y):
+    y = y.clone()
+    y[2:5] = IGNORED
+    train(model, x, y)
+    return (y >= 0).double()
+
+
+def class_weights(model, kfac, x, y):
+    by_class = torch.tensor([0.5, 2.0, 3.0, 1.0])
+    train(model, x, y, weight=by_class)
+    return by_class[y]
+
+
+def row_weights(model, kfac, x, y):
+    weight = torch.rand(8) + 0.1
+    each = fn.cross_entropy(model(x), y, reduction="none")
+    ((weight * each).sum() / weight.sum()).backward()
+    return weight
+
+
+def unequal_means(model, kfac, x, y):
+    for rows, factor in zip(PARTS, (0.5, 0.1), strict=True):
+        train(model, x[rows], y[rows], factor)
+    return torch.tensor([0.5 / 3] * 3 + [0.1 / 5] * 5)
+
+
+def factors_of_sums(model, kfac, x, y):
+    for rows, factor in zip(PARTS, (0.5, 0.1), strict=True):
+        train(model, x[rows], y[rows], factor, reduction="sum")
+    return torch.tensor([0.5] * 3 + [0.1] * 5)
+
+
+def parts_of_a_sum(model, kfac, x, y):
+    for rows in PARTS:
+        train(model, x[rows], y[rows], reduction="sum")
+
+
+def summed_row_weights(model, kfac, x, y):
+    weight = torch.rand(8) + 0.1
+    (weight * fn.cross_entropy(model(x), y, reduction="none")).sum().backward()
+    return weight
+
+
+def single_rows(model, kfac, x, y):
+    factors = torch.linspace(0.5, 1.5, 8)
+    for n, factor in enumerate(factors):
+        train(model, x[n : n + 1], y[n : n + 1], factor)
+    return factors
+
+
+def loss_in_two_backward_passes(model, kfac, x, y):
+    for rows in HALVES:
+        loss = fn.cross_entropy(model(x[rows]), y[rows], reduction="sum") / 8
+        (0.25 * loss).backward(retain_graph=True)
+        (0.75 * loss).backward()
+
+
+def scaled_in_place(model, kfac, x, y):
+    loss = fn.cross_entropy(model(x)["logits"], y)
+    loss *= 2
+    loss /= 2
+    loss.backward()
+
+
+def validation(model, kfac, x, y):
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            fn.cross_entropy(model(3 * x), y)
+    train(model, x, y)
+
+
+def validation_by_hand(model, kfac, x, y):
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            kfac.observe(model(3 * x))
+    z = model(x)
+    kfac.observe(z)
+    fn.cross_entropy(z, y).backward()
+
+
+def attack(model, kfac, x, y):
+    inputs = (x + 0.1).requires_grad_()
+    for column in model(inputs).T:
+        torch.autograd.grad(column.sum(), inputs, retain_graph=True)
+    torch.autograd.grad(fn.cross_entropy(model(inputs), y), inputs)
+    train(model, x, y)
+
+
+def penalty_on_inputs(model, kfac, x, y):
+    inputs = x.clone().requires_grad_()
+    z = model(inputs)
+    torch.autograd.grad(z.sum(), inputs, create_graph=True)
+    fn.cross_entropy(z, y).backward()
+
+
+def logged_before(model, kfac, x, y):
+    logged(fn.cross_entropy(model(3 * x), y), model)
+    loss = fn.cross_entropy(model(x), y)
+    logged(loss, model)
+    logged(2 * loss, model)
+    loss.backward()
+
+
+def logged_after(model, kfac, x, y):
+    loss = fn.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    logged(loss, model)
+
+
+def logged_by_hand(model, kfac, x, y):
+    z = model(x)
+    kfac.observe(z)
+    loss = fn.cross_entropy(z, y)
+    logged(loss, model)
+    loss.backward()
+
+
+def logged_layer(model, kfac, x, y):
+    loss = fn.cross_entropy(model(x), y)
+    torch.autograd.grad(loss, model[2].weight, retain_graph=True)
+    loss.backward()
+
+
+def logged_outputs(model, kfac, x, y):
+    z = model(x)
+    logged(z[:, 1].sum(), model)
+    logged(z[0].logsumexp(0) - z[0, 0], model)
+    fn.cross_entropy(z, y).backward()
+
+
+def product_with_the_hessian(model, kfac, x, y):
+    z = model(x)
+    parameters = [*model.parameters()]
+    gs = torch.autograd.grad(fn.cross_entropy(z, y), parameters, create_graph=True)
+    logged(sum((g * p).sum() for g, p in zip(gs, parameters, strict=True)), model)
+    fn.cross_entropy(z, y).backward()
+
+
+def assigned(model, kfac, x, y):
+    z = model(x)
+    kfac.observe(z)
+    loss = fn.cross_entropy(z, y)
+    pairs = zip(logged(0.25 * loss, model), logged(0.75 * loss, model), strict=True)
+    for p, (first, second) in zip(model.parameters(), pairs, strict=True):
+        p.grad = first + second
+
+
+def left_out(model, kfac, x, y):
+    for clears in (True, False):
+        train(model, 3 * x, y)
+        model.zero_grad(set_to_none=clears)
+    for rows in HALVES:
+        train(model, x[rows], y[rows], 0.5)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
+def left_out_in_its_own_graph(model, kfac, x, y):
+    loss = fn.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+
+
+def discarded(model, kfac, x, y):
+    train(model, 3 * x, y)
+    kfac.discard()
+    model.zero_grad()
+    train(model, x, y)
+
+
+def discarded_by_hand(model, kfac, x, y):
+    z = model(3 * x)
+    kfac.observe(z)
+    fn.cross_entropy(z, y).backward()
+    kfac.discard()
+    model.zero_grad()
+    parts_by_hand(model, kfac, x, y)
+
+
+def put_back(model, kfac, x, y):
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for rows in HALVES:
+        model.zero_grad()
+        z = model(x[rows])
+        kfac.observe(z)
+        (fn.cross_entropy(z, y[rows]) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        total = [t + p.grad for t, p in zip(total, model.parameters(), strict=True)]
+    for p, t in zip(model.parameters(), total, strict=True):
+        p.grad = t
+
+
+def discriminator(model, kfac, x, y):
+    made = torch.randn(5, 5, requires_grad=True)  # As a generator made it.
+    train(model, 3 * made, y[:5])
+    model.zero_grad()
+    train(model, x, y)
+
+
+def perturbed(model, kfac, x, y):
+    train(model, x, y)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad)
+    model.zero_grad()
+    train(model, x, y)
+
+
+def beside(model, kfac, x, y):
+    z, aside = model(x), nn.functional.linear(x, torch.randn(1, 5))
+    kfac.observe(z)
+    (fn.cross_entropy(z, y) + model(2 * x).square().mean() + aside.mean()).backward()
+
+
+def teacher_of_itself(model, kfac, x, y):
+    fn.cross_entropy(model(x), torch.softmax(model(x).detach(), 1)).backward()
+
+
+def smoothed(model, kfac, x, y):
+    train(model, x, y, label_smoothing=0.2)
+
+
+def mixed(model, kfac, x, y):
+    z = model(x)
+    (0.3 * fn.cross_entropy(z, y) + 0.7 * fn.cross_entropy(z, y.flip(0))).backward()
+
+
+def with_temperature(model, kfac, x, y):
+    fn.cross_entropy(model(x) / 2, y).backward()
+
+
+PROGRAMS = {
+    "plain": Program(lambda model, kfac, x, y: train(model, x, y)),
+    "parts": Program(parts),
+    "parts by hand": Program(parts_by_hand, CATEGORICAL),
+    "parts, checkpointed": Program(parts, model=Checkpointed),
+    "by hand, checkpointed": Program(parts_by_hand, BY_HAND, Checkpointed),
+    "flattened tokens": Program(flattened, BY_HAND),
+    "rows that count": Program(of_the_rows_that_count, BY_HAND),
+    "ignored labels": Program(ignored),
+    "class weights": Program(class_weights, fishers=EXACT),
+    "row weights": Program(row_weights, fishers=EXACT),
+    "unequal means": Program(unequal_means),
+    "factors of sums": Program(factors_of_sums, SUM),
+    "row weights, sum": Program(summed_row_weights, SUM, fishers=EXACT),
+    "a sum": Program(lambda m, k, x, y: train(m, x, y, reduction="sum"), SUM),
+    "parts of a sum": Program(parts_of_a_sum, SUM),
+    "single rows": Program(single_rows),
+    "two backward passes": Program(loss_in_two_backward_passes),
+    "scaled in place": Program(
+        scaled_in_place, model=lambda: Network(lambda z: {"logits": z, "more": 2 * z})
+    ),
+    "validation": Program(validation),
+    "validation by hand": Program(validation_by_hand, CATEGORICAL),
+    "attack": Program(attack),
+    "penalty on inputs": Program(penalty_on_inputs),
+    "logged before": Program(logged_before),
+    "logged before, view": Program(logged_before, {"output": lambda z: z[:, :]}),
+    "logged after": Program(logged_after),
+    "logged by hand": Program(logged_by_hand, BY_HAND),
+    "logged layer": Program(logged_layer),
+    "logged outputs": Program(logged_outputs),
+    "product with the Hessian": Program(product_with_the_hessian),
+    "assigned": Program(assigned, BY_HAND, fishers=EXACT),
+    "left out": Program(left_out),
+    "left out, same graph": Program(left_out_in_its_own_graph),
+    "discarded": Program(discarded),
+    "discarded by hand": Program(discarded_by_hand, BY_HAND),
+    "put back": Program(put_back, BY_HAND),
+    "discriminator": Program(discriminator),
+    "perturbed": Program(perturbed),
+    "beside": Program(beside, BY_HAND, fishers=EXACT),
+    "teacher of itself": Program(teacher_of_itself, fishers=EXACT),
+    "smoothed labels": Program(smoothed, fishers=EXACT),
+    "mixed labels": Program(mixed, fishers=EXACT),
+}
+CASES = [(name, fisher) for name, p in PROGRAMS.items() for fisher in p.fishers]
+
+
+@pytest.mark.parametrize(("name", "fisher"), CASES)
+def test_a_program_has_the_factors_of_its_rows(name, fisher):
+    program = PROGRAMS[name]
+    model, x, y = program.model(), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    kfac = KFAC(model, fisher=fisher, **EACH_STEP, **program.options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = program.loop(model, kfac, x, y)
+    expected = oracle(model, x, y, fisher, weight)
+    kfac.step()
+
+    assert kfac.steps == 1
+    for block, (A, G) in expected.items():
+        found_A, found_G, scale = kfac.factors(block)
+        torch.testing.assert_close(found_A, A, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(scale * found_G, G, rtol=1e-8, atol=1e-10)
+
+
+def test_a_temperature_that_is_said_is_that_of_the_outputs():
+    model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    options = {"likelihood": "categorical", "output": lambda z: z / 2}
+    kfac = KFAC(model, fisher="exact", **EACH_STEP, **options)
+    with_temperature(model, kfac, x, y)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin[2].parameters():
+            p.div_(2)
+    expected = oracle(twin, x, y, "exact")
+    kfac.step()
+    _, G, scale = kfac.factors("0")
+    torch.testing.assert_close(scale * G, expected["0"][1])
+
+
+# Programs that end with an error.
+
+
+def graph_of_gradients(model, kfac, x, y):
+    gs = torch.autograd.grad(
+        fn.cross_entropy(model(x), y), [*model.parameters()], create_graph=True
+    )
+    for p, g in zip(model.parameters(), gs, strict=True):
+        p.grad = g.detach()
+    kfac.step()
+
+
+def after_zero_grad(model, kfac, x, y):
+    train(model, x, y)
+    model.zero_grad()
+    kfac.step()
+
+
+def without_backward(model, kfac, x, y):
+    model(x)
+    kfac.step()
+
+
+def parts_of_the_model(model, kfac, x, y):
+    fn.cross_entropy(model[2](model[1](model[0](x))), y).backward()
+    kfac.step()
+
+
+def parts_that_read_other_rows(model, kfac, x, y):
+    z = model(x)
+    for rows in HALVES:
+        loss = fn.cross_entropy(z[rows], y[rows], reduction="sum") / 8
+        loss.backward(retain_graph=True)
+    kfac.step()
+
+
+def squares(model, kfac, x, y):
+    model(x).square().mean().backward()
+
+
+def second_axis(model, kfac, x, y):
+    fn.cross_entropy(model(x).T, y[:4]).backward()
+
+
+def all_ignored(model, kfac, x, y):
+    train(model, x, torch.full((8,), IGNORED), reduction="sum")
+    kfac.step()
+
+
+def assigned_unseen(model, kfac, x, y):
+    for p, g in zip(
+        model.parameters(), logged(model(x).square().sum(), model), strict=True
+    ):
+        p.grad = g
+    kfac.step()
+
+
+def summed(model, kfac, x, y):
+    train(model, x, y, reduction="sum")
+    kfac.step()
+
+
+def averaged(model, kfac, x, y):
+    train(model, x, y)
+    kfac.step()
+
+
+def scaled(model, kfac, x, y):
+    train(model, x, y, 2.0**16)
+    kfac.step()
+
+
+def stepped_twice(model, kfac, x, y):
+    train(model, x, y)
+    kfac.step()
+    kfac.step()
+
+
+def written_to(model, kfac, x, y):
+    for rows in HALVES:
+        x[:4] = x[rows]
+        train(model, x[:4], y[rows], 0.5)
+    kfac.step()
+
+
+def modified_outputs(model, kfac, x, y):
+    z = model(x)
+    z += 1.0
+    fn.cross_entropy(z, y).backward()
+    kfac.step()
+
+
+def observed_twice(model, kfac, x, y):
+    z = model(x)
+    kfac.observe(z)
+    kfac.observe(z[:, :2])
+
+
+def observed_too_late(model, kfac, x, y):
+    z = model(x)
+    fn.cross_entropy(z, y).backward()
+    kfac.observe(z)
+    kfac.step()
+
+
+NOT_READY, CONVENTION = kc.NotReadyError, kc.ConventionError
+UNSUPPORTED = kc.UnsupportedError
+LATE = {**BY_HAND, "fisher": "empirical"}
+REFUSED = {
+    "graph of gradients": (graph_of_gradients, {}, NOT_READY, "create_graph=True"),
+    "after zero_grad": (after_zero_grad, {}, NOT_READY, "before zero_grad"),
+    "no backward": (without_backward, {}, NOT_READY, r"^Call kfac.step\(\) after"),
+    "no pass": (lambda m, k, x, y: k.step(), {}, NOT_READY, r"^Call kfac.step\(\) af"),
+    "parts of the model": (parts_of_the_model, {}, NOT_READY, "not called itself"),
+    "not observed": (averaged, BY_HAND, NOT_READY, "observe"),
+    "other rows": (parts_that_read_other_rows, {}, UNSUPPORTED, "first did not"),
+    "squares": (squares, {}, CONVENTION, "likelihood=nn.MSELoss"),
+    "classes on the second axis": (second_axis, {}, CONVENTION, "movedim"),
+    "all ignored": (all_ignored, {}, NOT_READY, "all labels are ignored"),
+    "assigned, not observed": (assigned_unseen, {}, NOT_READY, "given to observe"),
+    "assigned, empirical": (
+        lambda m, k, x, y: (assigned(m, k, x, y), k.step()),
+        LATE,
+        NOT_READY,
+        "no output gradient",
+    ),
+    "a sum": (summed, {}, CONVENTION, "reduction='sum'"),
+    "a mean": (averaged, {"reduction": "sum"}, CONVENTION, "reduction='mean'"),
+    "a mean, not the module's": (
+        averaged,
+        {"likelihood": nn.CrossEntropyLoss(reduction="sum")},
+        CONVENTION,
+        "reduction='mean'",
+    ),
+    "scaled": (scaled, {"kl_clip": 1e-3, "lr": 0.1}, CONVENTION, "`grad_scaler`"),
+    "scaled, empirical": (scaled, LATE | {"output": "auto"}, CONVENTION, "`grad_sc"),
+    "weights, empirical": (
+        row_weights,
+        {"fisher": "empirical"},
+        UNSUPPORTED,
+        "square them",
+    ),
+    "two steps": (stepped_twice, {}, NOT_READY, "what the last step wrote"),
+    "written to": (written_to, {}, UNSUPPORTED, "written to"),
+    "outputs modified": (modified_outputs, {}, NOT_READY, "in place"),
+    "observed twice": (observed_twice, BY_HAND, UNSUPPORTED, "one tensor"),
+    "observed too late": (observed_too_late, LATE, NOT_READY, "before each backward"),
+    "observed, not said": (
+        lambda m, k, x, y: k.observe(m(x)),
+        {},
+        CONVENTION,
+        "Say which `likelihood`",
+    ),
+    "no clip's rate": (averaged, {"kl_clip": 1e-3}, CONVENTION, "lr=optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_program_ends_with_an_error_that_has_a_name(name):
+    """Nothing was changed then, and the next good batch goes on as if it was not."""
+    loop, options, error, message = REFUSED[name]
+    model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    kfac = KFAC(model, **{"fisher": "exact"} | EACH_STEP | options)
+    with pytest.raises(error, match=message):
+        loop(model, kfac, x, y)
+    assert kfac.steps == (name == "two steps")
+
+
+def test_who_says_a_mean_may_divide_gradients_later():
+    model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    kfac = KFAC(model, fisher="exact", reduction="mean", **EACH_STEP)
+    summed(model, kfac, x, y)
+    assert kfac.steps == 1
