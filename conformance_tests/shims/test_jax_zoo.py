@@ -36,6 +36,11 @@ def u(p, x):
     return jnp.tanh(h @ p["W1"] + p["b1"]) @ p["W2"]
 
 
+def point(p, x):
+    """Return u at one point."""
+    return u(p, x)[0]
+
+
 def along(f, x, axis):
     """Return the derivative of a function of the batch along one of its inputs."""
     tangent = jnp.zeros_like(x).at[..., axis].set(1.0)
@@ -179,6 +184,44 @@ ZOO = {
         ),
     ),
     "the Laplacian": (PINN, POINTS, laplacian),
+    "the Laplacian of each, by its Hessian": (
+        PINN,
+        POINTS,
+        jax.vmap(lambda p, x: jnp.trace(jax.hessian(point, 1)(p, x)), (None, 0)),
+    ),
+    "the Laplacian of each, by two Jacobians": (
+        PINN,
+        POINTS,
+        jax.vmap(
+            lambda p, x: jnp.trace(jax.jacrev(jax.jacrev(point, 1), 1)(p, x)), (None, 0)
+        ),
+    ),
+    "u_x + u_y of each": (
+        PINN,
+        POINTS,
+        jax.vmap(lambda p, x: jax.grad(point, 1)(p, x).sum(), (None, 0)),
+    ),
+    "a derivative along a constant": (
+        PINN,
+        POINTS,
+        jax.vmap(
+            lambda p, x: jax.jvp(lambda x: point(p, x), (x,), (jnp.ones(2),))[1],
+            (None, 0),
+        ),
+    ),
+    "a mixed residual": (
+        PINN,
+        POINTS,
+        jax.vmap(
+            lambda p, x: jnp.stack(
+                [
+                    point(p, x) * jax.grad(point, 1)(p, x)[0],
+                    jax.hessian(point, 1)(p, x)[0, 1] + point(p, x) ** 2,
+                ]
+            ),
+            (None, 0),
+        ),
+    ),
 }
 
 

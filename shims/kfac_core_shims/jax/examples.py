@@ -12,13 +12,13 @@ must be a multiple of N; if another axis is of length N too, it is not sure whic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 import kfac_core as kc
-from kfac_core_shims.jax.finding import Site, find
+from kfac_core_shims.jax.finding import Arrangement, Found, Meeting, Site, find
 from kfac_core_shims.jax.program import (
     CALLS,
     Operand,
@@ -27,15 +27,18 @@ from kfac_core_shims.jax.program import (
     operations_of,
     traced,
 )
+from kfac_core_shims.jax.views import View
 
 __all__ = [
     "Counts",
     "ExampleAxis",
+    "Where",
     "counts",
     "doubled",
     "example_axes",
     "reversed_lengths",
     "traced_twice",
+    "with_examples",
 ]
 
 # Operations that may put rows in another order.
@@ -53,6 +56,10 @@ REORDERING = frozenset(
         "sort",
     }
 )
+
+
+ELEMENTWISE = frozenset({"add", "add_any", "div", "mul", "sub"})
+"""Operations of two arrays that may have axes of length one."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,9 @@ class Counts:
     examples: int
     rows: int
     axes: tuple[int | None, ...]
+
+
+Where: TypeAlias = ExampleAxis | tuple[Meeting, ...] | None
 
 
 def counts(
@@ -171,17 +181,17 @@ def example_axes(
     /,
     *,
     trace: Trace,
-    sites: Sequence[Site],
+    found: Found,
     outputs: Sequence[int],
     batch: Counts,
-) -> list[ExampleAxis | None]:
+) -> list[Where]:
     """Return where each site's examples are, None where it has none.
 
     Parameters
     ----------
     function, params, inputs : callable, pytree, sequence of pytree
         The network, and arrays or their shapes and dtypes.
-    trace, sites : Trace, sequence of Site
+    trace, found : Trace, Found
         What was found with these inputs.
     outputs : sequence of int
         See `find`.
@@ -190,9 +200,11 @@ def example_axes(
 
     Returns
     -------
-    list of ExampleAxis or None
-        For each site.
+    list of ExampleAxis, tuple of Meeting, or None
+        For each site; where its outputs are the same for all examples, the places at which
+        they become those of each.
     """
+    sites = found.sites
     for twice in traced_twice(function, params, inputs, batch):
         if not doubled(twice, outputs, batch):
             continue  # A fixed order of the batch, for example, has as many rows as before.
@@ -201,7 +213,7 @@ def example_axes(
             (site.kind, site.parts) for site in other
         ] == [(site.kind, site.parts) for site in sites]
         if same:
-            return [_by_doubling(site, trace, twice, batch) for site in sites]
+            return [_by_doubling(site, trace, twice, batch, found) for site in sites]
     return [_by_length(site, trace, batch) for site in sites]
 
 
@@ -241,13 +253,15 @@ def row_axes(site: Site) -> tuple[int, ...]:
 
 
 def _by_doubling(
-    site: Site, trace: Trace, twice: Trace, batch: Counts
-) -> ExampleAxis | None:
+    site: Site, trace: Trace, twice: Trace, batch: Counts, found: Found
+) -> Where:
     place = site.operation.outputs[0]
     shape, other = trace.shape(place), twice.shape(place)
     grown = [
         row for row, axis in enumerate(row_axes(site)) if other[axis] != shape[axis]
     ]
+    if other == shape and site.kind == "dense" and not site.loops:
+        return _meetings(place, trace, twice, batch, found.consumers)
     if len(grown) != 1 or shape[row_axes(site)[grown[0]]] % batch.examples:
         return None
     row = grown[0]
@@ -256,6 +270,78 @@ def _by_doubling(
         return None
     order = _order(trace, twice, place, axis, batch.examples)
     return ExampleAxis(row, order)
+
+
+def _meetings(
+    place: int, trace: Trace, twice: Trace, batch: Counts, consumers: Any
+) -> tuple[Meeting, ...] | None:
+    """Follow outputs without examples, through moves, to where these come in.
+
+    So lies the product of a weight with a tangent or a cotangent that is the same for all
+    examples, as in ``vmap`` of ``grad`` or ``hessian``.
+    """
+    meetings: list[Meeting] = []
+    waiting = [(place, View.of(-1, trace.shape(place)))]
+    while waiting:
+        here, view = waiting.pop()
+        for operation, position in consumers.get(here, []):
+            if len(operation.outputs) != 1:
+                return None
+            (result,) = operation.outputs
+            old, new = trace.shape(here), trace.shape(result)
+            grown = [i for i, n in enumerate(new) if twice.shape(result)[i] != n]
+            moved = None
+            if len(operation.inputs) == 1:
+                moved = view.moved(operation.name, operation.params, old, new)
+            if moved is not None and not grown:
+                waiting.append((result, moved))
+                continue
+            if len(grown) != 1 or new[grown[0]] != batch.examples:
+                return None
+            (axis,) = grown
+            if moved is not None:
+                meetings.append(Meeting(result, None, axis, new, moved))
+            elif operation.name in ELEMENTWISE and old[axis] == 1:
+                shape = (*old[:axis], batch.examples, *old[axis + 1 :])
+                meetings.append(Meeting(result, position, axis, shape, view))
+            else:
+                return None
+    return tuple(meetings)
+
+
+def with_examples(site: Site, meeting: Meeting, trace: Trace, /) -> Site | None:
+    """Return a product without examples as a use whose outputs are those of a meeting."""
+    x, y = site.x, site.y
+    assert x is not None
+    assert y is not None
+    at: dict[int, int] = {}
+    for place, pieces in enumerate(meeting.view.axes):
+        for axis, stride, _ in pieces:
+            if stride != 1 or len(pieces) > 1 or axis in at:
+                return None
+            at[axis] = place
+    outputs = trace.shape(site.operation.outputs[0])
+    if any(n > 1 and axis not in at for axis, n in enumerate(outputs)):
+        return None
+    repeated = [i for i in range(len(meeting.shape)) if i not in at.values()]
+    units = [i for i in repeated if i != meeting.axis]
+    if any(meeting.shape[i] > 1 for i in units):
+        return None
+    # Axes of length one are merged with the features.
+    rows = [i for i, axis in enumerate(y.rows) if axis in at]
+    single = [x.rows[i] for i in range(len(y.rows)) if i not in rows]
+    return replace(
+        site,
+        meeting=meeting,
+        x=Arrangement(
+            (0, *(1 + x.rows[i] for i in rows)),
+            tuple(1 + axis for axis in (*single, *x.features)),
+        ),
+        y=Arrangement(
+            (meeting.axis, *(at[y.rows[i]] for i in rows)),
+            (*units, *(at[axis] for axis in y.features if axis in at)),
+        ),
+    )
 
 
 def _by_length(site: Site, trace: Trace, batch: Counts) -> ExampleAxis | None:

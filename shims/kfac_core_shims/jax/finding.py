@@ -21,7 +21,11 @@ from kfac_core_shims.jax.marks import Label, mark
 from kfac_core_shims.jax.program import Operand, Operation, Program, Trace
 from kfac_core_shims.jax.views import Piece, View, joined, whole_axes
 
-__all__ = ["Arrangement", "Found", "Loop", "Part", "Site", "find"]
+__all__ = ["Arrangement", "Found", "Loop", "Meeting", "Part", "Site", "find"]
+
+
+Consumer: TypeAlias = tuple[Operation, int]
+"""An operation, and which of its operands a value is."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,31 @@ class Loop:
     sliced: bool
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where a value that no example is part of meets the examples' own values.
+
+    Attributes
+    ----------
+    place : int
+        Result of the operation.
+    position : int or None
+        Which of its operands the value is; None where it is the result.
+    axis : int
+        Axis of the examples.
+    shape : tuple of int
+        Shape of the value with that axis.
+    view : View
+        The layer's outputs in the value.
+    """
+
+    place: int
+    position: int | None
+    axis: int
+    shape: tuple[int, ...]
+    view: View
+
+
 @dataclass(eq=False)
 class Site:
     """One use of a layer.
@@ -96,6 +125,8 @@ class Site:
         Whether its weight both embeds ids and makes logits; the layer is then that of
         one-hot rows, and a dense use has inputs and output gradients in each other's
         place.
+    meeting : Meeting or None
+        Where outputs that are the same for all examples become those of each.
     window : list of pairs of int
         For each axis of a shift of which only some entries are added, how many are left
         out before and after these; empty where all are added.
@@ -121,10 +152,17 @@ class Site:
     loops: tuple[Loop, ...] = ()
     name: str | None = None
     tied: bool = False
+    meeting: Meeting | None = None
     window: list[tuple[int, int]] = field(default_factory=list)
     transposed: bool = False
     adds_bias: bool = True
     spread: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def shape(self, trace: Trace, /) -> tuple[int, ...]:
+        """Return the shape of what zeros are added to."""
+        if self.meeting is not None:
+            return self.meeting.shape
+        return trace.shape(self.operation.outputs[0])
 
     @property
     def layer(self) -> kc.Layer:
@@ -147,13 +185,15 @@ class Found:
         Uses of layers, in the order of the computation.
     obstacles : dict of int to list of str
         For a leaf, the uses of it that belong to no layer.
+    consumers : dict of int to list of Consumer
+        For each place, the live operations that use it.
     """
 
     sites: list[Site]
     obstacles: dict[int, list[str]]
+    consumers: dict[int, list[Consumer]]
 
 
-Consumer: TypeAlias = tuple[Operation, int]
 Channels: TypeAlias = Literal["first", "last"]
 
 
@@ -206,7 +246,7 @@ class _Finder:
         }
         self._tie()
         self.sites.sort(key=lambda site: order[id(site.operation)])
-        return Found(self.sites, self.obstacles)
+        return Found(self.sites, self.obstacles, self.consumers)
 
     def _tie(self) -> None:
         """Make one layer of all uses of a weight, whichever way they multiply by it.

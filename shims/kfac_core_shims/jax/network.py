@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -12,12 +13,14 @@ import kfac_core as kc
 from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
+    Where,
     counts,
     doubled,
     example_axes,
     reversed_lengths,
     row_axes,
     traced_twice,
+    with_examples,
 )
 from kfac_core_shims.jax.finding import Found, Site, find
 from kfac_core_shims.jax.leaves import Leaves
@@ -90,9 +93,8 @@ class Network:
         has_aux: bool = False,
     ) -> None:
         self.function, self.has_aux = function, has_aux
-        self._axes: dict[Any, list[ExampleAxis | None]] = {}
-        layers, trace, batch = self._found(params, inputs)
-        axes = self._example_axes(params, inputs, layers, trace, batch)
+        self._axes: dict[Any, list[Where]] = {}
+        layers, axes, trace, batch = self._layers(params, inputs)
         self.leaves = Leaves(params, layers)
         used = self.leaves.use(layers.sites, axes, batch, trace)
         tied = {
@@ -166,8 +168,7 @@ class Network:
         mask = gathered(mask)
         _require_replicated(params)
         params = _as_varying(params, inputs)
-        layers, trace, batch = self._found(params, inputs)
-        axes = self._example_axes(params, inputs, layers, trace, batch)
+        layers, axes, trace, batch = self._layers(params, inputs)
         self.leaves.require_known(layers)
         self._require_examples(layers, axes, trace, batch)
         sites = [
@@ -211,6 +212,29 @@ class Network:
 
         return ((outputs, aux) if self.has_aux else outputs), pull
 
+    def _layers(
+        self, params: Any, inputs: Any
+    ) -> tuple[Found, list[ExampleAxis | None], Trace, Counts]:
+        """Return the layers, and where the examples of each use are."""
+        layers, trace, batch = self._found(params, inputs)
+        sites: list[Site] = []
+        axes: list[ExampleAxis | None] = []
+        places = self._example_axes(params, inputs, layers, trace, batch)
+        for site, where in zip(layers.sites, places, strict=True):
+            if not isinstance(where, tuple):
+                sites.append(site)
+                axes.append(where)
+                continue
+            uses = [with_examples(site, meeting, trace) for meeting in where]
+            met = [use for use in uses if use is not None]
+            if len(met) < len(uses):
+                sites.append(site)
+                axes.append(None)
+                continue
+            sites.extend(met)
+            axes.extend(ExampleAxis(0, "first") for _ in met)
+        return replace(layers, sites=sites), axes, trace, batch
+
     def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
         _require_arrays(params)
         trace = traced(self.function, params, inputs)
@@ -235,7 +259,7 @@ class Network:
 
     def _example_axes(
         self, params: Any, inputs: Any, layers: Found, trace: Trace, batch: Counts
-    ) -> list[ExampleAxis | None]:
+    ) -> list[Where]:
         """Return what `example_axes` does, remembered for the same layers and shapes.
 
         Where an axis is of length one, what the others have in it cannot be told.
@@ -255,7 +279,7 @@ class Network:
                 params,
                 inputs,
                 trace=trace,
-                sites=layers.sites,
+                found=layers,
                 outputs=range(len(jax.tree.leaves(outputs))),
                 batch=batch,
             )
@@ -342,7 +366,7 @@ class Network:
         for (axis, site, _), name in zip(pairs, names, strict=True):
             if name is None:
                 continue
-            length = trace.shape(site.operation.outputs[0])[row_axes(site)[axis.row]]
+            length = site.shape(trace)[row_axes(site)[axis.row]]
             known = axis.order is not None and site.layer.kind != "conv"
             told = axis.sure and (length == batch.examples or known)
             kind: Any = self.blocks[name].approximation
@@ -376,10 +400,17 @@ class _Capture:
         self.trace = trace
         self.seen: dict[int, Any] = {}
         self.at: dict[int, list[int]] = {}
+        self.before: dict[int, list[int]] = {}
         self.within: dict[int, list[int]] = {}
         self.sites = sites
         for i, site in enumerate(sites):
-            self.at.setdefault(id(site.operation), []).append(i)
+            meeting = site.meeting
+            if meeting is None:
+                self.at.setdefault(site.operation.outputs[0], []).append(i)
+            elif meeting.position is None:
+                self.at.setdefault(meeting.place, []).append(i)
+            else:
+                self.before.setdefault(meeting.place, []).append(i)
             for loop in site.loops:
                 self.within.setdefault(id(loop.operation), []).append(i)
 
@@ -391,8 +422,14 @@ class _Capture:
         def after(operation: Operation, values: list[Any], read: Any) -> list[Any]:
             if id(operation) in self.within:
                 return self._loop(operation, values, zeros)
+            place = operation.outputs[0] if operation.outputs else None
+            for i in self.before.get(place, []):
+                site = self.sites[i]
+                self.seen[i] = self._inputs(site, None, read)
+                position = site.meeting.position
+                values[position] = values[position] + zeros[i]
             results = bound(operation, values)
-            for i in self.at.get(id(operation), []):
+            for i in self.at.get(place, []):
                 self.seen[i] = self._inputs(self.sites[i], results[0], read)
                 results[0] = results[0] + zeros[i]
             return results
@@ -404,6 +441,9 @@ class _Capture:
         if site.kind == "scale_shift" and "scale" not in site.parts:
             return y, None
         x = read(site.inputs)
+        if site.meeting is not None:
+            examples = site.meeting.shape[site.meeting.axis]
+            x = jnp.broadcast_to(x, (examples, *x.shape))
         if site.spread:
             x = jax.lax.pad(x, jnp.zeros((), x.dtype), site.spread)
         if site.chain:
@@ -506,7 +546,7 @@ def _require_replicated(params: Any) -> None:
 def _zeros(site: Site, trace: Trace) -> Any:
     aval = trace.avals[site.operation.outputs[0]]
     lengths = tuple(loop.length for loop in site.loops)
-    shape = lengths + tuple(aval.shape)
+    shape = lengths + site.shape(trace)
     zeros = jnp.zeros(shape, aval.dtype)
     return _cast_varying(zeros, _varying(aval))
 
