@@ -101,12 +101,6 @@ class AxisCommunicator(Communicator):
 
         return jax.lax.all_gather(values, self._axis, tiled=True)
 
-    def _broadcast(self, values: Any, source: int) -> Any:
-        import jax
-
-        sent = jax.numpy.where(self.rank == source, values, 0)
-        return jax.lax.psum(sent, self._axis)
-
     def _all_to_all(
         self, values: Any, send: Sequence[int], receive: Sequence[int]
     ) -> Any:

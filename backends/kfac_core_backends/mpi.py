@@ -117,10 +117,6 @@ class MPICommunicator(Communicator):
         arrived = np.empty(sum(counts), values.dtype)
         return self._own.Iallgatherv(values, [arrived, list(counts)]), arrived
 
-    def _broadcast(self, values: Any, source: int) -> Any:
-        sent = np.array(values)
-        return self._own.Ibcast(sent, root=source), sent
-
     def _all_to_all(
         self, values: Any, send: Sequence[int], receive: Sequence[int]
     ) -> Any:

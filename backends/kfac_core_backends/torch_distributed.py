@@ -118,10 +118,6 @@ class TorchCommunicator(Communicator):
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return [work], lambda: total
 
-    def _broadcast(self, values: Any, source: int) -> Any:
-        sent = values.clone()
-        return [self._begin_broadcast(sent, source)], lambda: sent
-
     def _all_gather(self, values: Any, counts: Sequence[int]) -> Any:
         total = values.new_empty(sum(counts))
         if not _are_similar(counts):

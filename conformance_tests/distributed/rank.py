@@ -205,7 +205,6 @@ def compare_exchanges(communicator, counts, dtype):
         "sum": communicator.all_reduce(everything[own]),
         "part": communicator.reduce_scatter(everything[own], counts),
         "all": communicator.all_gather(everything[0, part], counts),
-        "one": communicator.broadcast(everything[own], source=p - 1),
     }
     # What rank r has for rank k is r k long; it begins at the r-th number.
     send, receive = [own * k for k in range(p)], [own * k for k in range(p)]
@@ -215,7 +214,6 @@ def compare_exchanges(communicator, counts, dtype):
         "sum": everything.sum(axis=0),
         "part": everything.sum(axis=0)[part],
         "all": everything[0],
-        "one": everything[p - 1],
         "each": np.concatenate(
             [everything[k, :1].repeat(n) for k, n in enumerate(receive)]
         ),

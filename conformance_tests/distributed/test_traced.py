@@ -144,7 +144,6 @@ def test_exchanges_over_a_mapped_axis_of_jax(backend, requires_backend):
             "sum": c.all_reduce(flat),
             "part": rows.reduce_scatter(jax.numpy.tile(flat, 3), [4] * 3),
             "all": rows.all_gather(flat[:2], one),
-            "one": rows.broadcast(flat, source=2),
             "each": rows.all_to_all(jax.numpy.tile(flat[:2], 3), one, one),
             "rank": rows.all_reduce(jax.numpy.reshape(rows.rank * 1.0, (1,))),
         }
@@ -168,7 +167,6 @@ def test_exchanges_over_a_mapped_axis_of_jax(backend, requires_backend):
             "sum": x.sum(axis=(0, 1)),
             "part": x[i].sum(axis=0),
             "all": x[i, :, :2].reshape(-1),
-            "one": x[i, 2],
             "each": x[i, :, :2].reshape(-1),
             "rank": np.asarray([3.0]),
         }

@@ -49,9 +49,7 @@ __all__ = [
 ENTRY_POINT_GROUP = "kfac_core.communicators"
 ENVIRONMENT_VARIABLE = "KFAC_CORE_COMMUNICATOR"
 
-Operation = Literal[
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
-]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 """The exchanges of a `Communicator`."""
 
 
@@ -307,30 +305,6 @@ class Communicator(abc.ABC):
         payload = sum(counts) * _item_size(flat)
         self.traffic.count("all_gather", payload, self.size)
         return self._begin("all_gather", flat, {"counts": tuple(counts)})
-
-    def broadcast(self, flat: Array, /, *, source: int) -> Handle:
-        """Return the array of one rank on every rank.
-
-        Parameters
-        ----------
-        flat : array, shape (k,)
-            What is sent; on other ranks an array of the same length and dtype, whose
-            values are not read.
-        source : int
-            Rank that sends.
-
-        Returns
-        -------
-        Handle
-            Of an array of shape (k,).
-        """
-        self._require_flat(flat)
-        if not 0 <= source < self.size:
-            raise CommunicationError(
-                f"Expected `source` to be a rank below {self.size}, got {source}."
-            )
-        self.traffic.count("broadcast", _bytes(flat), self.size)
-        return self._begin("broadcast", flat, {"source": source})
 
     def all_to_all(
         self, flat: Array, send: Sequence[int], receive: Sequence[int], /

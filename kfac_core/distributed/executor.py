@@ -44,7 +44,6 @@ from kfac_core.distributed.reduction import (
     Item,
     absorbed_share,
     summed,
-    summed_at_owners,
 )
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.replicas import code_digests, require_same
@@ -129,8 +128,8 @@ class DistributedExecutor:
 
     def __call__(self, function: Any, tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name, as one process would have it."""
-        found: dict[str, Any] = self._stages[function.stage](function, tasks)
-        return found
+        results: dict[str, Any] = self._stages[function.stage](function, tasks)
+        return results
 
     def tell(
         self, stage: str, held: Mapping[str, Statistics | None], error: Exception, /
@@ -156,8 +155,10 @@ class DistributedExecutor:
         """
         if self._background is None:
             everyone = [range(self._communicator.size)]
-            own = replace(self.options, communicator=self._communicator.split(everyone))
-            self._background = DistributedExecutor(self.network, own, inner)
+            options = replace(
+                self.options, communicator=self._communicator.split(everyone)
+            )
+            self._background = DistributedExecutor(self.network, options, inner)
         return self._background
 
     def gathered(self, state: NetworkState, /) -> NetworkState:
@@ -175,22 +176,23 @@ class DistributedExecutor:
         """
         state = state.as_part(self.share)
         statistics = {
-            name: held.statistics
-            for name, held in state.blocks.items()
-            if held.statistics is not None
+            name: block.statistics
+            for name, block in state.blocks.items()
+            if block.statistics is not None
         }
-        whole = self._whole(f"gather {list(statistics)}", statistics)
-        own = {
-            name: (whole.get(name), held.operator)
-            for name, held in state.blocks.items()
+        sums = self._sums_of_owned(f"gather {list(statistics)}", statistics)
+        owned = {
+            name: (sums.get(name), block.operator)
+            for name, block in state.blocks.items()
             if self.placement.owners[name] == self._communicator.rank
         }
         like = next((s.like for s in statistics.values()), None)
-        found = own if like is None else self._to_all(own, like)
+        everything = owned if like is None else self._to_all(owned, like)
         blocks = {
-            name: replaced(held, statistics=found[name][0], operator=found[name][1])
-            for name, held in state.blocks.items()
-            if name in found
+            name: replaced(
+                state.blocks[name], statistics=whole_statistics, operator=operator
+            )
+            for name, (whole_statistics, operator) in everything.items()
         }
         return NetworkState({**state.blocks, **blocks})
 
@@ -210,15 +212,19 @@ class DistributedExecutor:
             State of this rank.
         """
         blocks: dict[str, BlockState] = {}
-        for name, held in state.blocks.items():
-            statistics, operator = held.statistics, held.operator
-            alone = self._communicator.rank == 0 or self.options.reduce == "update"
-            if statistics is not None and not alone:
+        for name, block in state.blocks.items():
+            statistics, operator = block.statistics, block.operator
+            if statistics is not None and not self._has_sums:
                 statistics = emptied(statistics)
             if operator is not None and not self._holds(name):
                 operator = self._remote(name, operator.like, int(operator.status()))
-            blocks[name] = replaced(held, statistics=statistics, operator=operator)
+            blocks[name] = replaced(block, statistics=statistics, operator=operator)
         return NetworkState(blocks, self.share)
+
+    @property
+    def _has_sums(self) -> bool:
+        """Whether sums that all ranks know are kept here."""
+        return self._communicator.rank == 0 or self.options.reduce == "update"
 
     def check_replicas(
         self, state: NetworkState, /, **arrays: Mapping[str, Any] | Array
@@ -240,22 +246,22 @@ class DistributedExecutor:
         ReplicaError
             Names what differs, and the ranks.
         """
-        common: dict[str, Any] = dict(arrays)
-        held_here: dict[str, Any] = {}
-        for name, held in state.blocks.items():
+        of_all: dict[str, Any] = dict(arrays)
+        of_holders: dict[str, Any] = {}
+        for name, block in state.blocks.items():
             counts = {
-                f: _number(getattr(held, f))
+                f: _number(getattr(block, f))
                 for f in ("updates", "age", "refreshes", "failures", "damping")
             }
-            common[f"{name}: counts and damping"] = repr(counts)
-            if held.statistics is not None:
-                common[f"{name}: bases"] = held.statistics.bases
+            of_all[f"{name}: counts and damping"] = repr(counts)
+            if block.statistics is not None:
+                of_all[f"{name}: bases"] = block.statistics.bases
                 if self.options.reduce == "update":
-                    common[f"{name}: statistics"] = held.statistics.averages
+                    of_all[f"{name}: statistics"] = block.statistics.averages
             if self._holds(name):
-                held_here[f"{name}: operator"] = held.operator
-        require_same(self._communicator, common)
-        require_same(self._group, held_here)
+                of_holders[f"{name}: operator"] = block.operator
+        require_same(self._communicator, of_all)
+        require_same(self._group, of_holders)
 
     def _update(self, function: UpdateBlock, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics("update", tasks)
@@ -268,201 +274,182 @@ class DistributedExecutor:
                 loss=self.options.loss,
                 like=next(task[1].like for task in tasks.values()),
             )
-        own = {}
+        local = {}
         for name, batch in batches.items():
             block, statistics, _, _, _, skip = tasks[name]
-            own[name] = (block, emptied(statistics), batch, 0.0, None, skip)
-        moments, error = self._attempt(function, own)
-        coefficients = {name: (task[3], task[4]) for name, task in tasks.items()}
-        return self._absorbed(function, tasks, moments, coefficients, error)
+            local[name] = (block, emptied(statistics), batch, 0.0, None, skip)
+        moments, error = self._attempt(function, local)
+        return self._absorbed(function, tasks, moments, error)
 
     def _absorb(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics("absorb", tasks)
         moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
-        coefficients = {name: (task[3], task[4]) for name, task in tasks.items()}
-        return self._absorbed(function, tasks, moments, coefficients, None)
+        return self._absorbed(function, tasks, moments, None)
 
     def _absorbed(
         self,
         function: Any,
         tasks: Tasks,
         moments: Mapping[str, Statistics],
-        coefficients: Mapping[str, tuple[Any, Any]],
         error: Exception | None,
     ) -> dict[str, Statistics]:
         """Return statistics after an update with this rank's part of the batch."""
-        weights = {
-            name: _weights_of(task[1], moments.get(name))
-            for name, task in tasks.items()
-        }
+        local = [_weights_of(task[1], moments.get(n)) for n, task in tasks.items()]
         # Traced coefficients cannot be compared.
-        numbers = [
-            c for pair in coefficients.values() for c in pair if type(c) is float
-        ]
+        coefficients = {c for t in tasks.values() for c in t[3:5] if type(c) is float}
         dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
-        step = f"update with {sorted({*numbers})}; {', '.join(dtypes)}"
-        ballot = np.concatenate(list(weights.values()))
-        total = self._agreement.vote(step, ballot, error=error)
-        stops = np.cumsum([len(part) for part in weights.values()])[:-1]
-        found = dict(zip(weights, np.split(total, stops), strict=True))
-        fed = [name for name, numbers in found.items() if numbers[0] > 0]
-        if any(numbers[1] > 0 for numbers in found.values()):
-            return self._flagged(function, fed, tasks, moments)
-        totals: dict[str, dict[str, float] | None] = {
-            name: dict(
-                zip(tasks[name][1].averages, found[name][2:].tolist(), strict=True)
-            )
-            for name in fed
-        }
-        parts = {name: moments.get(name) or emptied(tasks[name][1]) for name in fed}
+        step = f"update with {sorted(coefficients)}; {', '.join(dtypes)}"
+        total = self._agreement.vote(step, np.concatenate(local), error=error)
+        stops = np.cumsum([len(part) for part in local])[:-1]
+        weights = dict(zip(tasks, np.split(total, stops), strict=True))
+        with_rows = [name for name, numbers in weights.items() if numbers[0] > 0]
+        if any(numbers[1] > 0 for numbers in weights.values()):
+            return self._flagged(function, with_rows, tasks, moments)
+        parts = {n: moments.get(n) or emptied(tasks[n][1]) for n in with_rows}
+        totals: dict[str, dict[str, float] | None] = dict.fromkeys(with_rows)
         if self.options.reduce == "update":
             parts = self._summed_everywhere(parts)
-            totals = dict.fromkeys(fed)
+        else:
+            for name in with_rows:
+                sides = tasks[name][1].averages
+                totals[name] = dict(zip(sides, weights[name][2:].tolist(), strict=True))
         return {
             name: absorbed_share(
                 tasks[name][1],
                 parts[name],
-                decay=coefficients[name][0],
-                weight=coefficients[name][1],
+                decay=tasks[name][3],
+                weight=tasks[name][4],
                 decays=tasks[name][0].approximation.decays,
                 totals=totals[name],
             )
-            for name in fed
+            for name in with_rows
         }
 
     def _flagged(
         self,
         function: Any,
-        fed: Sequence[str],
+        names: Sequence[str],
         tasks: Tasks,
         moments: Mapping[str, Statistics],
     ) -> dict[str, Statistics]:
         """Raise for rows that are not finite on some rank, or return their flags."""
-        own = np.asarray(
-            [int(moments[name].status) if name in moments else 0 for name in fed],
-            np.int64,
-        )
-        of_ranks = self._agreement.gathered(own)
+        local = [int(moments[n].status) if n in moments else 0 for n in names]
+        of_ranks = self._agreement.gathered(np.asarray(local, np.int64))
         if getattr(function, "check", "raise") == "raise":
-            for rank, flags in enumerate(of_ranks):
-                for name, flag in zip(fed, flags.tolist(), strict=True):
+            for rank, flags in zip(self._communicator.ranks, of_ranks, strict=True):
+                for name, flag in zip(names, flags.tolist(), strict=True):
                     if not flag:
                         continue
                     try:
                         raise_for_flags(flag, name=name)
                     except KFACError as error:
                         raise type(error)(f"Rank {rank}: {error}") from None
-        every = np.bitwise_or.reduce(np.stack(of_ranks), axis=0)
-        made: dict[str, Statistics] = {}
-        for name, flag in zip(fed, every.tolist(), strict=True):
-            old = tasks[name][1]
-            made[name] = replaced(old, status=_int32(flag, old.like))
-        return made
+        combined = np.bitwise_or.reduce(np.stack(of_ranks), axis=0)
+        flagged: dict[str, Statistics] = {}
+        for name, flag in zip(names, combined.tolist(), strict=True):
+            statistics = tasks[name][1]
+            flagged[name] = replaced(statistics, status=_int32(flag, statistics.like))
+        return flagged
 
     def _rebase(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
-        given = {name: task[1] for name, task in tasks.items()}
-        whole = self._whole(f"rebase {names} {function.moments}", given)
-        own = {name: (tasks[name][0], whole[name]) for name in whole}
-        made, error = self._attempt(function, own)
+        local = {name: task[1] for name, task in tasks.items()}
+        sums = self._sums_of_owned(f"rebase {names} {function.moments}", local)
+        owned = {name: (tasks[name][0], sums[name]) for name in sums}
+        rebased, error = self._attempt(function, owned)
         self._agreement.vote("rebased", error=error)
-        news = {
-            name: (
-                new.bases,
-                new.status,
-                {
-                    key: average
-                    for key, average in new.averages.items()
-                    if average is not whole[name].averages[key]
-                },
-            )
-            for name, new in made.items()
-        }
-        like = next((s.like for s in given.values()), None)
-        if like is None:
+        if not local:
             return {}
-        sums_here = self._communicator.rank == 0 or self.options.reduce == "update"
-        found: dict[str, Statistics] = {}
-        sent = self._to_all(news, like, dtype=self.options.operators_dtype)
-        for name, (bases, status, changed) in sent.items():
-            if not sums_here:
-                changed = {
-                    key: map_structure(lambda x: x * 0, average)
-                    for key, average in changed.items()
-                }
-            averages = {**given[name].averages, **changed}
-            found[name] = Statistics(averages, status, bases)
-        return {name: found[name] for name in names}
+        news = {
+            name: (new.bases, new.status, _changed(new.averages, sums[name].averages))
+            for name, new in rebased.items()
+        }
+        like = local[names[0]].like
+        received = self._to_all(news, like, dtype=self.options.operators_dtype)
+        statistics: dict[str, Statistics] = {}
+        for name in names:
+            bases, status, changed = received[name]
+            if not self._has_sums:
+                changed = map_structure(lambda x: x * 0, changed)
+            averages = {**local[name].averages, **changed}
+            statistics[name] = Statistics(averages, status, bases)
+        return statistics
 
     def _refresh(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
-        given = {name: task[1] for name, task in tasks.items()}
-        dampings = [task[2] for task in tasks.values() if type(task[2]) is float]
-        whole = self._whole(f"refresh {names} {dampings}", given)
-        own = {name: (tasks[name][0], whole[name], *tasks[name][2:]) for name in whole}
-        made, error = self._attempt(function, own)
-        failed = {n: found for n, found in made.items() if isinstance(found, KFACError)}
+        local = {name: task[1] for name, task in tasks.items()}
+        dampings = {task[2] for task in tasks.values() if type(task[2]) is float}
+        step = f"refresh {names} with {sorted(dampings)}"
+        sums = self._sums_of_owned(step, local)
+        owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
+        refreshed, error = self._attempt(function, owned)
+        failed = {n: r for n, r in refreshed.items() if isinstance(r, KFACError)}
+        operators = {n: r[0] for n, r in refreshed.items() if n not in failed}
+        # Whether it failed, its status and its damping, of each block by its owner.
         ballot = np.zeros((len(names), 3))
         for i, name in enumerate(names):
             if name in failed:
                 ballot[i, 0] = 1
-            elif name in made:
-                operator, damping = made[name]
-                ballot[i] = (0, int(operator.status()), float(damping))
+            elif name in operators:
+                ballot[i, 1] = int(operators[name].status())
+                ballot[i, 2] = float(refreshed[name][1])
         total = self._agreement.vote("refreshed", ballot.reshape(-1), error=error)
-        numbers = dict(zip(names, total.reshape(-1, 3), strict=True))
+        numbers = dict(zip(names, total.reshape(-1, 3).tolist(), strict=True))
         errors = self._errors(failed) if total[::3].any() else {}
-        held = {n: found[0] for n, found in made.items() if n not in failed}
         if self.placement.holders > 1:
-            like = next(iter(given.values())).like
-            held = self._to_group(held, like, dtype=self.options.operators_dtype)
+            like = local[names[0]].like
+            operators = self._to_group(
+                operators, like, dtype=self.options.operators_dtype
+            )
         results: dict[str, Any] = {}
         for name in names:
             _, status, damping = numbers[name]
-            asked = tasks[name][2]
-            if type(asked) is float and function.damping_scaling == "none":
-                damping = asked
+            requested = tasks[name][2]
+            if type(requested) is float and function.damping_scaling == "none":
+                damping = requested
             if name in errors:
                 results[name] = errors[name]
-            elif name in held:
-                results[name] = held[name], float(damping)
+            elif name in operators:
+                results[name] = operators[name], damping
             else:
-                like = given[name].like
-                results[name] = self._remote(name, like, int(status)), float(damping)
+                remote = self._remote(name, local[name].like, int(status))
+                results[name] = remote, damping
         return results
 
     def _product(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         if self.placement.holders == self._communicator.size:
             return self._inner(function, tasks)
-        given = {name: task[2] for name, task in tasks.items()}
-        self._agreement.meet(f"{function.product} of {sorted(given)}")
-        made: dict[str, Any] = {}
+        vectors = {name: task[2] for name, task in tasks.items()}
+        self._agreement.meet(f"{function.product} of {sorted(vectors)}")
+        computed: dict[str, Any] = {}
         error: Exception | None = None
         started = []
-        for names in self.placement.messages(given, self.options.bucket_bytes):
-            own = {n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)}
+        for names in self.placement.messages(vectors, self.options.bucket_bytes):
+            local = {
+                n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)
+            }
             if error is None:
-                found, error = self._attempt(function, own)
-                made |= found
+                directions, error = self._attempt(function, local)
+                computed |= directions
             started.append(
                 SentDirections(
-                    *(self._row, names, given, made),
+                    *(self._row, names, vectors, computed),
                     failed=error is not None,
                     dtype=self.options.directions_dtype,
                 )
             )
-        results: dict[str, Any] = {}
+        received: dict[str, Any] = {}
         anything_failed = False
         for sent in started:
-            found, failed = sent.wait()
-            results |= found
+            directions, failed = sent.wait()
+            received |= directions
             anything_failed = anything_failed or failed
         if anything_failed:
             Agreement(self._row).vote("product", error=error)
         if self.options.directions_dtype is not None:
             # What this rank sent, rounded as the others have it.
-            return {name: results[name] for name in tasks}
-        return {name: made.get(name) or results[name] for name in tasks}
+            return {name: received[name] for name in tasks}
+        return {name: computed.get(name) or received[name] for name in tasks}
 
     def _attempt(
         self, function: Any, tasks: Tasks
@@ -474,64 +461,75 @@ class DistributedExecutor:
             return {}, error
 
     def _prepare(self, function: Any, tasks: Tasks) -> dict[str, Any]:
-        own = {name: task for name, task in tasks.items() if self._holds(name)}
-        made, error = self._attempt(function, own)
+        local = {name: task for name, task in tasks.items() if self._holds(name)}
+        prepared, error = self._attempt(function, local)
         step = f"prepare {list(tasks)} {function.factorization}"
         self._agreement.vote(step, error=error)
-        return {name: made.get(name, task[1]) for name, task in tasks.items()}
+        return {name: prepared.get(name, task[1]) for name, task in tasks.items()}
 
-    def _whole(
-        self, step: str, given: Mapping[str, Statistics]
+    def _sums_of_owned(
+        self, step: str, local: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all rows, of the blocks that this rank owns."""
-        own = self.placement.owned_by(self._communicator.rank)
-        own = [name for name in own if name in given]
-        forms = [f"{name}: {_form_of(given[name])}" for name in given]
+        owned = self.placement.owned_by(self._communicator.rank)
+        owned = [name for name in owned if name in local]
+        forms = [f"{name}: {_form_of(local[name])}" for name in local]
         self._agreement.meet("; ".join([step, *forms]))
         if self.options.reduce == "update":
-            return {name: given[name] for name in own}
-        sums = summed_at_owners(self._communicator, self._items(given), **self._wire)
-        return {name: self._joined(name, given[name], sums) for name in own}
+            return {name: local[name] for name in owned}
+        sums = self._summed(local, to_owners=True)
+        return {name: self._with_averages(name, local[name], sums) for name in owned}
 
     def _summed_everywhere(
-        self, given: Mapping[str, Statistics]
+        self, local: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all ranks' rows on every rank."""
         # What one block takes from another is empty here.
-        parts = {name: self._untaken(name, part) for name, part in given.items()}
-        sums = summed(self._communicator, self._items(parts), **self._wire)
-        joined = {name: self._joined(name, part, sums) for name, part in parts.items()}
+        parts = {
+            name: replaced(
+                statistics,
+                averages={
+                    side: average
+                    for side, average in statistics.averages.items()
+                    if side not in self.network.shared_factors.taken_by(name)
+                },
+            )
+            for name, statistics in local.items()
+        }
+        sums = self._summed(parts, to_owners=False)
         return {
-            name: replaced(part, averages={**part.averages, **joined[name].averages})
-            for name, part in given.items()
+            name: replaced(
+                statistics,
+                averages={
+                    **statistics.averages,
+                    **self._with_averages(name, parts[name], sums).averages,
+                },
+            )
+            for name, statistics in local.items()
         }
 
-    def _untaken(self, name: str, given: Statistics) -> Statistics:
-        taken = self.network.shared_factors.taken_by(name)
-        own = {side: a for side, a in given.averages.items() if side not in taken}
-        return replaced(given, averages=own)
-
-    @property
-    def _wire(self) -> dict[str, Any]:
-        return {
-            "dtype": self.options.statistics_dtype,
-            "bucket_bytes": self.options.bucket_bytes,
-        }
-
-    def _items(self, given: Mapping[str, Statistics]) -> list[Item]:
-        """Return the averages of blocks, with a shared factor once: that of its giver."""
+    def _summed(
+        self, local: Mapping[str, Statistics], *, to_owners: bool
+    ) -> dict[str, Any]:
+        """Return the sums of averages by key; a shared factor is summed once."""
         items: dict[str, Item] = {}
-        for name, statistics in given.items():
+        for name, statistics in local.items():
             for side, average in statistics.averages.items():
                 key = self._key(name, side)
                 items.setdefault(key, Item(key, self.placement.owners[name], average))
-        return [*items.values()]
+        return summed(
+            self._communicator,
+            items.values(),
+            to_owners=to_owners,
+            dtype=self.options.statistics_dtype,
+            bucket_bytes=self.options.bucket_bytes,
+        )
 
-    def _joined(
-        self, name: str, given: Statistics, found: Mapping[str, Any]
+    def _with_averages(
+        self, name: str, statistics: Statistics, averages: Mapping[str, Any]
     ) -> Statistics:
-        averages = {side: found[self._key(name, side)] for side in given.averages}
-        return replaced(given, averages=averages)
+        sides = {side: averages[self._key(name, side)] for side in statistics.averages}
+        return replaced(statistics, averages=sides)
 
     def _with_statistics(self, stage: str, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
         """Return tasks with zero statistics where there are none yet."""
@@ -541,26 +539,24 @@ class DistributedExecutor:
         likes += [like for task in tasks.values() for like in _arrays_of(task[2])]
         like = likes[0] if likes else self.options.like
         if like is None:
-            held = {name: task[1] for name, task in tasks.items()}
-            self.tell(stage, held, no_arrays(self._communicator.rank))
-        made: dict[str, tuple[Any, ...]] = {}
-        for name, (block, statistics, *rest) in tasks.items():
-            own = statistics
-            if own is None:
-                own = block.initial(like, precision=self.network.precision)
-            made[name] = (block, own, *rest)
-        return made
+            statistics = {name: task[1] for name, task in tasks.items()}
+            self.tell(stage, statistics, no_arrays(self._communicator.rank))
+        filled: dict[str, tuple[Any, ...]] = {}
+        for name, (block, statistics, *others) in tasks.items():
+            if statistics is None:
+                statistics = block.initial(like, precision=self.network.precision)
+            filled[name] = (block, statistics, *others)
+        return filled
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
-        own = json.dumps({name: error_as_data(error) for name, error in failed.items()})
-        found: dict[str, KFACError] = {}
-        for rank, text in enumerate(self._agreement.texts(own)):
-            for name, data in json.loads(text).items():
-                found[name] = (
-                    failed[name] if name in failed else error_from_data(data, rank)
-                )
-        return found
+        data = {name: error_as_data(error) for name, error in failed.items()}
+        texts = self._agreement.texts(json.dumps(data))
+        errors: dict[str, KFACError] = {}
+        for rank, text in zip(self._communicator.ranks, texts, strict=True):
+            for name, error in json.loads(text).items():
+                errors[name] = failed.get(name) or error_from_data(error, rank)
+        return errors
 
     def _holds(self, name: str) -> bool:
         return self.placement.group_of(name) == self._group_number
@@ -586,16 +582,10 @@ class DistributedExecutor:
             for f in fields(self.options)
             if f.name not in local
         }
-        compared = {
-            "the network": repr(self.network._parts),
-            **options,
-            "the placement": self.placement.digest(),
-            **{
-                f"the code of {package}": text
-                for package, text in code_digests().items()
-            },
-        }
-        require_same(self._communicator, compared)
+        code = {f"the code of {p}": text for p, text in code_digests().items()}
+        plan = {"the network": repr(self.network._parts), **options, **code}
+        plan["the placement"] = self.placement.digest()
+        require_same(self._communicator, plan)
         self._agreement.reserve(vote_length(self.network))
 
 
@@ -646,17 +636,20 @@ def _weights_of(
     statistics: Statistics, moments: Statistics | None
 ) -> np.ndarray[Any, Any]:
     """Return whether there are rows, whether they are invalid, and their weights."""
-    made = np.zeros(2 + len(statistics.averages))
+    numbers = np.zeros(2 + len(statistics.averages))
     if moments is None:
-        return made
+        return numbers
     xp = moments.namespace
-    numbers = [average.weight for average in moments.averages.values()]
+    weights = [average.weight for average in moments.averages.values()]
     flag = xp.astype(moments.status != 0, moments.dtype)
-    made[0] = 1
-    found = backend_of(xp).to_numpy(xp.stack([flag, *numbers]))
+    numbers[0] = 1
     # Weights of rows that are not finite are finite: they are counts.
-    made[1:] = found
-    return made
+    numbers[1:] = backend_of(xp).to_numpy(xp.stack([flag, *weights]))
+    return numbers
+
+
+def _changed(averages: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {side: x for side, x in averages.items() if x is not before[side]}
 
 
 def _form_of(statistics: Statistics) -> list[Any]:

@@ -19,18 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, own_namespace
 from kfac_core.array.structure import leaves
-from kfac_core.distributed.communicator import Communicator, Handle
-from kfac_core.distributed.transport import (
-    Packed,
-    in_dtype,
-    pack,
-    unpack,
-)
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.distributed.transport import in_dtype, pack, unpack
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
@@ -39,7 +32,6 @@ __all__ = [
     "absorbed_share",
     "buckets",
     "summed",
-    "summed_at_owners",
 ]
 
 
@@ -104,15 +96,16 @@ def absorbed_share(
     return Statistics(averages, moments.status, statistics.bases)
 
 
-def summed_at_owners(
+def summed(
     communicator: Communicator,
     items: Iterable[Item],
     /,
     *,
+    to_owners: bool,
     dtype: str | None,
     bucket_bytes: int,
 ) -> dict[str, Average]:
-    """Return the sums over all ranks of the averages that this rank owns.
+    """Return the sums over all ranks of averages.
 
     Parameters
     ----------
@@ -120,6 +113,8 @@ def summed_at_owners(
         Of all ranks.
     items : iterable of Item
         The same keys, owners and shapes on all ranks.
+    to_owners : bool
+        Whether each rank gets what it owns, or everything.
     dtype : str or None
         Dtype of floating messages; None is that of the averages.
     bucket_bytes : int
@@ -130,47 +125,38 @@ def summed_at_owners(
     dict of str to Average
         By key, in the layout of this rank's averages.
     """
+    receivers = range(communicator.size) if to_owners else range(1)
     started = []
     for bucket in buckets(items, bucket_bytes):
-        packed = [
-            pack({i.key: i.average for i in bucket if i.owner == rank}, shared=False)
-            for rank in range(communicator.size)
+        parts = [
+            pack(
+                {
+                    item.key: item.average
+                    for item in bucket
+                    if item.owner == receiver or not to_owners
+                },
+                shared=False,
+            )
+            for receiver in receivers
         ]
         like = bucket[0].average.weight
-        names = sorted({name for part in packed for name in part.arrays})
-        handles = {
-            name: _reduce_scatter(communicator, packed, name, like, dtype)
-            for name in names
-        }
-        started.append((packed[communicator.rank].form, handles))
-    found: dict[str, Average] = {}
-    for form, handles in started:
-        found |= unpack(form, {name: wait() for name, wait in handles.items()})
-    return found
-
-
-def summed(
-    communicator: Communicator,
-    items: Iterable[Item],
-    /,
-    *,
-    dtype: str | None,
-    bucket_bytes: int,
-) -> dict[str, Average]:
-    """Return the sums over all ranks on every rank; as `summed_at_owners`."""
-    started = []
-    for bucket in buckets(items, bucket_bytes):
-        packed = pack({i.key: i.average for i in bucket}, shared=False)
         handles = {}
-        for name in sorted(packed.arrays):
-            flat = packed.flat(name, bucket[0].average.weight)
-            handle = communicator.all_reduce(in_dtype(flat, _wire(name, dtype)))
-            handles[name] = _in_own_dtype(handle, name)
-        started.append((packed.form, handles))
-    found: dict[str, Average] = {}
+        for name in sorted({name for part in parts for name in part.arrays}):
+            arrays = [part.flat(name, like) for part in parts]
+            flat = own_namespace(like).concat(arrays) if arrays[1:] else arrays[0]
+            flat = in_dtype(flat, _wire(name, dtype))
+            if to_owners:
+                counts = [int(array.shape[0]) for array in arrays]
+                handles[name] = communicator.reduce_scatter(flat, counts)
+            else:
+                handles[name] = communicator.all_reduce(flat)
+        form = parts[communicator.rank if to_owners else 0].form
+        started.append((form, handles))
+    sums: dict[str, Average] = {}
     for form, handles in started:
-        found |= unpack(form, {name: wait() for name, wait in handles.items()})
-    return found
+        arrived = {name: in_dtype(h.wait(), name) for name, h in handles.items()}
+        sums |= unpack(form, arrived)
+    return sums
 
 
 def buckets(items: Iterable[Item], limit: int, /) -> list[list[Item]]:
@@ -188,38 +174,17 @@ def buckets(items: Iterable[Item], limit: int, /) -> list[list[Item]]:
     list of list of Item
         One for each message.
     """
-    found: list[list[Item]] = []
+    filled: list[list[Item]] = []
     size = limit
     for item in items:
         if size >= limit:
-            found.append([])
+            filled.append([])
             size = 0
-        found[-1].append(item)
+        filled[-1].append(item)
         size += sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))
-    return found
-
-
-def _reduce_scatter(
-    communicator: Communicator,
-    packed: list[Packed],
-    name: str,
-    like: Array,
-    dtype: str | None,
-) -> Any:
-    parts = [part.flat(name, like) for part in packed]
-    flat = in_dtype(_joined(parts), _wire(name, dtype))
-    counts = [int(part.shape[0]) for part in parts]
-    return _in_own_dtype(communicator.reduce_scatter(flat, counts), name)
-
-
-def _in_own_dtype(handle: Handle, name: str) -> Any:
-    return lambda: in_dtype(handle.wait(), name)
+    return filled
 
 
 def _wire(name: str, dtype: str | None) -> str:
     """Return the dtype of a message, for numbers of a dtype."""
     return dtype if dtype is not None and name.startswith("float") else name
-
-
-def _joined(parts: list[Array]) -> Array:
-    return own_namespace(parts[0]).concat(parts)

@@ -172,8 +172,6 @@ class VirtualRank(Communicator):
         arrays = [values for _, values, _ in parts]
         xp = own_namespace(arrays[0])
         own = parts[self.rank][2]
-        if operation == "broadcast":
-            return xp.asarray(arrays[own["source"]], copy=True)
         if operation == "all_gather":
             return xp.concat(arrays)
         if operation == "all_to_all":
