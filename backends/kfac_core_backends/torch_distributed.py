@@ -56,6 +56,7 @@ class TorchCommunicator(Communicator):
         )
         self._group = dist.group.WORLD if group is None else group
         self._members = dist.get_process_group_ranks(self._group)
+        self.ranks = tuple(self._members)
         self._nccl = dist.get_backend(self._group) == "nccl"
         self._calls = 0
 

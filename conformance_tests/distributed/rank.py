@@ -586,9 +586,9 @@ def halves(communicator):
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    groups = [[0, 1], [2]]
+    groups = [[0], [1, 2]]
     made = [dist.new_group(ranks) for ranks in groups]
-    place = communicator.rank // 2
+    place = int(communicator.rank > 0)
     model = network()
     expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
     own = communicator.split(groups)
@@ -597,12 +597,25 @@ def halves(communicator):
     kfac = kfac_of(called, communicator=own)
 
     def rows(step):
-        return all_rows(step) if place else rows_of(own, step)
+        return rows_of(own, step) if place else all_rows(step)
 
     require_close(trained(kfac, called, own.size, rows), expected)
-    if place:
+    require_close(trained(*of_mesh(own, groups[place]), own.size, rows), expected)
+    if not place:
         # Without a word K-FAC takes all processes, and their average is another.
         kfac_of(called)
+
+
+def of_mesh(communicator, ranks):
+    """A model that `fully_shard` divides among some of the processes."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    mesh = DeviceMesh("cpu", ranks)
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh)
+    return kfac_of(model, communicator=communicator), model
 
 
 def joined(communicator):

@@ -380,9 +380,9 @@ def test_models_of_some_of_the_processes(jobs):
     """Each is that of one process; without a word K-FAC would take all processes."""
     found = jobs.said("torch", "halves", 3)
 
-    assert found[0] == found[1] == "fine"
-    assert found[2].startswith("ConventionError: The model's DistributedDataParallel")
-    assert "over 1 processes, and `communicator` has 3" in found[2]
+    assert found[1] == found[2] == "fine"
+    assert found[0].startswith("ConventionError: The model's DistributedDataParallel")
+    assert "over 1 processes, and `communicator` has 3" in found[0]
 
 
 @pytest.mark.parametrize(

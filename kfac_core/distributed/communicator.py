@@ -181,7 +181,8 @@ class Communicator(abc.ABC):
     votes : Votes
         State of the votes of its ranks.
     ranks : tuple of int
-        What errors call the ranks: their numbers before any `split`.
+        What errors call the ranks: their numbers before any `split`, as the engine
+        counts them.
     """
 
     name = "communicator"

@@ -393,11 +393,11 @@ def division_of(
         For a mesh of several dimensions or of some of the processes, and for placements
         other than ``Shard`` and ``Replicate``.
     """
-    size = 0 if communicator is None else communicator.size
+    ranks = [] if communicator is None else [*communicator.ranks]
     for name, p in model.named_parameters():
         if not isinstance(p, tensor.DTensor):
             continue
-        if communicator is None or p.device_mesh.mesh.tolist() != [*range(size)]:
+        if communicator is None or p.device_mesh.mesh.tolist() != ranks:
             raise kc.UnsupportedError(
                 f"The parameter {name!r} is a DTensor over {p.device_mesh}: expected a "
                 "mesh of one dimension with all processes of `communicator`, in their "
