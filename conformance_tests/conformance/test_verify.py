@@ -391,27 +391,6 @@ def test_a_transposed_answer_is_named(run, rng, tmp_path):
     assert "transposed" in said(lines)
 
 
-@pytest.mark.parametrize("pretty", [True, False], ids=["rich", "plain"])
-def test_a_terminal_gets_a_pretty_table_where_there_is_one(
-    run, differing, monkeypatch, pretty
-):
-    """On a terminal rich draws the table; without rich the plain one is printed."""
-    if pretty:
-        pytest.importorskip("rich")
-    else:
-        monkeypatch.setitem(sys.modules, "rich", None)
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    code, lines, _ = run(differing)
-
-    assert code == 1
-    text = "\n".join(lines)
-    assert ("│" in text) == pretty
-    assert "differs" in text
-
-
 def test_an_unusable_backend_is_an_error_of_the_call(run, differing):
     """Nothing is checked with another backend than was asked for."""
     with pytest.raises(kc.UnknownBackendError, match="nowhere"):

@@ -4,7 +4,7 @@ A deep autoencoder learns scikit-learn's images of digits by the integration of 
 framework: ``KFACRegressor`` beside ``MLPRegressor`` on NumPy, ``KFACOptimizer`` beside
 ``torch.optim.Adam`` on PyTorch, ``kfac_optimizer`` beside ``optax.adam`` on JAX.  Every run
 has one thread and the same CPU time, epochs and not evaluations; Adam is shown at each of
-its learning rates, K-FAC has its defaults.
+its learning rates; K-FAC has none, and its defaults (with drawn labels on NumPy).
 """
 
 from __future__ import annotations
