@@ -33,12 +33,12 @@ EPOCHS = {
 def problem(name):
     """Return the data, the two kinds of estimators, and the loss of one."""
     if name == "digits":
-        found = digits()
+        images = digits()
         data = (
-            found.train_inputs.reshape(-1, 64).astype(np.float64),
-            found.train_targets,
-            found.test_inputs.reshape(-1, 64).astype(np.float64),
-            found.test_targets,
+            images.train_inputs.reshape(-1, 64).astype(np.float64),
+            images.train_targets,
+            images.test_inputs.reshape(-1, 64).astype(np.float64),
+            images.test_targets,
         )
 
         def entropy(model, X, y):
@@ -60,12 +60,14 @@ def problem(name):
 def train(name, method, rate, *, epochs, seed):
     """Return the curve of one run; its steps are epochs."""
     (X, y, X_test, y_test), kinds, loss = problem(name)
+    # With a number, `partial_fit` would take the batches of the first epoch each time.
+    rng = np.random.RandomState(seed)
     if method == "Adam":
         curve = Curve(f"Adam ({rate:g})")
-        model = kinds[method](learning_rate_init=rate, random_state=seed)
+        model = kinds[method](learning_rate_init=rate, random_state=rng)
     else:
         curve = Curve("K-FAC")
-        model = kinds[method](random_state=seed)
+        model = kinds[method](random_state=rng)
     labels = {"classes": np.arange(10)} if name == "digits" else {}
     spent, measured = 0.0, 1.0
     for epoch in range(1, epochs + 1):
@@ -101,8 +103,8 @@ def markdown(name, curves):
         "digits": ("test error", ".2f"),
         "regression": ("1 − R² of the test", ".4f"),
     }[name]
-    found = table(curves, test=test, loss=".1e", error=error)
-    return found.replace("steps", "epochs").replace("method", name, 1)
+    markdown = table(curves, test=test, loss=".1e", error=error)
+    return markdown.replace("steps", "epochs").replace("method", name, 1)
 
 
 def main():
