@@ -231,12 +231,12 @@ class Leaves:
         # The gradient of what the outputs do not depend on is zero without a block, too.
         used = {name: why for name, why in missing.items() if why != "unused"}
         if used and rest == "refuse":
-            name, why = next(iter(used.items()))
-            others = f" So are {len(used) - 1} more." if len(used) > 1 else ""
+            (name, why), *others = used.items()
+            also = ", ".join(other for other, _ in others)
             raise kc.UnsupportedError(
                 f"Expected the parameter {name} to be in one block, not in 0: it is {why}. "
                 "Mark its layer by `tap`; or say rest='keep', and parameters of no block "
-                f"keep their gradients.{others}"
+                f"keep their gradients.{f' In none, too, are {also}.' if also else ''}"
             )
         return missing
 

@@ -204,9 +204,16 @@ class Network:
                 outputs,
             )
             gradients, grads = (back if sources is None else jax.vmap(back))(vectors)
-            rows = gathered((seen, grads))
+            inputs_seen, output_grads = gathered((seen, grads))
             captured = self._captured(
-                sites, *rows, batch, mask, turned, sources, reduction
+                sites,
+                inputs_seen,
+                output_grads,
+                batch,
+                mask,
+                turned,
+                sources,
+                reduction,
             )
             return (gradients, captured) if sources is None else captured
 

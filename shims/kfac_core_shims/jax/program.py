@@ -209,9 +209,9 @@ class _Writer:
                 results = self.write(*inner, operands, operations)
                 places.update(zip(equation.outvars, results, strict=True))
                 continue
-            results = tuple(self.new(v.aval) for v in equation.outvars)
-            places.update(zip(equation.outvars, results, strict=True))
-            operation = Operation(equation.primitive, params, operands, results)
+            new = tuple(self.new(v.aval) for v in equation.outvars)
+            places.update(zip(equation.outvars, new, strict=True))
+            operation = Operation(equation.primitive, params, operands, new)
             if opened and inner is not None:
                 operation.body = self._body(*inner, operation)
             self._follow(operation)

@@ -104,14 +104,10 @@ class View:
         elif operation == "squeeze":
             gone = params["dimensions"]
             axes = tuple(a for i, a in enumerate(self.axes) if i not in gone)
-        elif operation == "broadcast_in_dim":
-            places = [int(i) for i in params["broadcast_dimensions"]]
-            axes = tuple(
-                self.axes[places.index(i)] if i in places else ()
-                for i in range(len(new))
-            )
-        elif operation == "expand_dims":
-            places = [i for i in range(len(new)) if i not in params["dimensions"]]
+        elif operation in ("broadcast_in_dim", "expand_dims"):
+            places = [int(i) for i in params.get("broadcast_dimensions", ())]
+            if operation == "expand_dims":
+                places = [i for i in range(len(new)) if i not in params["dimensions"]]
             axes = tuple(
                 self.axes[places.index(i)] if i in places else ()
                 for i in range(len(new))

@@ -24,7 +24,6 @@ from kfac_core_shims.keras.losses import (
     layer_weights,
     losses_of,
     own_loss_of,
-    reduction_of,
     rows_of,
     sample_weights,
 )
@@ -126,7 +125,9 @@ class KFAC(kc.integration.NaturalGradient):
         sources = kc.losses.source_reduction_of(fisher)
         self.model, self.likelihood = model, likelihood
         self._find_sites()
-        reduction = reduction_of(model, reduction)
+        if reduction is None:
+            summed = private.compiled_reductions(model) == {"sum"}
+            reduction = "sum" if summed else "mean"
         overrides = likelihood is None and own_loss_of(model)
         if overrides or getattr(model, "_compile_loss", None) is None:
             losses_of(model, likelihood, reduction)  # raises now
@@ -647,8 +648,8 @@ class KFAC(kc.integration.NaturalGradient):
             directions = {
                 n: {k: g * nu for k, g in p.items()} for n, p in directions.items()
             }
-        leaves = (steps + 1, *jax.tree.leaves(state))
-        for variable, leaf in zip(self._variables, leaves, strict=True):
+        assigned = (steps + 1, *jax.tree.leaves(state))
+        for variable, leaf in zip(self._variables, assigned, strict=True):
             variable.assign(leaf)
         return self._replaced(gradients, directions)
 

@@ -24,7 +24,6 @@ __all__ = [
     "layer_weights",
     "losses_of",
     "own_loss_of",
-    "reduction_of",
     "rows_of",
     "sample_weights",
 ]
@@ -147,23 +146,6 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
         )
         for i, (path, loss, weight) in enumerate(compiled)
     ]
-
-
-def reduction_of(model: Any, reduction: Any) -> Any:
-    """Return "mean" or "sum": what the caller says, or else the compiled losses.
-
-    Raises
-    ------
-    ConventionError
-        For anything else.
-    """
-    if reduction is None:
-        return "sum" if private.compiled_reductions(model) == {"sum"} else "mean"
-    if reduction not in ("mean", "sum"):
-        raise kc.ConventionError(
-            f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
-        )
-    return reduction
 
 
 def own_loss_of(model: Any, /) -> str:
