@@ -55,22 +55,22 @@ class MPICommunicator(Communicator):
     ) -> None:
         from mpi4py import MPI
 
-        own = MPI.COMM_WORLD if communicator is None else communicator
-        super().__init__(own.Get_rank(), own.Get_size(), timeout=timeout)
-        self._own, self._words = own, own if words is None else words
-        self._told: list[Any] = []
+        group = MPI.COMM_WORLD if communicator is None else communicator
+        super().__init__(group.Get_rank(), group.Get_size(), timeout=timeout)
+        self._group, self._words = group, group if words is None else words
+        self._sends: list[Any] = []
         if words is None:
             self._meet("connect")
             with self._naming("connect"):
-                self._own, self._words = own.Dup(), own.Dup()
+                self._group, self._words = group.Dup(), group.Dup()
 
     def _split(self, groups: Sequence[Sequence[int]], /) -> MPICommunicator:
         color = next(k for k, group in enumerate(groups) if self.rank in group)
         place = list(groups[color]).index(self.rank)
         self._meet("split")
         with self._naming("split"):
-            own = self._own.Split(color, place)
-        return MPICommunicator(own, timeout=self.timeout, words=self._words)
+            part = self._group.Split(color, place)
+        return MPICommunicator(part, timeout=self.timeout, words=self._words)
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
@@ -92,7 +92,7 @@ class MPICommunicator(Communicator):
     def _meet(self, step: str) -> None:
         """Wait for all ranks, before a call that MPI has only without a timeout."""
         with self._naming(step):
-            request = self._own.Ibarrier()
+            request = self._group.Ibarrier()
         self._wait(request, step)
 
     def _wait(self, request: Any, step: str) -> None:
@@ -107,21 +107,21 @@ class MPICommunicator(Communicator):
 
     def _all_reduce(self, values: Any) -> Any:
         total = np.empty_like(values)
-        return self._own.Iallreduce(values, total), total
+        return self._group.Iallreduce(values, total), total
 
     def _reduce_scatter(self, values: Any, counts: Sequence[int]) -> Any:
         total = np.empty(counts[self.rank], values.dtype)
-        return self._own.Ireduce_scatter(values, total, list(counts)), total
+        return self._group.Ireduce_scatter(values, total, list(counts)), total
 
     def _all_gather(self, values: Any, counts: Sequence[int]) -> Any:
         arrived = np.empty(sum(counts), values.dtype)
-        return self._own.Iallgatherv(values, [arrived, list(counts)]), arrived
+        return self._group.Iallgatherv(values, [arrived, list(counts)]), arrived
 
     def _all_to_all(
         self, values: Any, send: Sequence[int], receive: Sequence[int]
     ) -> Any:
         arrived = np.empty(sum(receive), values.dtype)
-        request = self._own.Ialltoallv([values, list(send)], [arrived, list(receive)])
+        request = self._group.Ialltoallv([values, list(send)], [arrived, list(receive)])
         return request, arrived
 
     def _late(self, step: str) -> CommunicationTimeoutError:
@@ -143,7 +143,7 @@ class MPICommunicator(Communicator):
             if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
                 # What the others wait in cannot end any more.
                 with contextlib.suppress(NotImplementedError):
-                    self._own.Revoke()
+                    self._group.Revoke()
             raise CommunicationError(
                 f"Rank {self.ranks[self.rank]} waited in {step} for rank {missing}, which "
                 f"ended or failed ({error}). End the program, and start again from the "
@@ -154,13 +154,13 @@ class MPICommunicator(Communicator):
         """Tell all ranks that this one gives up; return those that do not say so."""
         from mpi4py import MPI
 
-        own = self.ranks[self.rank]
+        here = self.ranks[self.rank]
         for rank in range(self._words.Get_size()):
             # To a process that is known to be gone nothing can be sent.
             with contextlib.suppress(MPI.Exception):
-                if rank != own:
-                    self._told.append(self._words.Isend(_WORD, dest=rank, tag=_TAG))
-        missing = [rank for rank in self.ranks if rank != own]
+                if rank != here:
+                    self._sends.append(self._words.Isend(_WORD, dest=rank, tag=_TAG))
+        missing = [rank for rank in self.ranks if rank != here]
         deadline = time.monotonic() + min(_PATIENCE, self.timeout)
         while missing and time.monotonic() < deadline:
             missing = [rank for rank in missing if not self._has_word_of(rank)]

@@ -66,19 +66,19 @@ class TorchCommunicator(Communicator):
         # Of all processes every one takes part in making every group; of some, others do
         # not come, and those of each group make it alone.
         alone = self.size < dist.get_world_size()
-        own: Any = None
+        mine: Any = None
         for group in groups:
             if alone and self.rank not in group:
                 continue
             with self._naming("split"):
-                made = dist.new_group(
+                group_made = dist.new_group(
                     [self._members[rank] for rank in group],
                     timeout=_seconds(self.timeout),
                     use_local_synchronization=alone,
                 )
             if self.rank in group:
-                own = made
-        return TorchCommunicator(own, timeout=self.timeout)
+                mine = group_made
+        return TorchCommunicator(mine, timeout=self.timeout)
 
     def _entering(self, flat: Array) -> Any:
         import torch
@@ -133,9 +133,9 @@ class TorchCommunicator(Communicator):
         if min(counts) == width:
             return [self._begin_gather(total, values)], lambda: total
         padded = values.new_empty(self.size, width)
-        own = values.new_zeros(width)
-        own[: counts[self.rank]] = values
-        work = self._begin_gather(padded.view(-1), own)
+        part = values.new_zeros(width)
+        part[: counts[self.rank]] = values
+        work = self._begin_gather(padded.view(-1), part)
 
         def joined() -> Any:
             for part, row in zip(total.split(list(counts)), padded, strict=True):
@@ -145,7 +145,7 @@ class TorchCommunicator(Communicator):
         return [work], joined
 
     def _reduce_scatter(self, values: Any, counts: Sequence[int]) -> Any:
-        own = counts[self.rank]
+        length = counts[self.rank]
         if not _are_similar(counts):
             return self._reduce_to_owners(values, counts)
         width = max(counts)
@@ -155,7 +155,7 @@ class TorchCommunicator(Communicator):
                 row[: part.shape[0]] = part
             values = padded.view(-1)
         total = values.new_empty(width)
-        return [self._begin_scatter(total, values)], lambda: total[:own]
+        return [self._begin_scatter(total, values)], lambda: total[:length]
 
     def _reduce_to_owners(self, values: Any, counts: Sequence[int]) -> Any:
         """Reduce the part of each rank to it, in slices: gloo copies what it reduces."""
@@ -171,8 +171,8 @@ class TorchCommunicator(Communicator):
             for piece in part.split(SLICE_NUMBERS)
             if counts[owner]
         ]
-        own = parts[self.rank]
-        return works, lambda: own.clone() if own.numel() < total.numel() else own
+        part = parts[self.rank]
+        return works, lambda: part.clone() if part.numel() < total.numel() else part
 
     def _begin_broadcast(self, sent: Any, source: int) -> Any:
         import torch.distributed as dist

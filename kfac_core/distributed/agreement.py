@@ -126,11 +126,11 @@ class Agreement:
         if len(ballot) > len(first):
             others = self.communicator.all_reduce(ballot[len(first) :]).wait()
             total = np.concatenate([total, others])
-        *sums, own = np.split(total, np.cumsum([len(part) for part in parts])[:-1])
+        *sums, here = np.split(total, np.cumsum([len(part) for part in parts])[:-1])
         for rider, summed in zip(riders, sums, strict=True):
             rider.total = summed
         riders.clear()
-        return np.asarray(own)
+        return np.asarray(here)
 
     def meet(self, step: str, /) -> None:
         """Compare a step, unless an earlier vote of the same step has `announced` it."""
@@ -182,13 +182,13 @@ class Agreement:
         return [bytes(part).decode() for part in encoded]
 
     def gathered(
-        self, own: np.ndarray[Any, Any], /, *, length: int | None = None
+        self, local: np.ndarray[Any, Any], /, *, length: int | None = None
     ) -> list[np.ndarray[Any, Any]]:
         """Return the one-dimensional arrays of all ranks.
 
         Parameters
         ----------
-        own : numpy.ndarray, shape (k,)
+        local : numpy.ndarray, shape (k,)
             This rank's array.
         length : int, optional
             k, where it is the same on all ranks.
@@ -199,12 +199,12 @@ class Agreement:
             In the order of the ranks.
         """
         p = self.communicator.size
-        lengths = self._lengths(own) if length is None else [length] * p
-        joined = self.communicator.all_gather(own, lengths).wait()
+        lengths = self._lengths(local) if length is None else [length] * p
+        joined = self.communicator.all_gather(local, lengths).wait()
         return np.split(np.asarray(joined), np.cumsum(lengths)[:-1])
 
-    def _lengths(self, own: np.ndarray[Any, Any]) -> list[int]:
-        length = np.asarray([own.shape[0]], np.int64)
+    def _lengths(self, local: np.ndarray[Any, Any]) -> list[int]:
+        length = np.asarray([local.shape[0]], np.int64)
         ones = [1] * self.communicator.size
         return [int(n) for n in self.communicator.all_gather(length, ones).wait()]
 

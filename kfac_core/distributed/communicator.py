@@ -388,8 +388,8 @@ class Communicator(abc.ABC):
 
 def _require_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Raise `CommunicationError` unless every rank is in exactly one group."""
-    found = sorted(rank for group in groups for rank in group)
-    if found != list(range(size)):
+    members = sorted(rank for group in groups for rank in group)
+    if members != list(range(size)):
         raise CommunicationError(
             f"Expected every rank below {size} in exactly one group, got "
             f"{[list(group) for group in groups]}."
@@ -433,8 +433,8 @@ def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicato
         raise BackendUnavailableError(
             f"Communicator {chosen!r} cannot be used here: {problem}."
         )
-    made: Communicator = adapter.connect(timeout=timeout)
-    return made
+    communicator: Communicator = adapter.connect(timeout=timeout)
+    return communicator
 
 
 def engine(name: str, /) -> Any:

@@ -47,13 +47,13 @@ class Exchange:
         self._known: tuple[tuple[int, ...], list[Any]] | None = None
 
     def __call__(
-        self, own: Mapping[str, Any], like: Array, /, *, dtype: str | None = None
+        self, local: Mapping[str, Any], like: Array, /, *, dtype: str | None = None
     ) -> dict[str, Any]:
         """Return the values of all ranks, by name.
 
         Parameters
         ----------
-        own : mapping of str to structure
+        local : mapping of str to structure
             This rank's values, of names that no other rank has.
         like : array
             Array of their library and device.
@@ -66,26 +66,26 @@ class Exchange:
             Those of this rank are the given ones, rounded as they were sent.
         """
         communicator = self._agreement.communicator
-        packed = pack(dict(own), shared=True)
+        packed = pack(dict(local), shared=True)
         forms = self._forms_of_all(packed.form)
         lengths = [lengths_of(form) for form in forms]
         handles = {}
-        for name in sorted({name for found in lengths for name in found}):
-            counts = [found.get(name, 0) for found in lengths]
+        for name in sorted({name for of_rank in lengths for name in of_rank}):
+            counts = [of_rank.get(name, 0) for of_rank in lengths]
             flat = in_dtype(packed.flat(name, like), narrower(name, dtype))
             handles[name] = counts, communicator.all_gather(flat, counts)
         arrived = {
             name: _parts(in_dtype(handle.wait(), name), counts)
             for name, (counts, handle) in handles.items()
         }
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for member, form in enumerate(forms):
             if member == communicator.rank:
-                found |= own if dtype is None else rounded(dict(own), dtype)
+                values |= local if dtype is None else rounded(dict(local), dtype)
             else:
                 arrays = {name: parts[member] for name, parts in arrived.items()}
-                found |= unpack(form, arrays)
-        return found
+                values |= unpack(form, arrays)
+        return values
 
     def _forms_of_all(self, form: Any) -> list[Any]:
         """Return the forms of all ranks, which are sent only where they are new."""
@@ -112,9 +112,9 @@ class SentDirections:
         Of the ranks, which together hold all operators.
     names : sequence of sequence of str
         Blocks whose directions each rank has.
-    given : mapping of str to mapping of str to array
+    vectors : mapping of str to mapping of str to array
         Vectors of all these blocks, which have the forms of the directions.
-    own : mapping of str to mapping of str to array
+    local : mapping of str to mapping of str to array
         Directions of this rank.
     failed : bool
         Whether there are none, since something failed.
@@ -126,18 +126,18 @@ class SentDirections:
         self,
         communicator: Communicator,
         names: Sequence[Sequence[str]],
-        given: Mapping[str, Vectors],
-        own: Mapping[str, Vectors],
+        vectors: Mapping[str, Vectors],
+        local: Mapping[str, Vectors],
         *,
         failed: bool,
         dtype: str | None = None,
     ) -> None:
         # By dtype, for each rank: the arrays that it sends, as (name, parameter, array).
-        self._given = given
+        self._vectors = vectors
         parts: dict[str, list[list[tuple[str, str, Array]]]] = {}
         for rank, blocks in enumerate(names):
             for name in blocks:
-                for key, vector in (own.get(name) or given[name]).items():
+                for key, vector in (local.get(name) or vectors[name]).items():
                     x = vector.rows if isinstance(vector, SparseRows) else vector
                     of_ranks = parts.setdefault(dtype_name(x), [[] for _ in names])
                     of_ranks[rank].append((name, key, x))
@@ -156,7 +156,7 @@ class SentDirections:
 
         Those of this rank are as it sent them.
         """
-        found: dict[str, dict[str, Any]] = {}
+        directions: dict[str, dict[str, Any]] = {}
         failed = False
         for own_dtype, of_ranks, counts, handle in self._sent:
             arrived = _parts(in_dtype(handle.wait(), own_dtype), counts)
@@ -165,11 +165,11 @@ class SentDirections:
                 start = 1
                 for name, key, x in entries:
                     stop = start + _size(x)
-                    vector = self._given[name][key]
-                    made = _shaped(flat[start:stop], x, vector)
-                    found.setdefault(name, {})[key] = made
+                    vector = self._vectors[name][key]
+                    direction = _shaped(flat[start:stop], x, vector)
+                    directions.setdefault(name, {})[key] = direction
                     start = stop
-        return found, failed
+        return directions, failed
 
 
 def _flat_with_flag(

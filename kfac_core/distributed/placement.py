@@ -147,10 +147,10 @@ class Placement:
 
     def flops(self) -> list[float]:
         """Return the flops of a refresh on each rank."""
-        found = [0.0] * self.size
+        flops = [0.0] * self.size
         for name, owner in self.owners.items():
-            found[owner] += self.loads[name].flops
-        return found
+            flops[owner] += self.loads[name].flops
+        return flops
 
     def imbalance(self) -> float:
         """Return the flops of the busiest rank over their mean; 1 is balanced."""
@@ -181,8 +181,8 @@ class Placement:
 
     def digest(self) -> str:
         """Return a text that is equal for equal placements."""
-        told = json.dumps([self.size, self.holders, sorted(self.owners.items())])
-        return hashlib.sha256(told.encode()).hexdigest()
+        text = json.dumps([self.size, self.holders, sorted(self.owners.items())])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:
         lines = [f"{self.size} ranks, {self.holders} hold each operator"]

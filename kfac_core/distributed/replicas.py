@@ -38,11 +38,13 @@ def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> No
     values : mapping of str to object
         Texts, arrays and structures of arrays, by what an error calls them.
     """
-    own = {name: _digest(value) for name, value in values.items()}
-    found = [json.loads(t) for t in Agreement(communicator).texts(json.dumps(own))]
+    local = {name: _digest(value) for name, value in values.items()}
+    of_ranks = [json.loads(t) for t in Agreement(communicator).texts(json.dumps(local))]
     first, *_ = communicator.ranks
-    for rank, other in zip(communicator.ranks, found, strict=True):
-        names = [n for n in {**found[0], **other} if found[0].get(n) != other.get(n)]
+    for rank, other in zip(communicator.ranks, of_ranks, strict=True):
+        names = [
+            n for n in {**of_ranks[0], **other} if of_ranks[0].get(n) != other.get(n)
+        ]
         if names:
             raise ReplicaError(
                 f"Rank {rank} differs from rank {first} in {', '.join(names[:5])}"
@@ -62,22 +64,22 @@ def code_digests() -> dict[str, str]:
 
 
 def _digest_of_files(spec: ModuleSpec) -> str:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for folder in map(Path, spec.submodule_search_locations or ()):
         for path in sorted(folder.rglob("*.py")):
-            made.update(path.relative_to(folder).as_posix().encode())
-            made.update(path.read_bytes())
-    return made.hexdigest()
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:
     """Return a text that is equal for equal values."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     if isinstance(value, str):
-        made.update(value.encode())
-        return made.hexdigest()
+        digest.update(value.encode())
+        return digest.hexdigest()
     for path, x in leaves(value):
         host = backend_of(own_namespace(x)).to_numpy(x)
-        made.update(f"{path} {host.dtype} {host.shape}".encode())
-        made.update(np.ascontiguousarray(host).tobytes())
-    return made.hexdigest()
+        digest.update(f"{path} {host.dtype} {host.shape}".encode())
+        digest.update(np.ascontiguousarray(host).tobytes())
+    return digest.hexdigest()

@@ -77,7 +77,7 @@ def running_processes() -> dict[str, int]:
     dict of str to int
         Sizes by the name of the engine.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name in communicator_names():
         try:
             running = getattr(engine(name), "running", None)
@@ -85,5 +85,5 @@ def running_processes() -> dict[str, int]:
             continue
         size = running() if running is not None else 0
         if size:
-            found[name] = int(size)
-    return found
+            sizes[name] = int(size)
+    return sizes

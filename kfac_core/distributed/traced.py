@@ -71,16 +71,16 @@ class SummedOver:
             name: (block, emptied(statistics), batch, 0.0, None, skip)
             for name, (block, statistics, batch, _, _, skip) in tasks.items()
         }
-        found: dict[str, Any] = {}
+        updated: dict[str, Any] = {}
         for name, moments in self._inner(function, parts).items():
             block, statistics, _, decay, weight, _ = tasks[name]
-            found[name] = statistics.absorbed(
+            updated[name] = statistics.absorbed(
                 self._summed(moments),
                 decay=decay,
                 weight=weight,
                 decays=block.approximation.decays,
             )
-        return found
+        return updated
 
     def _psum(self, x: Array) -> Array:
         """Return the sum of an array over all devices."""
@@ -95,7 +95,7 @@ class SummedOver:
         status = self._psum(xp.zeros_like(moments.status))
         for flag in Status:
             if flag:
-                own = xp.astype((moments.status & int(flag)) != 0, xp.int32)
-                anywhere = xp.astype(self._psum(own) > 0, xp.int32)
+                flagged = xp.astype((moments.status & int(flag)) != 0, xp.int32)
+                anywhere = xp.astype(self._psum(flagged) > 0, xp.int32)
                 status = status | (anywhere * int(flag))
         return Statistics(averages, status, moments.bases)

@@ -95,11 +95,11 @@ class Packed:
             return {"dict": {name: self.node(part) for name, part in value.items()}}
         if self._shared and id(value) in self._seen:
             return {"same": self._seen[id(value)][1]}
-        made = self._structure(value) if is_structure(value) else self._array(value)
+        node = self._structure(value) if is_structure(value) else self._array(value)
         if self._shared:
-            made["number"] = len(self._seen)
-            self._seen[id(value)] = value, made["number"]
-        return made
+            node["number"] = len(self._seen)
+            self._seen[id(value)] = value, node["number"]
+        return node
 
     def _structure(self, value: Any) -> dict[str, Any]:
         cls = type(value)
@@ -116,10 +116,10 @@ class Packed:
     def _symmetric(self, value: SymmetricMatrix) -> dict[str, Any]:
         x = value.array
         packed = pack_triangle(x, xp=own_namespace(x))
-        made = self._array(packed)
-        made["shape"] = list(x.shape)
-        made["symmetric"] = [bool(value.full_storage), is_row_major(x)]
-        return made
+        node = self._array(packed)
+        node["shape"] = list(x.shape)
+        node["symmetric"] = [bool(value.full_storage), is_row_major(x)]
+        return node
 
     def _array(self, value: Array) -> dict[str, Any]:
         xp = own_namespace(value)
@@ -129,12 +129,12 @@ class Packed:
             x = xp.astype(x, xp.int32)
         dtype = dtype_name(x)
         self.arrays.setdefault(dtype, []).append(xp.reshape(x, (-1,)))
-        made: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
+        node: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
         if logical:
-            made["bool"] = True
+            node["bool"] = True
         if not is_row_major(x):
-            made["columns"] = True
-        return made
+            node["columns"] = True
+        return node
 
 
 def pack(value: Any, /, *, shared: bool) -> Packed:
@@ -154,9 +154,9 @@ def pack(value: Any, /, *, shared: bool) -> Packed:
     Packed
         Form and arrays.
     """
-    made = Packed(shared=shared)
-    made.form = made.node(value)
-    return made
+    packed = Packed(shared=shared)
+    packed.form = packed.node(value)
+    return packed
 
 
 def unpack(form: Form, arrays: Mapping[str, Array], /) -> Any:
@@ -179,11 +179,11 @@ def unpack(form: Form, arrays: Mapping[str, Array], /) -> Any:
 
 def lengths_of(form: Form, /) -> dict[str, int]:
     """Return how many numbers of each dtype a form refers to."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for node in _array_nodes(form):
         length = math.prod(_packed_shape_of(node))
-        found[node["array"]] = found.get(node["array"], 0) + length
-    return found
+        lengths[node["array"]] = lengths.get(node["array"], 0) + length
+    return lengths
 
 
 def _array_nodes(node: Form) -> Iterator[dict[str, Any]]:
@@ -220,10 +220,10 @@ class _Reader:
             return {name: self.value(part) for name, part in node["dict"].items()}
         if "same" in node:
             return self._seen[node["same"]]
-        made = self._array(node) if "array" in node else self._structure(node)
+        value = self._array(node) if "array" in node else self._structure(node)
         if "number" in node:
-            self._seen[node["number"]] = made
-        return made
+            self._seen[node["number"]] = value
+        return value
 
     def _structure(self, node: dict[str, Any]) -> Any:
         cls = _class_of(node["class"])
@@ -315,24 +315,24 @@ def dtype_name(x: Array, /) -> str:
     return str(x.dtype).rpartition(".")[2]
 
 
-def narrower(name: str, asked: str | None, /) -> str:
+def narrower(name: str, requested: str | None, /) -> str:
     """Return the dtype in which numbers of a dtype are sent.
 
     Parameters
     ----------
     name : str
         Their own dtype.
-    asked : str or None
-        What was asked for.
+    requested : str or None
+        Dtype that was requested.
 
     Returns
     -------
     str
         The latter, where both are floating and it has fewer bits.
     """
-    if asked is None or "float" not in name or BYTES[asked] >= BYTES[name]:
+    if requested is None or "float" not in name or BYTES[requested] >= BYTES[name]:
         return name
-    return asked
+    return requested
 
 
 def rounded(value: Any, dtype: str, /) -> Any:
@@ -366,13 +366,13 @@ class _Rounding:
         if isinstance(value, dict):
             return {name: self.of(part) for name, part in value.items()}
         if id(value) not in self._seen:
-            made = (
+            narrow = (
                 rebuilt(value, self.of) if is_structure(value) else self._array(value)
             )
-            self._seen[id(value)] = value, made
+            self._seen[id(value)] = value, narrow
         return self._seen[id(value)][1]
 
     def _array(self, value: Array) -> Array:
-        own = dtype_name(value)
-        wire = narrower(own, self._dtype)
-        return value if wire == own else in_dtype(in_dtype(value, wire), own)
+        name = dtype_name(value)
+        wire = narrower(name, self._dtype)
+        return value if wire == name else in_dtype(in_dtype(value, wire), name)

@@ -52,12 +52,14 @@ def run_ranks(
     require_range("size", size, COUNT)
     require_range("timeout", timeout, POSITIVE)
     hub = _Hub(size)
-    found: list[Any] = [None] * size
+    results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
-            found[rank] = function(VirtualRank(hub, tuple(range(size)), rank, timeout))
+            results[rank] = function(
+                VirtualRank(hub, tuple(range(size)), rank, timeout)
+            )
         except BaseException as error:
             errors[rank] = error
         finally:
@@ -69,7 +71,7 @@ def run_ranks(
     first = [e for _, e in sorted(errors.items()) if not isinstance(e, followers)]
     for error in (*first, *errors.values()):
         raise error
-    return found
+    return results
 
 
 class _Hub:
@@ -108,8 +110,8 @@ class VirtualRank(Communicator):
         self._number, self._splits = 0, 0
 
     def _split(self, groups: Sequence[Sequence[int]], /) -> VirtualRank:
-        own = next(group for group in groups if self.rank in group)
-        members = tuple(self._members[rank] for rank in own)
+        group = next(group for group in groups if self.rank in group)
+        members = tuple(self._members[rank] for rank in group)
         self._splits += 1
         key = (self._key, self._splits, members)
         return VirtualRank(self._hub, members, self._own, self.timeout, key)
@@ -171,7 +173,7 @@ class VirtualRank(Communicator):
     def _result(self, operation: Operation, parts: list[tuple[Any, ...]]) -> Any:
         arrays = [values for _, values, _ in parts]
         xp = own_namespace(arrays[0])
-        own = parts[self.rank][2]
+        arguments = parts[self.rank][2]
         if operation == "all_gather":
             return xp.concat(arrays)
         if operation == "all_to_all":
@@ -181,8 +183,8 @@ class VirtualRank(Communicator):
                 pieces.append(values[start : start + arguments["send"][self.rank]])
             return xp.concat(pieces)
         if operation == "reduce_scatter":
-            start = sum(own["counts"][: self.rank])
-            stop = start + own["counts"][self.rank]
+            start = sum(arguments["counts"][: self.rank])
+            stop = start + arguments["counts"][self.rank]
             arrays = [values[start:stop] for values in arrays]
         total = arrays[0]
         for values in arrays[1:]:

@@ -93,18 +93,18 @@ def in_whole_batch(
     totals = summed.reshape(counts.shape)
     reduction = network.conventions.reduction
     column = 1 if reduction == "mean_rows" else 0
-    made: dict[str, Any] = {}
+    scaled: dict[str, Any] = {}
     for i, name in enumerate(names):
         total = float(totals[i, column])
-        own = float(counts[i, column])
+        here = float(counts[i, column])
         factor = 1.0
-        if reduction != "sum" and loss != "shard" and own:
-            factor = total / own
+        if reduction != "sum" and loss != "shard" and here:
+            factor = total / here
             if loss == "ddp":
                 factor /= agreement.communicator.size
         batch = batches.get(name)
         if network.blocks[name].layer.kind == "parameters":
-            share = factor if reduction == "sum" else factor * own / max(total, 1.0)
+            share = factor if reduction == "sum" else factor * here / max(total, 1.0)
             batch = _summed_gradients(
                 agreement.communicator,
                 network.blocks[name].layer.parameter_shapes,
@@ -116,8 +116,8 @@ def in_whole_batch(
         elif batch is not None and factor != 1.0:
             batch = _scaled(batch, factor)
         if batch is not None:
-            made[name] = batch
-    return made
+            scaled[name] = batch
+    return scaled
 
 
 def no_arrays(rank: int, /) -> NotReadyError:
@@ -158,11 +158,11 @@ def _summed_gradients(
     total = communicator.all_reduce(flat * share).wait()
     if communicator.rank != 0:
         return None
-    made, start = {}, 0
+    summed, start = {}, 0
     for key, x in gradients.items():
-        made[key] = xp.reshape(total[start : start + math.prod(x.shape)], x.shape)
+        summed[key] = xp.reshape(total[start : start + math.prod(x.shape)], x.shape)
         start += math.prod(x.shape)
-    return GradientBatch(made, int(examples), sources or None)
+    return GradientBatch(summed, int(examples), sources or None)
 
 
 def _counts_of(block: Any, batch: Any) -> tuple[float, float, float, float]:
@@ -185,5 +185,5 @@ def _scaled(batch: Any, factor: float) -> Any:
     if isinstance(batch, list | tuple):
         return tuple([_scaled(use, factor) for use in batch])
     if isinstance(batch, dict):
-        return {name: _scaled(own, factor) for name, own in batch.items()}
+        return {name: _scaled(use, factor) for name, use in batch.items()}
     return replaced(batch, output_grads=batch.output_grads * factor)
