@@ -156,7 +156,7 @@ JAX_ONLY_THOROUGH = (
     "test_what_was_saved_is_loaded_bit_by_bit[jax-eigen]",
     "test_masked_positions_and_merged_parts[jax]",
     "test_half_precision_is_cast_before_any_product[jax-full-bfloat16]",
-    "test_equal_eigenvalues_have_no_derivative[jax-shifted_matrix, power]",
+    "test_equal_eigenvalues_have_no_derivative[jax-damped_matrix, power]",
     "test_weight_gradient_is_that_of_the_framework[jax-1]",
     "test_a_block_runs_inside_a_compiled_program[conv groups]",
     "test_equal_blocks_and_shared_factors[jax]",

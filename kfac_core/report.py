@@ -19,13 +19,13 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
 from kfac_core.block import Block
 from kfac_core.errors import FactorizationError
-from kfac_core.factors.factor import Shifted
+from kfac_core.factors.factor import Damped
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
+from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.fallback import fallback_of
-from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.linalg.rank_one import DampedRankOne
 from kfac_core.network import BlockState
 
 __all__ = ["BlockReport", "FactorReport", "Report", "report_of"]
@@ -224,12 +224,12 @@ def _uncertain(basis: Eigendecomposition, xp: Namespace) -> int:
     return int(xp.sum(xp.astype(raised, xp.int32)))
 
 
-def _factor(part: Shifted) -> FactorReport:
+def _factor(part: Damped) -> FactorReport:
     xp = array_api_compat.array_namespace(part.shift)
     shift = float(xp.max(part.shift))
-    if isinstance(part, ShiftedRankOne):
+    if isinstance(part, DampedRankOne):
         return _rank_one(part, shift, xp)
-    if isinstance(part, ShiftedDiagonal):
+    if isinstance(part, DampedDiagonal):
         condition = _spread(part.eigenvalues(shifted=True), xp)
         return FactorReport(part.size, shift, condition, 0.0, "working", 0.0)
     made: Any = part.inverse or part.cholesky or part.basis
@@ -246,7 +246,7 @@ def _factor(part: Shifted) -> FactorReport:
     )
 
 
-def _rank_one(part: ShiftedRankOne, shift: float, xp: Namespace) -> FactorReport:
+def _rank_one(part: DampedRankOne, shift: float, xp: Namespace) -> FactorReport:
     """Return the report of equal blocks and one vector, whose products are cheap."""
     block = _factor(part.block)
     if block.residual is None:

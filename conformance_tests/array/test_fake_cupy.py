@@ -13,7 +13,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.backend import get_backend, native_operations
-from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import fake_cupy
@@ -191,12 +191,12 @@ def test_a_silent_failure_is_found(to_cupy):
     options = {"factorizations": ("inverse", "cholesky"), "name": "fc/input"}
     V = to_cupy(np.ones((2, 1)))
 
-    made = shifted_matrix(indefinite, 0.0, check="status", **options)
+    made = damped_matrix(indefinite, 0.0, check="status", **options)
 
     assert kc.Status.NOT_POSITIVE in kc.Status(int(made.status()))
     assert np.all(np.isnan(kc.to_numpy(made.solve(V))))
     with pytest.raises(kc.FactorizationError, match=r"fc/input.*damping"):
-        shifted_matrix(indefinite, 0.0, check="raise", **options)
+        damped_matrix(indefinite, 0.0, check="raise", **options)
 
 
 @pytest.mark.parametrize("operation", ["count_indices", "sum_rows_at"])

@@ -279,7 +279,7 @@ DOCUMENTS = {
     ),
     "half a burn-in": (_settings(burn_in=0.5), "burn_in"),
     "a huge roundoff": (
-        _values(**{"operator.input.damped.roundoff": 1e300}),
+        _values(**{"operator.input.problem.roundoff": 1e300}),
         "roundoff.*got 1e[+]300",
     ),
     "a negative burn-in": (_settings(burn_in=-1), "burn_in.*at least 0, got -1"),

@@ -62,7 +62,7 @@ SHOWN = [
     "layers.unfold_time",
     "levenberg_marquardt",
     "linalg.kronecker_multiply",
-    "linalg.shifted_matrix",
+    "linalg.damped_matrix",
     "load_checkpoint",
     "losses.Bernoulli",
     "losses.Categorical",

@@ -9,7 +9,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.structure import leaves
-from kfac_core.linalg.factorized import FactorizedMatrix
+from kfac_core.linalg.damped import FactorizedMatrix
 
 from ..builders import reference
 from ..builders.block_kinds import DENSE, PAIRS, fed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.linalg import shifted
+from kfac_core.linalg import damped
 
 from ..builders.block_kinds import PAIRS, fed
 from ..builders.estimators import make_estimator
@@ -237,7 +237,7 @@ def filled(value):
 VALUES = "blocks/full/values"
 SUM = f"{VALUES}/statistics.averages.input.sum"
 WEIGHT = f"{VALUES}/statistics.averages.input.weight"
-MADE_FROM = f"{VALUES}/operator.input.damped.matrix"
+MADE_FROM = f"{VALUES}/operator.input.problem.matrix"
 INVERSE = f"{VALUES}/operator.input.inverse"
 
 
@@ -338,11 +338,11 @@ DAMAGE = {
     "other_operator": (other_operator, "'full'.*operator"),
     "operator_nan": (
         put(MADE_FROM, filled(np.nan)),
-        "'full'.*operator.input.damped.matrix.*NaN",
+        "'full'.*operator.input.problem.matrix.*NaN",
     ),
     "operator_shape": (
         put(MADE_FROM, shaped(2, 2)),
-        "'full'.*operator.input.damped.matrix",
+        "'full'.*operator.input.problem.matrix",
     ),
     "operator_solving": (
         put(f"{VALUES}/operator.input.solving", "never"),
@@ -404,7 +404,7 @@ def test_a_load_factorizes_nothing(rng, monkeypatch, pair, rule):
         raise AssertionError("a factorization")
 
     for name in ("cholesky_factor", "damped_inverse", "eigendecomposition"):
-        monkeypatch.setattr(shifted, name, forbidden)
+        monkeypatch.setattr(damped, name, forbidden)
     fresh.load_state_dict(state)
 
     assert fresh.operator("a").factorizations == kept.operator("a").factorizations

@@ -8,8 +8,12 @@ import pytest
 from kfac_core.array.status import Status
 from kfac_core.array.structure import combinable, leaves
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
-from kfac_core.linalg import damped
-from kfac_core.linalg.damped import DampedMatrix, cholesky_factor, damped_inverse
+from kfac_core.linalg import factorize
+from kfac_core.linalg.factorize import (
+    FactorizationProblem,
+    cholesky_factor,
+    damped_inverse,
+)
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -23,7 +27,7 @@ def factorized(backend, dtype, A, shift, *, check="raise", inverse=True):
     shift = backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype)
     # Halved and doubled, so that the factor of the sum takes part exactly.
     matrix = SymmetricMatrix(backend.asarray(0.5 * A, dtype), full_storage=True)
-    problem = DampedMatrix(matrix, backend.xp.full_like(shift, 2.0), shift)
+    problem = FactorizationProblem(matrix, backend.xp.full_like(shift, 2.0), shift)
     options = {"check": check, "name": "fc1/input"}
     factor = cholesky_factor(problem, **options)
     last = damped_inverse(problem, factor, **options) if inverse else factor
@@ -121,13 +125,13 @@ def test_what_a_certificate_refuses_is_not_taken(
 ):
     """A factor or an inverse that is 5% off is found in each fallback, and none is used."""
     A = reference.spd(rng, 4)
-    right = getattr(damped, wrong)
+    right = getattr(factorize, wrong)
 
     def off(*args, **options):
         made = right(*args, **options)
         return made.scaled(1.05) if isinstance(made, SymmetricMatrix) else made * 1.05
 
-    monkeypatch.setattr(damped, wrong, off)
+    monkeypatch.setattr(factorize, wrong, off)
 
     inverse = wrong == "inverse_from_cholesky"
     made = factorized(backend, dtype, A, 0.01, inverse=inverse)
@@ -163,7 +167,7 @@ def test_the_form_does_not_depend_on_the_data(backend, rng, check):
     A = reference.spd(rng, 4)
     made = {}
     for name, matrix in (("definite", A), ("indefinite", A - 2.0 * np.eye(4))):
-        problem = DampedMatrix(
+        problem = FactorizationProblem(
             SymmetricMatrix(backend.asarray(matrix, "float64"), full_storage=True),
             backend.asarray(1.0),
             backend.asarray(0.1),
@@ -255,7 +259,7 @@ def test_what_failed_is_nan_whatever_the_kernel_makes_of_it(
     def zeros(lower, **_):
         return SymmetricMatrix(backend.xp.zeros_like(lower), full_storage=True)
 
-    monkeypatch.setattr(damped, "inverse_from_cholesky", zeros)
+    monkeypatch.setattr(factorize, "inverse_from_cholesky", zeros)
 
     made = factorized(backend, dtype, -np.eye(4), 0.0, check="status")
 

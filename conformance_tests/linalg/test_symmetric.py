@@ -6,7 +6,7 @@ import pytest
 import kfac_core as kc
 from kfac_core.factors.average import Average
 from kfac_core.linalg.cholesky import damped_cholesky
-from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 from ..builders.tolerances import assert_close
@@ -64,7 +64,7 @@ def test_every_product_of_a_scaled_matrix_is_that_of_the_product(backend, dtype,
     V = backend.asarray(v, dtype)
     scaled = ScaledMatrix(lower_of(backend, dense, dtype), backend.asarray(0.3, dtype))
 
-    made = shifted_matrix(scaled, 0.5)
+    made = damped_matrix(scaled, 0.5)
 
     M = A + 0.5 * np.eye(n)
     expected = {
@@ -99,7 +99,7 @@ def test_an_operator_holds_the_sum_and_no_copy_of_it(requires_backend, rng):
 
     held: Average = estimator.state["fc"].statistics.averages["input"]
     made = estimator.operator("fc").input
-    assert made.damped.matrix is made.applied is held.sum
+    assert made.problem.matrix is made.applied is held.sum
     A = made.dense(shifted=False)
     assert_close(A, held.value(debias=True).full(), "gram", "float64")
     assert_close(A, held.sum.full() / float(held.weight), "gram", "float64")

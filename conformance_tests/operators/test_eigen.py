@@ -5,8 +5,8 @@ import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.errors import NotFiniteError
-from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
 from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import reference
@@ -17,7 +17,7 @@ def problem(backend, array):
     """Return a matrix of which half is held, times 2, without a shift."""
     half = SymmetricMatrix(0.5 * array, full_storage=True)
     one = backend.xp.ones_like(array[..., 0, 0])
-    return DampedMatrix(half, 2.0 * one, backend.xp.zeros_like(one))
+    return FactorizationProblem(half, 2.0 * one, backend.xp.zeros_like(one))
 
 
 def rebuilt(w, Q):

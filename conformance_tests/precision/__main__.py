@@ -20,7 +20,7 @@ import numpy as np
 
 import kfac_core as kc
 from kfac_core.damping import DampingRule
-from kfac_core.linalg import damped
+from kfac_core.linalg import factorize
 from kfac_core.operators import spectral
 
 from . import compiled, grid
@@ -198,8 +198,8 @@ def print_cost(size: int = 1000) -> None:
 def timed(seconds: list[float]) -> Iterator[None]:
     """Collect the seconds of every check that a refresh makes, but the factors' own."""
     places = (
-        (damped, "settled_eigenvalues"),
-        (damped, "pivot_error"),
+        (factorize, "settled_eigenvalues"),
+        (factorize, "pivot_error"),
         (spectral, "accurate_bases"),
     )
     originals = [(module, name, getattr(module, name)) for module, name in places]

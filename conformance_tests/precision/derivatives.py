@@ -121,7 +121,7 @@ def _symmetrized(A: Any) -> Any:
 def _shifted(factorization: Any, product: str) -> Callable[[Any], Any]:
     def function(A: Any) -> Any:
         matrix = linalg.SymmetricMatrix(_symmetrized(A), full_storage=True)
-        made = linalg.shifted_matrix(
+        made = linalg.damped_matrix(
             matrix, 0.2, factorizations=(factorization,), **STATUS
         )
         v = _like(V, A)
@@ -185,11 +185,9 @@ FUNCTIONS = {
     "refresh, by the damping": _of_damping(KRONECKER, "factored"),
     "refresh, by the damping; exact": _of_damping(KRONECKER, EXACT),
     "logdet, by the damping": Differentiated(_evidence, np.array([0.3])),
-    "shifted_matrix, inverse": Differentiated(_shifted("inverse", "solve"), SYMMETRIC),
-    "shifted_matrix, Cholesky": Differentiated(
-        _shifted("cholesky", "lower"), SYMMETRIC
-    ),
-    "shifted_matrix, power": Differentiated(_shifted("eigenbasis", "power"), SYMMETRIC),
+    "damped_matrix, inverse": Differentiated(_shifted("inverse", "solve"), SYMMETRIC),
+    "damped_matrix, Cholesky": Differentiated(_shifted("cholesky", "lower"), SYMMETRIC),
+    "damped_matrix, power": Differentiated(_shifted("eigenbasis", "power"), SYMMETRIC),
     "inverse_root": Differentiated(_inverse_root, SYMMETRIC),
     "refreshed_basis": Differentiated(_followed, SYMMETRIC + 0.1 * np.eye(n)[::-1]),
     "kronecker_multiply": Differentiated(_kronecker, SYMMETRIC),
@@ -200,7 +198,7 @@ FUNCTIONS = {
 """By what is differentiated."""
 
 REPEATED = {
-    "shifted_matrix, power": 2.0 * np.eye(n),
+    "damped_matrix, power": 2.0 * np.eye(n),
     "inverse_root": 2.0 * np.eye(n),
 }
 """Points with equal eigenvalues, where eigenvectors have no derivative."""

@@ -79,7 +79,7 @@ def test_a_solve_has_a_derivative_at_equal_eigenvalues(differentiating, request)
     """It is made by Cholesky."""
     if differentiating.name == "jax":
         request.getfixturevalue("compiles_long")
-    case = FUNCTIONS["shifted_matrix, inverse"]
+    case = FUNCTIONS["damped_matrix, inverse"]
     twice = derivatives.Differentiated(case.function, REPEATED["inverse_root"])
 
     found = gradient(differentiating, twice.function, twice.point)

@@ -15,7 +15,7 @@ from kfac_core.errors import (
     ShapeError,
 )
 from kfac_core.linalg.certificate import probe_of
-from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.linalg.factorize import FactorizationProblem
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.roots.gradient_side import GradientFactors
@@ -141,7 +141,7 @@ def test_the_residual_is_truthful(backend, dtype, rng, spoiled):
 
     M = A + 0.01 * np.eye(6)
     z = probe_of(backend.asarray(A, dtype), backend.xp)
-    problem = DampedMatrix(
+    problem = FactorizationProblem(
         SymmetricMatrix(backend.asarray(A, dtype), full_storage=True),
         backend.asarray(1.0, dtype),
         backend.asarray(0.01, dtype),

@@ -36,7 +36,7 @@ from kfac_core.array import (
     replaced,
 )
 from kfac_core.factors import FullFactor
-from kfac_core.linalg import Factorization, ShiftedMatrix, Solving, dense_of_groups
+from kfac_core.linalg import DampedMatrix, Factorization, Solving, dense_of_groups
 from kfac_core.operators import SpectralOperator
 
 __all__ = ["IdentityGradients", "InputOperator"]
@@ -122,13 +122,13 @@ class InputOperator(kc.CurvatureOperator):
 
     Attributes
     ----------
-    input : ShiftedMatrix
+    input : DampedMatrix
         ``A + lam I``; a stack of them, for a layer of groups.
     columns : int
         The number of outputs, of one group.
     """
 
-    input: ShiftedMatrix
+    input: DampedMatrix
     columns: int
 
     @property

@@ -21,7 +21,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.linalg.damped import damped_matrix
 from kfac_core.operators.many_kronecker import ManyKronecker
 
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
@@ -135,7 +135,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
             xp=xp,
         )
     factors = {
-        name: shifted_matrix(value, shift, apply_dtype=apply)
+        name: damped_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)
     }
     good = xp.isfinite(lam) & (lam >= 0)

@@ -57,8 +57,8 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.certificate import Spectrum, undetermined
-from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
 from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.groups import split_groups
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
@@ -235,7 +235,7 @@ class Eigen(Approximation):
             ``(R_A^2)^T E R_G^2`` with ``R = Q_old^T Q_new`` squared entry by entry, with
             the weight it had; or nothing, so that updates must come before an operator.
         check : {"raise", "status"}
-            As for `kfac_core.linalg.damped.eigendecomposition`; with ``"status"`` the
+            As for `kfac_core.linalg.factorize.eigendecomposition`; with ``"status"`` the
             statistics stay as they are, but for their status, where no certified bases
             were found.
         layer : Layer, optional
@@ -270,7 +270,9 @@ class Eigen(Approximation):
                 value = without_bias_products(value, xp=xp)
             zero = xp.zeros_like(value.factor)
             stored = roundoff_of(average.weight.dtype, xp=xp)
-            damped = DampedMatrix(value.matrix, value.factor, zero, stored, value.rank)
+            damped = FactorizationProblem(
+                value.matrix, value.factor, zero, stored, value.rank
+            )
             found = eigendecomposition(damped, check=check, name=side)
             bases[side] = _descending(found, xp)
             status = status | any_status(found.status, xp=xp)

@@ -50,8 +50,8 @@ from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.linalg.shifted_diagonal import shifted_diagonal
+from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
 from kfac_core.operators.separate_bias import SeparateBias
@@ -377,7 +377,7 @@ class Kronecker(Approximation):
                 part = part.prepared(*options.factorizations, **reporting)
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
-            if memo is not None and isinstance(part, ShiftedMatrix) and part.basis:
+            if memo is not None and isinstance(part, DampedMatrix) and part.basis:
                 memo[key] = part.basis
             made.append(part if exact else options.kept(part))
         scale = as_array(cast(xp, S, apply))
@@ -483,7 +483,7 @@ def _separately_damped(
         scale,
     )
     bias = FactoredKronecker(
-        shifted_diagonal(one, xp.zeros_like(one[..., 0]), check=options.check),
+        damped_diagonal(one, xp.zeros_like(one[..., 0]), check=options.check),
         part(kinds["output"], G_bias, lam, "bias/output"),
         scale,
     )

@@ -12,8 +12,8 @@ from kfac_core.damping import DampingRule
 from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import require_known_rows
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization
-from kfac_core.linalg.shifted import ShiftedMatrix
 
 __all__ = ["OperatorOptions", "UpdateOptions"]
 
@@ -132,14 +132,14 @@ class OperatorOptions(NamedTuple):
 
         Parameters
         ----------
-        part : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+        part : DampedMatrix, DampedDiagonal or DampedRankOne
             Factor with its factorizations.
 
         Returns
         -------
-        ShiftedMatrix, FactorizedMatrix, ShiftedDiagonal or ShiftedRankOne
+        DampedMatrix, FactorizedMatrix, DampedDiagonal or DampedRankOne
             Without its matrix, if matrices are not kept.
         """
-        if self.keep_matrices or not isinstance(part, ShiftedMatrix):
+        if self.keep_matrices or not isinstance(part, DampedMatrix):
             return part
         return part.factorized()

@@ -19,6 +19,7 @@ from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.fallback import Fallback, in_wider_dtype
 from kfac_core.linalg.series_chain import (
     Root,
@@ -27,7 +28,6 @@ from kfac_core.linalg.series_chain import (
     triangular_root,
 )
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
-from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.operators.parts import applied_in
 from kfac_core.operators.series import SeriesOperator
 
@@ -98,7 +98,7 @@ def _made(
         xp=xp,
     )
     parts = [
-        shifted_matrix(
+        damped_matrix(
             value,
             shift,
             factorizations=("cholesky",),
@@ -126,7 +126,7 @@ def _made(
     return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, fallback)
 
 
-def _root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
+def _root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
     assert factor.cholesky is not None
     return triangular_root(factor.cholesky.lower, lagged, xp=xp)
 

@@ -29,10 +29,10 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
 from kfac_core.errors import ShapeError
-from kfac_core.factors.factor import Shifted
+from kfac_core.factors.factor import Damped
+from kfac_core.linalg.damped import damped_matrix, real_exponent
+from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.factorizations import Factorization
-from kfac_core.linalg.shifted import real_exponent, shifted_matrix
-from kfac_core.linalg.shifted_diagonal import shifted_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["DampedFactor", "damped_factor"]
@@ -44,11 +44,11 @@ class DampedFactor:
 
     Attributes
     ----------
-    shifted : ShiftedMatrix or ShiftedDiagonal
+    shifted : DampedMatrix or DampedDiagonal
         M, with the factorizations made so far.
     """
 
-    shifted: Shifted
+    shifted: Damped
 
     @property
     def size(self) -> int:
@@ -198,10 +198,10 @@ def damped_factor(
         )
     value = cast(xp, array, wide_dtype(xp, array.dtype))
     shift = as_scalar(xp, damping, value.dtype, "damping")
-    made: Shifted
+    made: Damped
     if square:
         full = not isinstance(moment, SymmetricMatrix) or moment.full_storage
-        made = shifted_matrix(
+        made = damped_matrix(
             SymmetricMatrix(value, full),
             shift,
             factorizations=factorizations,
@@ -209,7 +209,7 @@ def damped_factor(
             name=name,
         )
     else:
-        made = shifted_diagonal(
+        made = damped_diagonal(
             value, shift, factorizations=factorizations, check=check, name=name
         )
     return DampedFactor(made)

@@ -12,7 +12,7 @@ from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.factors.average import Average
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
+from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
 
 __all__ = ["DiagonalFactor"]
 
@@ -74,9 +74,9 @@ class DiagonalFactor:
         check: Check,
         name: str,
         apply_dtype: Any,
-    ) -> ShiftedDiagonal:
+    ) -> DampedDiagonal:
         """Return ``diag(a) + shift I``."""
-        return shifted_diagonal(
+        return damped_diagonal(
             value, shift, check=check, name=name, apply_dtype=apply_dtype
         )
 

@@ -19,16 +19,15 @@ from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.uncorrelated import UncorrelatedFactor
 from kfac_core.layers.layer import Layer
-from kfac_core.linalg.factorized import FactorizedMatrix
-from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix
+from kfac_core.linalg.diagonal import DampedDiagonal
+from kfac_core.linalg.rank_one import DampedRankOne
 
-__all__ = ["Factor", "FactorKind", "Shifted", "factor_of"]
+__all__ = ["Factor", "FactorKind", "Damped", "factor_of"]
 
 FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
-Shifted: TypeAlias = ShiftedMatrix | FactorizedMatrix | ShiftedDiagonal | ShiftedRankOne
+Damped: TypeAlias = DampedMatrix | FactorizedMatrix | DampedDiagonal | DampedRankOne
 """A damped factor, whichever kind it is of: all have the same products."""
 
 _WITHOUT_OPTIONS: dict[str, Factor] = {
@@ -77,7 +76,7 @@ class Factor(Protocol):
         check: Check,
         name: str,
         apply_dtype: Any,
-    ) -> Shifted:
+    ) -> Damped:
         """Return the value plus a multiple of the identity, not yet factorized."""
 
     def value(

@@ -11,8 +11,8 @@ from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.factors.average import Average
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.gram import gram_update
-from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = ["FullFactor"]
@@ -88,6 +88,6 @@ class FullFactor:
         check: Check,
         name: str,
         apply_dtype: Any,
-    ) -> ShiftedMatrix:
+    ) -> DampedMatrix:
         """Return ``A + shift I``, which is checked where it is factorized."""
-        return shifted_matrix(value, shift, apply_dtype=apply_dtype)
+        return damped_matrix(value, shift, apply_dtype=apply_dtype)

@@ -27,9 +27,9 @@ from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import in_dtype, map_structure, structure
 from kfac_core.factors.average import Average
+from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.gram import gram
-from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.linalg.rank_one import DampedRankOne
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["ChannelMoments", "UncorrelatedFactor"]
@@ -113,12 +113,12 @@ class UncorrelatedFactor:
         check: Check,
         name: str,
         apply_dtype: Any,
-    ) -> ShiftedRankOne:
+    ) -> DampedRankOne:
         """Return ``A + shift I``, by its channel covariance and mean."""
         xp = array_api_compat.array_namespace(value.mean)
-        block = shifted_matrix(value.covariance, shift, apply_dtype=apply_dtype)
+        block = damped_matrix(value.covariance, shift, apply_dtype=apply_dtype)
         mean = cast(xp, value.mean, block.dtype)
-        return ShiftedRankOne(block, mean, None, self.repeats, self.tail)
+        return DampedRankOne(block, mean, None, self.repeats, self.tail)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace

@@ -5,23 +5,23 @@ backend put a native one in its place.  Here are the symmetric matrices that ave
 operators are made of.
 """
 
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
+from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization, Solving
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
-from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = [
     "Eigendecomposition",
     "Factorization",
     "ScaledMatrix",
-    "ShiftedDiagonal",
-    "ShiftedMatrix",
+    "DampedDiagonal",
+    "DampedMatrix",
     "Solving",
     "SymmetricMatrix",
     "dense_of_groups",
     "kronecker_dense",
     "kronecker_multiply",
-    "shifted_matrix",
+    "damped_matrix",
 ]

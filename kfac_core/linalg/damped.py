@@ -1,501 +1,682 @@
-"""Factorizing ``M = c B + shift I``, with B symmetric positive semidefinite up to rounding.
+"""``M = A + shift I`` with ``A = c B`` symmetric, with solves, powers and factorizations.
 
-Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
-average is ever made: factorizations multiply by c in the pass that adds the shift, products
-afterwards.  Each factorization is one formula that reads no value, and is tried by
-`kfac_core.linalg.fallback.with_fallbacks`; one residual, of what is applied afterwards,
-decides whether it is accepted.  ``M z`` for the residual's vector z is finite only where
-all of M is, and is the one guard before LAPACK.
+Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
+are from the left, on a matrix V of shape ``(..., n, k)``, or on many, with further axes
+in front of those of the stack; from the right they are the
+same of the transpose, since M is symmetric.  Each product belongs to one factorization,
+whatever else has been prepared: solves to the inverse, triangular products to the
+Cholesky factor, other powers to the eigenbasis.  A factorization that was not prepared
+is made at the call, and raises where it fails; while a program is traced no failure could
+be seen, and it must have been prepared.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import known_finite, known_true
+from kfac_core.array.finite import is_plain, is_readable, known_true, truth_of
 from kfac_core.array.namespaces import (
-    as_number,
+    NUMBER,
+    Scalar,
+    any_status,
+    cast,
+    device_of,
+    full_of,
+    is_finite_number,
     own_namespace,
     roundoff_of,
 )
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure, without_scalars
-from kfac_core.errors import FactorizationError
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced, structure
+from kfac_core.errors import (
+    ConventionError,
+    DtypeError,
+    FactorizationError,
+    NotReadyError,
+)
 from kfac_core.linalg.certificate import (
-    ERROR_LIMIT,
-    RESIDUAL_LIMIT,
     Spectrum,
-    backward_residual,
-    cholesky_residual,
-    eigen_residual,
-    eigenvalue_errors,
-    inverse_residual,
-    pivot_error,
-    probe_of,
-    settled_eigenvalues,
+    positive_eigenvalues,
     undetermined,
 )
-from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
-from kfac_core.linalg.eigen import eigh
-from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
-from kfac_core.linalg.fallback import (
-    Fallback,
-    fallback_of,
-    first_flag,
-    guarded,
-    untouched,
-    with_fallbacks,
+from kfac_core.linalg.cholesky import add_to_diagonal, inverse_from_cholesky
+from kfac_core.linalg.factorizations import (
+    CholeskyFactor,
+    Eigendecomposition,
+    Factorization,
+    Inverse,
+    Solving,
 )
-from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices, multiply_symmetric
+from kfac_core.linalg.factorize import (
+    FactorizationProblem,
+    cholesky_factor,
+    damped_inverse,
+    eigendecomposition,
+)
+from kfac_core.linalg.fallback import in_narrow_dtype
+from kfac_core.linalg.groups import side_by_side
+from kfac_core.linalg.symmetric import (
+    ScaledMatrix,
+    SymmetricMatrix,
+    for_matrices,
+    multiply_symmetric,
+    one_norm,
+)
+from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 __all__ = [
+    "GONE",
+    "FactorizedMatrix",
+    "FactorizedProducts",
+    "Reporting",
     "DampedMatrix",
-    "cholesky_factor",
-    "damped_inverse",
-    "eigendecomposition",
-    "from_eigenbasis",
-    "problem_flags",
+    "real_exponent",
+    "require_readable",
+    "damped_matrix",
 ]
 
+T = TypeVar("T")
 
-@structure(static=("roundoff",))
-class DampedMatrix:
-    """The matrix ``M = c B + shift I``, or a stack of them.
+
+class Reporting(TypedDict):
+    """How failures of a factorization are reported, as keyword arguments.
 
     Attributes
     ----------
-    matrix : SymmetricMatrix
-        B; not modified.
-    factor : array, shape () or (...)
-        Factor c, positive.
-    shift : array, shape () or (...)
-        Finite and >= 0.
-    roundoff : float
-        Distance from 1 to the next number of the dtype that B was stored in; 0 for a
-        matrix that is exact.
-    rank : array, shape () or (...), or None
-        At most so many eigenvalues of B are not zero; None where that is not known.
+    check : {"raise", "status"}
+        Whether it raises, or is in the status.
+    name : str
+        Name of the matrix in error messages.
     """
 
-    matrix: SymmetricMatrix
-    factor: Array
+    check: Check
+    name: str
+
+
+GONE = (
+    "of this operator only the factorizations that were prepared are kept, and not the "
+    "matrices; take Refreshing(keep_matrices=True), and refresh"
+)
+"""Why a product is missing, and what to do."""
+
+
+class FactorizedProducts(abc.ABC):
+    """Solves, triangular products and the log-determinant of a factorized matrix.
+
+    Attributes
+    ----------
+    cholesky : CholeskyFactor or None
+        Factor L.
+    inverse : Inverse or None
+        Inverse ``M^-1``.
+    solving : {"inverse", "triangular"}
+        Whether `solve` multiplies by the inverse, or solves with L twice.
+    """
+
+    cholesky: CholeskyFactor | None
+    inverse: Inverse | None
+    solving: Solving
+
+    @property
+    @abc.abstractmethod
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
+
+    @abc.abstractmethod
+    def _like(self) -> Array:
+        """Return a small array of the matrix's library and device."""
+
+    @abc.abstractmethod
+    def _having(self, factorization: Factorization) -> FactorizedProducts:
+        """Return the same with a missing factorization, or raise `NotReadyError`."""
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The shape of the stack; empty for a single matrix."""
+        return self.stack_shape[:-1]
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """Factorizations that have been prepared."""
+        made: dict[Factorization, Any] = {
+            "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
+            "cholesky": self.cholesky,
+        }
+        return frozenset(name for name, part in made.items() if part is not None)
+
+    def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
+        """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way.
+
+        With `overwrite` the memory of v may become the solution's.
+        """
+        if self.solving == "triangular":
+            half = self._lower_solve(v, transpose=False, overwrite=overwrite)
+            return self._lower_solve(half, transpose=True, overwrite=True)
+        made = self.inverse or self._having("inverse").inverse
+        assert made is not None
+        inverse = made.matrix
+        if v.ndim > inverse.array.ndim:
+            return self._of_many(self.solve, v)
+        return multiply_symmetric(inverse, v, xp=own_namespace(v))
+
+    def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L v`` or ``L^T v``."""
+        if v.ndim > len(self.stack_shape) + 1:
+            return self._of_many(
+                lambda x: self.lower_multiply(x, transpose=transpose), v
+            )
+        L = self._lower()
+        return multiply_triangular(L, v, transpose=transpose, xp=self._xp())
+
+    def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L^-1 v`` or ``L^-T v``."""
+        return self._lower_solve(v, transpose=transpose, overwrite=False)
+
+    def logdet(self) -> Array:
+        """Return ``log det M``, shape (...), from the Cholesky factor."""
+        xp = self._xp()
+        diagonal = xp.linalg.diagonal(self._lower())
+        return 2.0 * xp.sum(xp.log(diagonal), axis=-1)
+
+    def status(self) -> Array:
+        """Return the flags of all factorizations made, 0-d int32."""
+        xp = self._xp()
+        status = xp.zeros((), dtype=xp.int32, device=device_of(self._like()))
+        for made in self._made():
+            status = status | any_status(made.status, xp=xp)
+        return status
+
+    def _made(self) -> list[CholeskyFactor | Inverse | Eigendecomposition]:
+        """Return all factorizations that were made."""
+        return [part for part in (self.cholesky, self.inverse) if part is not None]
+
+    def _lower(self) -> Array:
+        made = self.cholesky or self._having("cholesky").cholesky
+        assert made is not None
+        return made.lower
+
+    def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
+        if v.ndim > len(self.stack_shape) + 1:
+            return self._of_many(lambda x: self.lower_solve(x, transpose=transpose), v)
+        options: dict[str, Any] = {"transpose": transpose, "overwrite": overwrite}
+        return solve_triangular(self._lower(), v, **options, xp=self._xp())
+
+    def _of_many(self, function: Callable[[Array], Array], v: Array) -> Array:
+        """Apply a function of columns to many matrices at once."""
+        return side_by_side(function, v, len(self.stack_shape) + 1, xp=self._xp())
+
+    def _xp(self) -> Namespace:
+        return own_namespace(self._like())
+
+
+@structure(static=("size", "solving"))
+class FactorizedMatrix(FactorizedProducts):
+    """``M = A + shift I`` of which a factorization is kept, and not A.
+
+    Attributes
+    ----------
+    shift : array, shape (...)
+        What was added to the diagonal.
+    norm : array, shape (...)
+        Largest column sum ``|M|_1``.
+    cholesky, inverse, solving
+        See `FactorizedProducts`.
+    size : int
+        Number n of rows.
+    """
+
     shift: Array
-    roundoff: float = 0.0
-    rank: Array | None = None
+    norm: Array
+    cholesky: CholeskyFactor | None = None
+    inverse: Inverse | None = None
+    size: int = 0
+    solving: Solving = "inverse"
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
+        return (*self.norm.shape, self.size)
+
+    @property
+    def like(self) -> Array:
+        """An array in the dtype of applying."""
+        if self.inverse is not None:
+            return self.inverse.matrix.array
+        return self.shift if self.cholesky is None else self.cholesky.lower
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of applying."""
+        return self.like.dtype
+
+    @property
+    def basis(self) -> None:
+        """None: an eigenbasis would be that of A."""
+        return None
+
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "matrix",
+    ) -> FactorizedMatrix:
+        """Return this matrix; raise `NotReadyError` for a factorization that it lacks."""
+        for wanted in factorizations:
+            if wanted not in self.factorizations:
+                self._having(wanted)
+        return self
+
+    def condition(self) -> Array:
+        """Return ``|M|_1 |M^-1|_1``, shape (...)."""
+        xp = self._xp()
+        if self.inverse is not None:
+            inverse = self.inverse.matrix
+        else:
+            inverse = inverse_from_cholesky(self._lower(), overwrite=False, xp=xp)
+        return self.norm * cast(xp, one_norm(inverse, xp=xp), self.norm.dtype)
+
+    def _like(self) -> Array:
+        return self.shift
+
+    def _having(self, factorization: Factorization) -> NoReturn:
+        self._gone(factorization)
+
+    def _gone(self, *_: object, **__: object) -> NoReturn:
+        """Raise: A is gone."""
+        raise NotReadyError(f"This needs more than was kept: {GONE}.")
+
+    multiply = power = trace = eigenvalues = dense = spectrum = in_wide_basis = _gone
+
+
+@structure(static=("solving",))
+class DampedMatrix(FactorizedProducts):
+    """A symmetric matrix, a multiple of the identity, and factorizations of their sum.
+
+    Attributes
+    ----------
+    problem : FactorizationProblem
+        B, c and the shift, in the dtype of computing.
+    narrowed : SymmetricMatrix or None
+        B in the dtype of applying, as all that follow; None where that is the same.
+    cholesky : CholeskyFactor or None
+        Factor L.
+    inverse : Inverse or None
+        Inverse ``M^-1``.
+    basis : Eigendecomposition or None
+        The eigendecomposition of A.
+    solving : {"inverse", "triangular"}
+        Whether `solve` multiplies by the inverse, or solves with L twice.
+    """
+
+    problem: FactorizationProblem
+    narrowed: SymmetricMatrix | None = None
+    cholesky: CholeskyFactor | None = None
+    inverse: Inverse | None = None
+    basis: Eigendecomposition | None = None
+    solving: Solving = "inverse"
+
+    @property
+    def applied(self) -> SymmetricMatrix:
+        """B, in the dtype of applying."""
+        return self.problem.matrix if self.narrowed is None else self.narrowed
 
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return self.matrix.size
+        return int(self.problem.matrix.array.shape[-1])
 
-    def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
-        """Return ``M v``, or ``c B v``."""
-        product = multiply_symmetric(self.matrix, v, xp=xp)
-        product = for_matrices(self.factor) * product
-        return product + for_matrices(self.shift) * v if shifted else product
+    @property
+    def shift(self) -> Array:
+        """What is added to the diagonal, in the dtype of computing."""
+        return self.problem.shift
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
+        return tuple(self.problem.matrix.array.shape[:-1])
+
+    @property
+    def like(self) -> Array:
+        """An array in the dtype of applying."""
+        return self.applied.array
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of applying."""
+        return self.like.dtype
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """Factorizations that have been prepared."""
+        made = super().factorizations
+        return made if self.basis is None else made | {"eigenbasis"}
+
+    def factorized(self) -> FactorizedMatrix:
+        """Return what solves and triangular products need, without A.
+
+        Without an eigenbasis too, which is of A.
+        """
+        return FactorizedMatrix(
+            self.shift,
+            self.norm(),
+            cholesky=self.cholesky,
+            inverse=self.inverse,
+            size=self.size,
+            solving=self.solving,
+        )
+
+    def norm(self) -> Array:
+        """Return the 1-norm of M, in the computing dtype, shape (...)."""
+        M = self.problem
+        # Nothing on the diagonal of a second moment is negative.
+        return M.factor * one_norm(M.matrix, xp=self._xp()) + M.shift
+
+    def condition(self) -> Array:
+        """Return ``|M|_1 |M^-1|_1``, or that of the eigenvalues if they are known."""
+        xp = self._xp()
+        if self.basis is None:
+            inverse = replaced(self, solving="inverse").prepared("inverse").inverse
+            assert inverse is not None
+            return self.norm() * one_norm(inverse.matrix, xp=xp)
+        w = self.eigenvalues(shifted=True)
+        smallest, largest = xp.min(w, axis=-1), xp.max(w, axis=-1)
+        positive = smallest > 0
+        ratio = largest / xp.where(positive, smallest, xp.ones_like(smallest))
+        return xp.where(positive, ratio, xp.full_like(ratio, xp.inf))
+
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "matrix",
+    ) -> DampedMatrix:
+        """Return the same with factorizations made that were not there yet.
+
+        Each depends on A and the shift alone, not on which others were made before.  An
+        inverse keeps no Cholesky factor beside it, unless that is asked for as well.
+
+        Parameters
+        ----------
+        *factorizations : {"inverse", "cholesky", "eigenbasis"}
+            Factorizations to prepare.
+        check : {"raise", "status"}
+            Whether a failure raises, or is in the status.
+        name : str
+            Name of the matrix in error messages.
+
+        Returns
+        -------
+        DampedMatrix
+            New matrix, or this one if nothing was missing.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            As `kfac_core.linalg.factorize.cholesky_factor` (``check="raise"``).
+        """
+        if self.solving == "triangular":
+            factorizations = tuple(
+                "cholesky" if f == "inverse" else f for f in factorizations
+            )
+        options: Reporting = {"check": check, "name": name}
+        made: dict[str, Any] = {}
+        factor = None
+        if "cholesky" in factorizations and self.cholesky is None:
+            made["cholesky"] = factor = cholesky_factor(self.problem, **options)
+        if "inverse" in factorizations and self.inverse is None:
+            made["inverse"] = damped_inverse(self.problem, factor, **options)
+        if "eigenbasis" in factorizations and self.basis is None:
+            made["basis"] = eigendecomposition(self.problem, **options)
+        if not made:
+            return self
+        if self.applied.array.dtype != self.problem.shift.dtype:
+            made = {
+                key: self._in_applied_dtype(part, **options)
+                for key, part in made.items()
+            }
+        found = replaced(self, **made)
+        return found._with_known_basis(**options) if "basis" in made else found
+
+    def _with_known_basis(self, *, check: Check, name: str) -> DampedMatrix:
+        """Return the same with an eigenbasis that determines M, where there is a shift."""
+        xp, basis = self._xp(), self.basis
+        assert basis is not None
+        shifted = self.shift > 0
+        if known_true(xp.logical_not(shifted), xp=xp):
+            return self
+        flags = self._undetermined(check="status", name=name)
+        flags = xp.where(xp.any(shifted), flags, xp.zeros_like(flags))
+        if check == "status":
+            return replaced(self, basis=replaced(basis, status=basis.status | flags))
+        return self.in_wide_basis(name=name) if int(flags) else self
+
+    def _undetermined(self, *, check: Check, name: str) -> Array:
+        """Return a flag where roundoff decides on an eigenvalue of M, or raise."""
+        shift = self._shift()
+        one = self._xp().ones_like(shift)
+        spectra = [self.spectrum(self.basis)]
+        return undetermined(spectra, scale=one, damping=shift, check=check, name=name)
+
+    def in_wide_basis(self, *, name: str) -> DampedMatrix:
+        """Return the same with its eigendecomposition computed in float64, or raise."""
+        options = Reporting(check="raise", name=name)
+        basis = eigendecomposition(self.problem, wide=True, **options)
+        return replaced(self, basis=self._in_applied_dtype(basis, **options))
+
+    def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
+        """Return the eigenvalues of a basis of A, and how well they are known."""
+        assert basis is not None
+        return Spectrum(basis.eigenvalues, basis.error)
+
+    def wide(self) -> DampedMatrix:
+        """Return the same in the computing dtype, without factorizations."""
+        return DampedMatrix(self.problem)
+
+    def multiply(self, v: Array, /, *, shifted: bool) -> Array:
+        """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
+        if v.ndim > self.applied.array.ndim:
+            return self._of_many(lambda x: self.multiply(x, shifted=shifted), v)
+        return self._applied().multiply(v, shifted=shifted, xp=self._xp())
+
+    def power(self, v: Array, exponent: float, /) -> Array:
+        """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
+
+        For a negative power of a matrix that was not found definite before, its
+        eigenvalues are checked, which synchronizes with the device.
+        """
+        xp = self._xp()
+        basis = self._eigenbasis()
+        shift = self._shift()[..., None]
+        damped = positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
+        # What was inverted was found definite then; only free looks are taken twice.
+        known = self.inverse is not None or self.cholesky is not None
+        looks = exponent < 0 and (not known or is_plain(damped, xp=xp))
+        if looks and truth_of(xp.all(damped > 0), xp=xp) is False:
+            raise FactorizationError(
+                f"a {self.size} x {self.size} matrix with eigenvalues down to zero and no "
+                f"damping has no power {exponent}. Increase `damping`.",
+                factor="matrix",
+            )
+        if looks and is_readable(damped, xp=xp):
+            self._having("eigenbasis")._undetermined(check="raise", name="matrix")
+        scaled = damped**exponent
+        Q = basis.eigenvectors
+        return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))
+
+    def trace(self, *, shifted: bool) -> Array:
+        """Return the trace of M, or of A, shape (...)."""
+        trace = self._applied().factor * self.applied.trace()
+        return trace + self.size * self._shift() if shifted else trace
+
+    def eigenvalues(self, *, shifted: bool) -> Array:
+        """Return the eigenvalues of M, or of A, ascending, shape (..., n)."""
+        w = self._eigenbasis().eigenvalues
+        if not shifted:
+            return w
+        return positive_eigenvalues(w, self._shift()[..., None], xp=self._xp())
+
+    def eigenvectors(self) -> Array:
+        """Return Q, whose columns go with the eigenvalues, shape (..., n, n)."""
+        return self._eigenbasis().eigenvectors
+
+    def to_basis(self, v: Array, /) -> Array:
+        """Return ``Q^T v``."""
+        xp = self._xp()
+        return xp.matmul(xp.matrix_transpose(self._eigenbasis().eigenvectors), v)
+
+    def from_basis(self, v: Array, /) -> Array:
+        """Return ``Q v``."""
+        return self._xp().matmul(self._eigenbasis().eigenvectors, v)
+
+    def dense(self, *, shifted: bool) -> Array:
+        """Return M, or A, with both triangles, shape (..., n, n)."""
+        xp, A = self._xp(), self._applied()
+        full = for_matrices(A.factor) * self.applied.full()
+        return add_to_diagonal(full, A.shift, xp=xp) if shifted else full
+
+    def _made(self) -> list[CholeskyFactor | Inverse | Eigendecomposition]:
+        made = super()._made()
+        return made if self.basis is None else [*made, self.basis]
+
+    def _like(self) -> Array:
+        return self.shift
+
+    def _having(self, factorization: Factorization) -> DampedMatrix:
+        """Return the same with a missing factorization, made now where that can raise."""
+        require_readable(self.shift, factorization)
+        return self.prepared(factorization)
+
+    def _eigenbasis(self) -> Eigendecomposition:
+        made = self.basis or self._having("eigenbasis").basis
+        assert made is not None
+        return made
+
+    def _shift(self) -> Array:
+        return self._applied().shift
+
+    def _applied(self) -> FactorizationProblem:
+        """Return M in the dtype of applying."""
+        M, xp, dtype = self.problem, self._xp(), self.dtype
+        if dtype == M.shift.dtype:
+            return M
+        factor, shift = cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
+        return FactorizationProblem(self.applied, factor, shift, M.roundoff, M.rank)
+
+    def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
+        """Return a factorization in the dtype of applying."""
+        return in_narrow_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
 
 
-Conditions = tuple[tuple[Array, Status], ...]
-"""Conditions, each with the flag to set if it fails."""
-
-
-def cholesky_factor(
-    problem: DampedMatrix, /, *, check: Check, name: str
-) -> CholeskyFactor:
-    """Factorize M by Cholesky.
+def real_exponent(exponent: object, /) -> float:
+    """Return the exponent of a matrix power as a float.
 
     Parameters
     ----------
-    problem : DampedMatrix
-        Matrix M.
-    check : {"raise", "status"}
-        Whether to use the fallback chain and raise, or to report.
-    name : str
-        Name of the matrix in error messages.
+    exponent : float
+        Real number; NumPy's scalars are real numbers.
 
     Returns
     -------
-    CholeskyFactor
-        Result in the dtype of M; NaN throughout where it failed.
+    float
+        Exponent.
 
     Raises
     ------
-    NotFiniteError, DampingError
-        If M holds NaN or infinity, or the shift is invalid (``check="raise"``).
-    FactorizationError
-        If nothing in the chain holds (``check="raise"``).
-
-    Notes
-    -----
-    ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
+    DtypeError
+        If it is no real number.
+    ConventionError
+        If it is not finite.
     """
-    xp = own_namespace(problem.matrix.array)
-    options: Any = {"check": check, "name": name, "xp": xp}
-    factor: CholeskyFactor = with_fallbacks(
-        _attempt_cholesky, problem, _clipped_cholesky, **options
-    )
-    return factor
+    if isinstance(exponent, bool) or not isinstance(exponent, NUMBER):
+        raise DtypeError(
+            f"Expected `exponent` to be a real number, got {exponent!r}. An array of one "
+            "number becomes one with float(...)."
+        )
+    if not is_finite_number(exponent):
+        raise ConventionError(f"Expected `exponent` to be finite, got {exponent}.")
+    return float(exponent)
 
 
-def damped_inverse(
-    problem: DampedMatrix,
-    factor: CholeskyFactor | None = None,
+def require_readable(like: Array, factorization: str, /) -> None:
+    """Raise `NotReadyError` if a factorization is missing and none can be made.
+
+    Parameters
+    ----------
+    like : array
+        A small array of the matrix.
+    factorization : str
+        What is missing.
+    """
+    if not is_readable(like, xp=own_namespace(like)):
+        raise NotReadyError(
+            f"{factorization!r} was not prepared, and none is made while a program is "
+            "traced, since a failure could not be reported. Add "
+            f"{factorization!r} to `factorizations`."
+        )
+
+
+def damped_matrix(
+    matrix: SymmetricMatrix | ScaledMatrix,
+    shift: Scalar,
     /,
     *,
-    check: Check,
-    name: str,
-) -> Inverse:
-    """Invert M by its Cholesky factor.
+    factorizations: tuple[Factorization, ...] = (),
+    check: Check = "raise",
+    name: str = "matrix",
+    apply_dtype: Any = None,
+) -> DampedMatrix:
+    """Make ``A + shift I`` with the requested factorizations.
 
     Parameters
     ----------
-    problem, check, name
-        As for `cholesky_factor`, as the errors are.
-    factor : CholeskyFactor, optional
-        What `cholesky_factor` just made of M with the same `check`, where it is kept.
-        Without one, a factor is made whose memory becomes the inverse's.
+    matrix : SymmetricMatrix or ScaledMatrix
+        A; of the latter no copy is made.
+    shift : float or array, shape (...)
+        Finite and >= 0.
+    factorizations : tuple of str
+        Any of ``"inverse"``, ``"cholesky"``, ``"eigenbasis"``.
+    check : {"raise", "status"}
+        See `kfac_core.linalg.factorize.cholesky_factor`.
+    name : str
+        Name used in error messages.
+    apply_dtype : dtype, optional
+        Dtype of the stored arrays; that of A by default.
 
     Returns
     -------
-    Inverse
-        Result in the dtype of M; NaN throughout where M is not positive definite.
+    DampedMatrix
+        An immutable snapshot.
 
-    Notes
-    -----
-    ``n^3`` flops.
+    Raises
+    ------
+    NotFiniteError, DampingError, FactorizationError
+        See `kfac_core.linalg.factorize.cholesky_factor`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.linalg import SymmetricMatrix, damped_matrix
+    >>> A = SymmetricMatrix(np.diag([3.0, 8.0]), full_storage=True)
+    >>> damped = damped_matrix(A, 1.0, factorizations=("cholesky",))
+    >>> bool(np.allclose(damped.solve(np.eye(2)), np.diag([1 / 4, 1 / 9])))
+    True
     """
-    xp, lower = own_namespace(problem.matrix.array), None
-    if factor is not None and (check == "status" or not fallback_of(factor)):
-        lower = factor.lower
-    made = _attempt_inverse(problem, xp, lower)
-    options: Any = {"check": check, "name": name, "made": made, "xp": xp}
-    inverse: Inverse = with_fallbacks(
-        _attempt_inverse, problem, _clipped_inverse, **options
-    )
-    return inverse
-
-
-def eigendecomposition(
-    problem: DampedMatrix, /, *, check: Check, name: str, wide: bool = False
-) -> Eigendecomposition:
-    """Return the eigendecomposition of ``c B``; the shift is not read.
-
-    Parameters, errors and conventions are those of `cholesky_factor`, with a fallback to
-    float64 alone.  What becomes of eigenvalues below roundoff is said by
-    `kfac_core.linalg.certificate.settled_eigenvalues`.
-
-    Parameters
-    ----------
-    wide : bool
-        Whether to begin with float64, with ``check="raise"``.
-
-    Returns
-    -------
-    Eigendecomposition
-        Result in the dtype of B; NaN throughout where B is not finite.
-
-    Notes
-    -----
-    About ``9 n^3`` flops.  In float32 the small eigenvalues carry an absolute error of
-    about ``1e-7 |A|``, so that a damped inverse from them is 10 to 60 times less
-    accurate than one by Cholesky.
-    """
-    xp = own_namespace(problem.matrix.array)
-    options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
-    basis: Eigendecomposition = with_fallbacks(
-        _attempt_eigen, problem, _no_eigendecomposition, **options
-    )
-    # Blocks that share a factor keep the same basis.
-    return without_scalars(basis)
-
-
-def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Conditions:
-    """Return what makes a problem valid, for `kfac_core.linalg.fallback.first_flag`.
-
-    Parameters
-    ----------
-    problem : DampedMatrix
-        Matrix M.
-    finite : array of bool, shape (...)
-        Whether ``M z`` is finite.
-    xp : namespace
-        Array API namespace of the arrays.
-
-    Returns
-    -------
-    tuple
-        Conditions, each with the flag where it does not hold.
-    """
-    shift = problem.shift
-    return (
-        ((shift >= 0) & xp.isfinite(shift), Status.BAD_DAMPING),
-        (finite, Status.MATRIX_NOT_FINITE),
-    )
-
-
-def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> SymmetricMatrix:
-    """Return ``Q diag(w) Q^T``."""
-    product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
-    return SymmetricMatrix(
-        0.5 * (product + xp.matrix_transpose(product)), full_storage=True
-    )
-
-
-def _validity(
-    problem: DampedMatrix, image: Array, xp: Namespace
-) -> tuple[Conditions, Array | None]:
-    """Return what makes a problem valid, and whether it is.
-
-    Nothing and None where the host knows that all of a stack is valid.
-    """
-    shift = as_number(problem.shift)
-    # The image of an infinite shift is not finite.
-    if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
-        return (), None
-    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    return problem_flags(problem, finite, xp), finite & (shift >= 0)
-
-
-def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
-    z = probe_of(problem.matrix.array, xp)
-    image = problem.multiply(z, xp=xp)
-    conditions, valid = _validity(problem, image, xp)
-    lower = _lower(problem, valid, xp)
-    residual = cholesky_residual(lower, z, image, xp=xp)
-    # L L^T is always close to M.  Solving with L is not, where M is ill-conditioned.
-    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
-    solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
-    residual = xp.where(residual > solving, residual, solving)
-    positive = lower[..., -1, -1] > 0
-
-    def smallest() -> Array:
-        # A pivot is at least the smallest eigenvalue.
-        pivots = xp.linalg.diagonal(lower)
-        return xp.min(pivots * pivots, axis=-1)
-
-    stored = _is_stored_well(problem, smallest, xp)
-    if not known_true(positive, xp=xp):
-        # Above the diagonal, too, there is then nothing that passes for a factor.
-        lower = _nan_unless(positive, lower, xp)
-    return CholeskyFactor(lower, *_judged(conditions, positive, residual, stored, xp))
-
-
-def _attempt_inverse(
-    problem: DampedMatrix, xp: Namespace, lower: Array | None = None
-) -> Inverse:
-    """Return the inverse and its flags; a factor that is given is not written to."""
-    z = probe_of(problem.matrix.array, xp)
-    image = problem.multiply(z, xp=xp)
-    conditions, valid = _validity(problem, image, xp)
-    own = lower is None
-    if lower is None:
-        lower = _lower(problem, valid, xp)
-    # A factor that failed is NaN there; this one is overwritten below.
-    positive = as_number(lower[..., -1, -1]) > 0
-    X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
-    if not known_true(positive, xp=xp):
-        # Not every BLAS makes NaN of NaN.
-        X = replaced(X, array=_nan_unless(positive, X.array, xp))
-    residual = inverse_residual(X, z, image, xp=xp)
-
-    def smallest() -> Array:
-        return _smallest_eigenvalue(X, z, xp)
-
-    stored = _is_stored_well(problem, smallest, xp)
-    return Inverse(X, *_judged(conditions, positive, residual, stored, xp))
-
-
-def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
-    matrix = problem.matrix
-    z = probe_of(matrix.array, xp)
-    image = problem.multiply(z, shifted=False, xp=xp)
-    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    safe = SymmetricMatrix(
-        guarded(finite, matrix.array, 1.0, xp=xp), matrix.full_storage
-    )
-    w, Q = eigh(safe, xp=xp)
-    w = problem.factor[..., None] * w
-    residual = eigen_residual(w, Q, z, image, xp=xp)
-    zeros = xp.zeros_like(w)
-    clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
-    computed = roundoff_of(w.dtype, xp=xp)
-    error = eigenvalue_errors(w, Q, stored=problem.roundoff, computed=computed, xp=xp)
-    w, error = settled_eigenvalues(w, error, _known_rank(problem, xp), xp=xp)
-    _, fallback = untouched(residual, xp)
-    status = first_flag(
-        (finite, Status.MATRIX_NOT_FINITE),
-        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
-        none=fallback,
-        xp=xp,
-    )
-    if not known_true(finite, xp=xp):
-        w = xp.where(finite[..., None], w, xp.full_like(w, xp.nan))
-        Q = xp.where(finite[..., None, None], Q, xp.full_like(Q, xp.nan))
-    return Eigendecomposition(w, Q, error, status, residual, clipped, fallback)
-
-
-def _known_rank(problem: DampedMatrix, xp: Namespace) -> Array:
-    """Return a bound of B's rank, by its rows and by the zeros on its diagonal."""
-    diagonal = problem.matrix.diagonal()
-    nonzero = xp.sum(xp.astype(diagonal != 0, diagonal.dtype), axis=-1)
-    if problem.rank is None:
-        return nonzero
-    return xp.where(problem.rank < nonzero, problem.rank, nonzero)
-
-
-def _is_stored_well(
-    problem: DampedMatrix, smallest: Callable[[], Array], xp: Namespace
-) -> Array | None:
-    """Return whether the roundoff of storing B moves no eigenvalue of M by much.
-
-    Parameters
-    ----------
-    problem : DampedMatrix
-        Matrix M.
-    smallest : callable
-        Returns an estimate of M's smallest eigenvalue, shape (...).
-    xp : namespace
-        Array API namespace of the arrays.
-
-    Returns
-    -------
-    array of bool, shape (...), or None
-        None for an exact matrix, and where the host knows that the shift is large enough.
-    """
-    if not problem.roundoff:
-        return None
-    noise = problem.roundoff * problem.factor * problem.matrix.trace()
-    enough = noise <= ERROR_LIMIT * problem.shift
-    if known_true(enough, xp=xp):
-        return None
-    return enough | (noise <= ERROR_LIMIT * smallest())
-
-
-def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
-    """Estimate the smallest eigenvalue of M by the power method for its inverse."""
-    largest = xp.zeros_like(inverse.array[..., 0, 0])
-    for _ in range(4):
-        image = multiply_symmetric(inverse, z, xp=xp)
-        top = xp.max(xp.abs(image), axis=(-2, -1), keepdims=True)
-        z = image / xp.where(top > 0, top, xp.ones_like(top))
-        largest = top[..., 0, 0]
-    return 1.0 / largest
-
-
-def _lower(problem: DampedMatrix, valid: Array | None, xp: Namespace) -> Array:
-    """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
-    matrix, shift = problem.matrix, problem.shift
-    if valid is not None:
-        # Minus the identity has no factor either, and unlike NaN it does no harm.
-        safe = guarded(valid, matrix.array, -1.0, xp=xp)
-        matrix = SymmetricMatrix(safe, matrix.full_storage)
-        shift = xp.where(valid, shift, xp.zeros_like(shift))
-    return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
-
-
-def _nan_unless(good: Array, array: Array, xp: Namespace) -> Array:
-    """Return matrices, with NaN throughout in the place of those that are not good."""
-    return xp.where(good[..., None, None], array, xp.full_like(array, xp.nan))
-
-
-def _judged(
-    conditions: Conditions,
-    positive: Array,
-    residual: Array,
-    stored: Array | None,
-    xp: Namespace,
-) -> tuple[Array, Array, Array, Array]:
-    """Return the status, the residual, the clipped mass and the fallback of an attempt."""
-    clipped, fallback = untouched(residual, xp)
-    accurate = as_number(residual) <= RESIDUAL_LIMIT
-    if stored is not None:
-        accurate = accurate & stored
-    status = first_flag(
-        *conditions,
-        (positive, Status.NOT_POSITIVE),
-        (accurate, Status.INACCURATE),
-        none=fallback,
-        xp=xp,
-    )
-    return status, residual, clipped, fallback
-
-
-def _clipped_cholesky(
-    problem: DampedMatrix, made: CholeskyFactor, name: str, xp: Namespace
-) -> CholeskyFactor:
-    """Return the factor of M with A clipped, or raise."""
-    basis, damped, _, residual, fallback = _clipped(problem, name, xp)
-    # M = B^T B with B = diag(sqrt) Q^T, and B = Q' R gives L = R^T.
-    Q = basis.eigenvectors
-    R = xp.linalg.qr(xp.sqrt(damped)[..., :, None] * xp.matrix_transpose(Q)).R
-    ones = xp.ones_like(damped)
-    signs = xp.where(xp.linalg.diagonal(R) < 0, -ones, ones)
-    lower = xp.matrix_transpose(R * signs[..., :, None])
-    status = xp.zeros_like(fallback)
-    factor = CholeskyFactor(lower, status, residual, basis.clipped, fallback)
-    error = float(xp.max(factor.rounding_error()))
-    if not error <= RESIDUAL_LIMIT:
-        raise FactorizationError(
-            f"with damping {float(xp.max(problem.shift)):.1e} the Cholesky factor of a "
-            f"{problem.size} x {problem.size} matrix is too ill-conditioned to solve with "
-            f"(relative error {error:.0e}, limit {RESIDUAL_LIMIT}). Increase `damping`, or "
-            "take products by the inverse or the eigenbasis.",
-            factor=name,
-        )
-    return factor
-
-
-def _clipped_inverse(
-    problem: DampedMatrix, made: Inverse, name: str, xp: Namespace
-) -> Inverse:
-    """Return the inverse of M with A clipped, or raise."""
-    basis, _, X, residual, fallback = _clipped(problem, name, xp)
-    return Inverse(X, xp.zeros_like(fallback), residual, basis.clipped, fallback)
-
-
-def _clipped(
-    problem: DampedMatrix, name: str, xp: Namespace
-) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
-    """Return A's eigendecomposition, M's eigenvalues and inverse, its residual, fallback.
-
-    Or raise, where M is not positive definite even so.
-    """
-    basis = _attempt_eigen(problem, xp)
-    zeros = xp.zeros_like(basis.eigenvalues)
-    w = xp.where(basis.eigenvalues < 0, zeros, basis.eigenvalues)
-    basis, damped = replaced(basis, eigenvalues=w), w + problem.shift[..., None]
-    Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
-    X = from_eigenbasis(Q, 1.0 / unit, xp)
-    z = probe_of(problem.matrix.array, xp)
-    image = multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
-    # Of a matrix whose condition number is beyond roundoff no product with the inverse
-    # is close to z; with orthogonal eigenvectors the inverse is as accurate as they are.
-    backward = backward_residual(X, z, image, damped, xp=xp)
-    residual = xp.where(backward > basis.residual, backward, basis.residual)
-    smallest, worst = float(xp.min(damped)), float(xp.max(residual))
-    if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
-        raise FactorizationError(
-            f"a {problem.size} x {problem.size} matrix is not positive definite even after "
-            f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "
-            f"to zero: with damping {float(xp.max(problem.shift)):.1e} its eigenvalues run "
-            f"from {smallest:.1e} to {float(xp.max(damped)):.1e} and the inverse has "
-            f"residual {worst:.1e} (limit {RESIDUAL_LIMIT}). Increase `damping`.",
-            factor=name,
-        )
-    spectrum, one = Spectrum(w, basis.error), xp.ones_like(problem.shift)
-    undetermined([spectrum], scale=one, damping=problem.shift, check="raise", name=name)
-    fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
-    return basis, damped, X, residual, fallback
-
-
-def _no_eigendecomposition(
-    problem: DampedMatrix, made: Eigendecomposition, name: str, xp: Namespace
-) -> Eigendecomposition:
-    raise FactorizationError(
-        f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "
-        f"{float(xp.max(made.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
-        "there is here. Look at the statistics for entries of wildly different size.",
-        factor=name,
-    )
+    if isinstance(matrix, SymmetricMatrix):
+        xp = own_namespace(matrix.array)
+        matrix = ScaledMatrix(matrix, full_of(xp, 1.0, matrix.array))
+    B, narrowed = matrix.matrix, None
+    xp = own_namespace(B.array)
+    if apply_dtype is not None and apply_dtype != B.array.dtype:
+        narrowed = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
+    # NumPy makes scalars of its own of 0-d arrays.
+    shift = full_of(xp, shift, B.array)
+    # As it was stored.
+    roundoff = max(matrix.roundoff, roundoff_of(B.array.dtype, xp=xp))
+    damped = FactorizationProblem(B, matrix.factor, shift, roundoff, matrix.rank)
+    made = DampedMatrix(damped, narrowed)
+    if not factorizations:
+        return made
+    return made.prepared(*factorizations, check=check, name=name)

@@ -24,27 +24,27 @@ from kfac_core.linalg.certificate import (
     probe,
     relative_norm,
 )
+from kfac_core.linalg.damped import DampedMatrix, Reporting, damped_matrix
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import side_by_side
-from kfac_core.linalg.shifted import Reporting, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
-__all__ = ["ShiftedRankOne"]
+__all__ = ["DampedRankOne"]
 
 
 @structure(static=("repeats", "tail"))
-class ShiftedRankOne:
+class DampedRankOne:
     """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``, with ``u = [1_K (x) mu, 1]``.
 
-    It has the products of `ShiftedMatrix`.
+    It has the products of `DampedMatrix`.
 
     Attributes
     ----------
-    block : ShiftedMatrix
+    block : DampedMatrix
         ``Sigma + d I``, of size c.
     mean : array, shape (c,)
         Mean ``mu``.
-    whole : ShiftedMatrix or None
+    whole : DampedMatrix or None
         The dense matrix, where a product needs it.
     repeats : int
         Number of repetitions ``K``.
@@ -52,9 +52,9 @@ class ShiftedRankOne:
         0, or 1 for the homogeneous coordinate.
     """
 
-    block: ShiftedMatrix
+    block: DampedMatrix
     mean: Array
-    whole: ShiftedMatrix | None
+    whole: DampedMatrix | None
     repeats: int
     tail: int
 
@@ -94,8 +94,8 @@ class ShiftedRankOne:
         *factorizations: Factorization,
         check: Check = "raise",
         name: str = "matrix",
-    ) -> ShiftedRankOne:
-        """Return the same with factorizations made; as `ShiftedMatrix.prepared`."""
+    ) -> DampedRankOne:
+        """Return the same with factorizations made; as `DampedMatrix.prepared`."""
         made, options = self, Reporting(check=check, name=name)
         if "inverse" in factorizations:
             made = replaced(made, block=self.block.prepared("inverse", **options))
@@ -107,11 +107,11 @@ class ShiftedRankOne:
             made = replaced(made, whole=whole)
         return made
 
-    def wide(self) -> ShiftedRankOne:
+    def wide(self) -> DampedRankOne:
         """Return the same in the computing dtype, without factorizations."""
         return replaced(self, block=self.block.wide(), whole=None)
 
-    def in_wide_basis(self, *, name: str) -> ShiftedRankOne:
+    def in_wide_basis(self, *, name: str) -> DampedRankOne:
         """Return the same with its eigendecomposition computed in float64, or raise."""
         return replaced(self, whole=self._dense_matrix().in_wide_basis(name=name))
 
@@ -254,7 +254,7 @@ class ShiftedRankOne:
             return body
         return self._xp().concat([body, self._xp().ones_like(body[:1, :])], axis=0)
 
-    def _checked(self, *, check: Check, name: str) -> ShiftedRankOne:
+    def _checked(self, *, check: Check, name: str) -> DampedRankOne:
         """Return the same with the dense inverse if that by the mean is inaccurate."""
         xp = self._xp()
         z = probe(self.size, dtype=self.dtype, device=device_of(self.mean), xp=xp)
@@ -271,13 +271,13 @@ class ShiftedRankOne:
         options = Reporting(check=check, name=name)
         return replaced(self, whole=self._dense_matrix().prepared("inverse", **options))
 
-    def _dense_matrix(self) -> ShiftedMatrix:
+    def _dense_matrix(self) -> DampedMatrix:
         if self.whole is not None:
             return self.whole
         undamped = SymmetricMatrix(self.dense(shifted=False), full_storage=True)
         one = self._xp().ones_like(self.shift)
-        stored = self.block.damped.roundoff
-        return shifted_matrix(ScaledMatrix(undamped, one, stored), self.shift)
+        stored = self.block.problem.roundoff
+        return damped_matrix(ScaledMatrix(undamped, one, stored), self.shift)
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.mean)

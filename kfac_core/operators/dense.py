@@ -9,9 +9,8 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
+from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix
 from kfac_core.linalg.factorizations import Factorization
-from kfac_core.linalg.factorized import FactorizedMatrix
-from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.operators.operator import CurvatureOperator, products_without
 from kfac_core.operators.spectral import SpectralOperator
 
@@ -27,13 +26,13 @@ class DenseOperator(CurvatureOperator):
 
     Attributes
     ----------
-    block : ShiftedMatrix or FactorizedMatrix
+    block : DampedMatrix or FactorizedMatrix
         ``F + lam I``, of as many rows as the vector has numbers.
     matrix_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     """
 
-    block: ShiftedMatrix | FactorizedMatrix
+    block: DampedMatrix | FactorizedMatrix
     matrix_shape: tuple[int, int]
 
     @property

@@ -27,12 +27,11 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.constraints import require_check, require_one_of
 from kfac_core.damping import DampingRule, factored_shifts, require_damping
 from kfac_core.errors import ConventionError, ShapeError
-from kfac_core.factors.factor import Shifted
+from kfac_core.factors.factor import Damped
+from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix, damped_matrix
+from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
 from kfac_core.linalg.factorizations import Factorization, Solving
-from kfac_core.linalg.factorized import FactorizedMatrix
 from kfac_core.linalg.groups import dense_of_groups
-from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
 from kfac_core.operators.operator import CurvatureOperator, log_sum, products_without
 from kfac_core.operators.parts import Bases, eigenbasis_of
@@ -61,7 +60,7 @@ class FactoredKronecker(CurvatureOperator):
 
     Attributes
     ----------
-    input, output : ShiftedMatrix, FactorizedMatrix, ShiftedDiagonal or ShiftedRankOne
+    input, output : DampedMatrix, FactorizedMatrix, DampedDiagonal or DampedRankOne
         ``A + a I`` and ``G + b I``.
     scale : array, 0-d or one a group
         Scale ``S``.
@@ -83,8 +82,8 @@ class FactoredKronecker(CurvatureOperator):
     True
     """
 
-    input: Shifted
-    output: Shifted
+    input: Damped
+    output: Damped
     scale: Array
 
     @property
@@ -131,13 +130,13 @@ class FactoredKronecker(CurvatureOperator):
         """Return the operator with another method of solving with its full factors."""
         sides: dict[str, Any] = {"input": self.input, "output": self.output}
         for side, part in sides.items():
-            if isinstance(part, ShiftedMatrix | FactorizedMatrix):
+            if isinstance(part, DampedMatrix | FactorizedMatrix):
                 sides[side] = replaced(part, solving=solving)
         return replaced(self, **sides)
 
     def at_rows(self, indices: Array, /) -> CurvatureOperator:
         """Return the operator on the rows of some ids, of a diagonal input factor."""
-        if not isinstance(self.input, ShiftedDiagonal):
+        if not isinstance(self.input, DampedDiagonal):
             return super().at_rows(indices)
         return replaced(self, input=self.input.at(indices))
 
@@ -406,12 +405,12 @@ def kronecker_operator(
         shifts = dict(zip(values, found, strict=True))
     parts: dict[str, Any] = {}
     for side, value in values.items():
-        make: Any = shifted_matrix if value.array.ndim == 2 else shifted_diagonal
+        make: Any = damped_matrix if value.array.ndim == 2 else damped_diagonal
         what = value if value.array.ndim == 2 else value.array
         parts[side] = make(what, shifts[side], check=check, name=f"{name}/{side}")
     if input is None:
         one = xp.ones((1,), dtype=dtype, device=device_of(S))
-        parts["input"] = shifted_diagonal(one, 0.0)
+        parts["input"] = damped_diagonal(one, 0.0)
     undamped = FactoredKronecker(parts["input"], parts["output"], S)
     if not exact:
         made = undamped.solved_by(solving)

@@ -18,9 +18,9 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.certificate import positive_eigenvalues
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.kronecker import kronecker_dense
-from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.operators.operator import (
     EVERY_PRODUCT,
     CurvatureOperator,
@@ -53,7 +53,7 @@ class ManyKronecker(CurvatureOperator):
 
     Attributes
     ----------
-    factors : dict of str to ShiftedMatrix
+    factors : dict of str to DampedMatrix
         ``F_i + s_i I`` by the names ``"axis0"``, ``"axis1"``, ...; the s_i are zero
         where the damping is exact.
     scale, damping : array, 0-d
@@ -67,7 +67,7 @@ class ManyKronecker(CurvatureOperator):
         ``check="status"``, reported on in the flags.
     """
 
-    factors: dict[str, ShiftedMatrix]
+    factors: dict[str, DampedMatrix]
     scale: Array
     damping: Array
     flags: Array
@@ -267,7 +267,7 @@ class ManyKronecker(CurvatureOperator):
         return made
 
     def _along(
-        self, v: Array, function: Callable[[ShiftedMatrix, Array], Array], xp: Namespace
+        self, v: Array, function: Callable[[DampedMatrix, Array], Array], xp: Namespace
     ) -> Array:
         """Apply a function of each factor along its own axis, of one vector or many."""
         first = v.ndim - len(self.factors)

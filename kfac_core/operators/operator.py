@@ -43,10 +43,9 @@ from kfac_core.errors import (
     UnsupportedError,
 )
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
+from kfac_core.linalg.damped import GONE, FactorizedMatrix, real_exponent
 from kfac_core.linalg.factorizations import Factorization, Solving
-from kfac_core.linalg.factorized import GONE, FactorizedMatrix
 from kfac_core.linalg.groups import join_groups, split_groups
-from kfac_core.linalg.shifted import real_exponent
 from kfac_core.operators.linear_map import LinearMap
 
 __all__ = [

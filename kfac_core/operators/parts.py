@@ -15,7 +15,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype
 from kfac_core.errors import FactorizationError
-from kfac_core.factors.factor import Shifted
+from kfac_core.factors.factor import Damped
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
     Spectrum,
@@ -23,9 +23,9 @@ from kfac_core.linalg.certificate import (
     relative_norm,
     undetermined,
 )
+from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
-from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.linalg.rank_one import DampedRankOne
 
 __all__ = [
     "Bases",
@@ -68,7 +68,7 @@ Bases = Mapping[str, Eigendecomposition | None]
 
 
 def accurate_bases(
-    parts: Mapping[str, Shifted],
+    parts: Mapping[str, Damped],
     bases: Bases,
     /,
     *,
@@ -86,7 +86,7 @@ def accurate_bases(
 
     Parameters
     ----------
-    parts : mapping of str to ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+    parts : mapping of str to DampedMatrix, DampedDiagonal or DampedRankOne
         Factors.
     bases : mapping of str to Eigendecomposition or None
         Their eigendecompositions.
@@ -193,12 +193,12 @@ def applied_in(
     return narrow
 
 
-def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:
+def eigenbasis_of(part: Damped, /) -> Eigendecomposition | None:
     """Return the eigendecomposition of a factor; None for a diagonal, which needs none.
 
     Parameters
     ----------
-    part : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+    part : DampedMatrix, DampedDiagonal or DampedRankOne
         With its eigenbasis prepared.
 
     Returns
@@ -206,8 +206,8 @@ def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:
     Eigendecomposition or None
         Eigendecomposition of the factor without its shift.
     """
-    if isinstance(part, ShiftedDiagonal):
+    if isinstance(part, DampedDiagonal):
         return None
-    matrix = part.whole if isinstance(part, ShiftedRankOne) else part
+    matrix = part.whole if isinstance(part, DampedRankOne) else part
     assert matrix is not None
     return matrix.basis

@@ -33,10 +33,10 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import NotReadyError, UnsupportedError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.series_chain import Root, WeightedRoots, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
-from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.operator import CurvatureOperator, raise_for
@@ -60,7 +60,7 @@ class SeriesOperator(CurvatureOperator):
 
     Attributes
     ----------
-    input, output : ShiftedMatrix
+    input, output : DampedMatrix
         ``A_0 + a I`` and ``G_0 + b I``.
     lagged_input, lagged_output : array, shapes (n, n) and (m, m)
         A_1 and G_1, not symmetrized.
@@ -70,7 +70,7 @@ class SeriesOperator(CurvatureOperator):
         The shares of the lengths; None for the infinite variant.
     chain : WeightedRoots or InfiniteChain
         F, damped.
-    dense : ShiftedMatrix or None
+    dense : DampedMatrix or None
         F as one matrix, if a factorization of it was requested.
     fallback : array of int32, 0-d
         `kfac_core.linalg.fallback.Fallback` that was used: in which precision the chain was
@@ -82,14 +82,14 @@ class SeriesOperator(CurvatureOperator):
     Recurrent Neural Networks", ICLR.
     """
 
-    input: ShiftedMatrix
-    output: ShiftedMatrix
+    input: DampedMatrix
+    output: DampedMatrix
     lagged_input: Array
     lagged_output: Array
     scale: Array
     shares: Array | None
     chain: WeightedRoots | InfiniteChain
-    dense: ShiftedMatrix | None
+    dense: DampedMatrix | None
     fallback: Array
 
     @property
@@ -244,7 +244,7 @@ class SeriesOperator(CurvatureOperator):
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), full_storage=True)
         zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
-        return DenseOperator(shifted_matrix(matrix, zero), self.vector_shape)
+        return DenseOperator(damped_matrix(matrix, zero), self.vector_shape)
 
     def _factored(self) -> DenseOperator:
         """Return F as an operator with its Cholesky factor, made now if that can raise."""
@@ -267,7 +267,7 @@ class SeriesOperator(CurvatureOperator):
         return self.input.size * self.output.size
 
 
-def _pseudo_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
+def _pseudo_root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
     """Return a root of the matrix without its shift, which may be singular."""
     w, Q = factor.eigenvalues(shifted=False), factor.eigenvectors()
     roundoff = 10.0 * factor.size * roundoff_of(w.dtype, xp=xp)

@@ -41,12 +41,12 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.linalg.certificate import positive_eigenvalues, probe
+from kfac_core.linalg.damped import DampedMatrix, require_readable
+from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.products import multiply_matrices
-from kfac_core.linalg.shifted import ShiftedMatrix, require_readable
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator, log_sum, raise_for
 from kfac_core.operators.parts import accurate_bases
 
@@ -315,7 +315,7 @@ class SpectralOperator(CurvatureOperator):
         """Return the factors with their bases; the bases or the diagonal without them."""
         if self._is_diagonal():
             flat = self.namespace.reshape(self._values(), (-1,))
-            diagonal = ShiftedDiagonal(
+            diagonal = DampedDiagonal(
                 flat, self._one_damping(), self.flags, self.definite
             )
             return {"block": diagonal}
@@ -324,7 +324,7 @@ class SpectralOperator(CurvatureOperator):
             return {side: basis for side, basis in bases.items() if basis is not None}
         return {
             side: replaced(part, basis=bases[side])
-            if isinstance(part, ShiftedMatrix)
+            if isinstance(part, DampedMatrix)
             else part
             for side, part in self.factors.parts().items()
         }

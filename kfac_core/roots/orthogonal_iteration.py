@@ -38,7 +38,7 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.constraints import COUNT, require_check, require_kind, require_range
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
-from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
+from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.fallback import first_flag, guarded, raise_invalid
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import symmetric_argument
@@ -119,7 +119,7 @@ def ordered_basis(
     matrix : SymmetricMatrix, or array of shape (..., n, n)
         Matrix A; not modified.
     check : {"raise", "status"}
-        See `kfac_core.linalg.damped.eigendecomposition`.
+        See `kfac_core.linalg.factorize.eigendecomposition`.
     name : str
         Name of the matrix in error messages.
 
@@ -142,7 +142,7 @@ def ordered_basis(
     require_check(check)
     A, xp = symmetric_argument(matrix, name)
     one = full_of(xp, 1.0, A.array)
-    problem = DampedMatrix(A, one, xp.zeros_like(one))
+    problem = FactorizationProblem(A, one, xp.zeros_like(one))
     basis = eigendecomposition(problem, check=check, name=name)
     Q = basis.eigenvectors
     w, off_diagonal = _quotients(Q, multiply_symmetric(A, Q, xp=xp), xp)

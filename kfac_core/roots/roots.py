@@ -26,13 +26,13 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.constraints import COUNT, require_check, require_range
 from kfac_core.errors import ConventionError, FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe_of, relative_norm
-from kfac_core.linalg.damped import (
-    DampedMatrix,
+from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.factorize import (
+    FactorizationProblem,
     eigendecomposition,
     from_eigenbasis,
     problem_flags,
 )
-from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import damping_array, symmetric_argument
@@ -142,21 +142,21 @@ def inverse_root(
         A.array.shape[:-2], dtype=shift.dtype, device=device_of(shift)
     )
 
-    def attempt(problem: DampedMatrix, xp: Namespace) -> InverseRoot:
+    def attempt(problem: FactorizationProblem, xp: Namespace) -> InverseRoot:
         basis = eigendecomposition(problem, check="status", name=name)
         return _root(problem, basis, degree, xp)
 
     def last(
-        problem: DampedMatrix, made: InverseRoot, name: str, xp: Namespace
+        problem: FactorizationProblem, made: InverseRoot, name: str, xp: Namespace
     ) -> InverseRoot:
         return _clipped_root(problem, degree, name, xp)
 
-    problem = DampedMatrix(A, xp.ones_like(shift), shift)
+    problem = FactorizationProblem(A, xp.ones_like(shift), shift)
     return with_fallbacks(attempt, problem, last, check=check, name=name, xp=xp)
 
 
 def root_residual(
-    problem: DampedMatrix,
+    problem: FactorizationProblem,
     root: SymmetricMatrix,
     z: Array,
     /,
@@ -168,7 +168,7 @@ def root_residual(
 
     Parameters
     ----------
-    problem : DampedMatrix
+    problem : FactorizationProblem
         Matrix M.
     root : SymmetricMatrix
         Root X.
@@ -191,7 +191,7 @@ def root_residual(
 
 
 def _root(
-    problem: DampedMatrix,
+    problem: FactorizationProblem,
     basis: Eigendecomposition,
     degree: int,
     xp: Namespace,
@@ -222,7 +222,7 @@ def _root(
 
 
 def _clipped_root(
-    problem: DampedMatrix, degree: int, name: str, xp: Namespace
+    problem: FactorizationProblem, degree: int, name: str, xp: Namespace
 ) -> InverseRoot:
     """Return the root with A clipped, checked against the clipped matrix, or raise."""
     found = eigendecomposition(problem, check="status", name=name)
@@ -231,7 +231,7 @@ def _clipped_root(
     basis = replaced(found, eigenvalues=w)
     A = from_eigenbasis(basis.eigenvectors, w, xp)
     damped = basis.eigenvalues + problem.shift[..., None]
-    clipped = DampedMatrix(A, xp.ones_like(problem.factor), problem.shift)
+    clipped = FactorizationProblem(A, xp.ones_like(problem.factor), problem.shift)
     made = _root(clipped, basis, degree, xp)
     if bool(xp.any(made.status != 0)):
         raise FactorizationError(

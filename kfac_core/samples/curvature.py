@@ -31,7 +31,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
-from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.jacobian import Jacobian, Parameters
@@ -53,7 +53,7 @@ class SampleCurvature:
     ----------
     jacobian : Jacobian
         Rows of the layers.
-    kernel : ShiftedMatrix
+    kernel : DampedMatrix
         ``K + N lam I`` and its Cholesky factor.
     damping : array, 0-d
         The damping lam, in the dtype of K.
@@ -81,7 +81,7 @@ class SampleCurvature:
     """
 
     jacobian: Jacobian
-    kernel: ShiftedMatrix
+    kernel: DampedMatrix
     damping: Array
     centered: bool = False
 
@@ -353,7 +353,7 @@ def damped_kernel(
     lam = full_of(xp, damping, K.array)
     if centered:
         K = _centered_kernel(K, J, xp)
-    kernel = shifted_matrix(K, lam * J.examples)
+    kernel = damped_matrix(K, lam * J.examples)
     kernel = replaced(kernel, solving="triangular")
     kernel = kernel.prepared("cholesky", check=check, name="K")
     return SampleCurvature(J, kernel, lam, centered)

@@ -10,9 +10,9 @@ from kfac_core.errors import (
     NotFiniteError,
     NotReadyError,
 )
-from kfac_core.linalg import shifted
-from kfac_core.linalg.shifted import shifted_matrix
-from kfac_core.linalg.shifted_diagonal import shifted_diagonal
+from kfac_core.linalg import damped
+from kfac_core.linalg.damped import damped_matrix
+from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import reference
@@ -25,7 +25,7 @@ EXPONENTS = [-1.0, -0.5, -0.25, 0.5, 2.0]
 def full(backend, dtype, A, shift, factorizations=ALL, check="raise", **options):
     """Make ``A + shift I``, of which the upper triangle holds garbage."""
     garbage = np.triu(np.full_like(A, 3.0), 1)
-    return shifted_matrix(
+    return damped_matrix(
         SymmetricMatrix(
             backend.asarray(np.tril(A) + garbage, dtype), full_storage=False
         ),
@@ -39,7 +39,7 @@ def full(backend, dtype, A, shift, factorizations=ALL, check="raise", **options)
 
 def diagonal(backend, dtype, A, shift, factorizations=ALL, check="raise", **options):
     """Make ``diag(a) + shift I`` from the diagonal of A."""
-    return shifted_diagonal(
+    return damped_diagonal(
         backend.asarray(np.diag(A), dtype),
         shift,
         factorizations=factorizations,
@@ -273,7 +273,7 @@ def test_what_is_missing_is_made_where_values_can_be_read(backend, dtype, rng):
 def test_nothing_is_made_while_a_program_is_traced(backend, rng, monkeypatch, product):
     """A product whose factorization was not asked for is an error that says which."""
     M = full(backend, "float64", reference.spd(rng, 4), 0.1, ())
-    monkeypatch.setattr(shifted, "is_readable", lambda x, *, xp: False)
+    monkeypatch.setattr(damped, "is_readable", lambda x, *, xp: False)
     arguments, options = {
         "power": ((0.5,), {}),
         "solve": ((), {}),
@@ -292,11 +292,11 @@ def test_stacks_are_damped_one_by_one(backend, dtype, rng, make):
     options = {"factorizations": ALL, "check": "raise", "name": "fc1/input"}
     if make is full:
         whole = SymmetricMatrix(backend.asarray(A, dtype), full_storage=True)
-        M = shifted_matrix(whole, shift, **options)
+        M = damped_matrix(whole, shift, **options)
         dense = A + shifts[:, None, None] * np.eye(4)
     else:
         entries = np.einsum("kii->ki", A)
-        M = shifted_diagonal(backend.asarray(entries, dtype), shift, **options)
+        M = damped_diagonal(backend.asarray(entries, dtype), shift, **options)
         dense = entries[:, :, None] * np.eye(4) + shifts[:, None, None] * np.eye(4)
     V = backend.asarray(v, dtype)
 

@@ -1,7 +1,7 @@
-"""``M = diag(a) + shift I``: what `kfac_core.linalg.shifted` is, for a diagonal matrix.
+"""``M = diag(a) + shift I``: what `kfac_core.linalg.damped` is, for a diagonal matrix.
 
 Conventions as there.  The basis is the coordinate basis, so the eigenvalues that go
-with `ShiftedDiagonal.to_basis` stand in the order of the diagonal; nothing has to be
+with `DampedDiagonal.to_basis` stand in the order of the diagonal; nothing has to be
 prepared, and every product costs ``n k``.
 """
 
@@ -26,11 +26,11 @@ from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.fallback import raise_invalid
 
-__all__ = ["ShiftedDiagonal", "shifted_diagonal"]
+__all__ = ["DampedDiagonal", "damped_diagonal"]
 
 
 @structure(static=("definite",))
-class ShiftedDiagonal:
+class DampedDiagonal:
     """A diagonal matrix plus a multiple of the identity.
 
     Attributes
@@ -82,10 +82,10 @@ class ShiftedDiagonal:
         *factorizations: Factorization,
         check: Check = "raise",
         name: str = "matrix",
-    ) -> ShiftedDiagonal:
+    ) -> DampedDiagonal:
         """Return the same, with M known to be definite where that is needed.
 
-        As `ShiftedMatrix.prepared`.
+        As `DampedMatrix.prepared`.
         """
         if self.definite or not {"inverse", "cholesky"} & set(factorizations):
             return self
@@ -95,16 +95,16 @@ class ShiftedDiagonal:
             _raise_for(Status(int(flags)), name)
         return replaced(self, flags=flags, definite=True)
 
-    def at(self, indices: Array, /) -> ShiftedDiagonal:
+    def at(self, indices: Array, /) -> DampedDiagonal:
         """Return the same for some of the coordinates, in the order of the indices."""
         entries = self._xp().take(self.entries, indices, axis=-1)
         return replaced(self, entries=entries)
 
-    def wide(self) -> ShiftedDiagonal:
+    def wide(self) -> DampedDiagonal:
         """Return itself; nothing is computed in another dtype than it is kept in."""
         return self
 
-    def in_wide_basis(self, *, name: str) -> ShiftedDiagonal:
+    def in_wide_basis(self, *, name: str) -> DampedDiagonal:
         """Return itself; its eigenvalues are exact."""
         return self
 
@@ -184,7 +184,7 @@ class ShiftedDiagonal:
         return own_namespace(self.entries)
 
 
-def shifted_diagonal(
+def damped_diagonal(
     entries: Array,
     shift: Scalar,
     /,
@@ -193,7 +193,7 @@ def shifted_diagonal(
     check: Check = "raise",
     name: str = "matrix",
     apply_dtype: Any = None,
-) -> ShiftedDiagonal:
+) -> DampedDiagonal:
     """Make ``diag(a) + shift I``, refusing what cannot be inverted.
 
     Parameters
@@ -203,7 +203,7 @@ def shifted_diagonal(
     shift : float or array, shape (...)
         Finite and >= 0.
     factorizations : tuple of str
-        As for `kfac_core.linalg.shifted.shifted_matrix`: with ``"inverse"`` or
+        As for `kfac_core.linalg.damped.damped_matrix`: with ``"inverse"`` or
         ``"cholesky"`` among them M must be definite.
     check : {"raise", "status"}
         Whether failures raise, or are reported in the status.
@@ -214,7 +214,7 @@ def shifted_diagonal(
 
     Returns
     -------
-    ShiftedDiagonal
+    DampedDiagonal
         An immutable snapshot.
 
     Raises
@@ -239,7 +239,7 @@ def shifted_diagonal(
         clipped = xp.where(flags == 0, clipped, xp.full_like(clipped, xp.nan))
     if apply_dtype is not None:
         clipped, shift = cast(xp, clipped, apply_dtype), cast(xp, shift, apply_dtype)
-    made = ShiftedDiagonal(clipped, shift, flags, definite=False)
+    made = DampedDiagonal(clipped, shift, flags, definite=False)
     return made.prepared(*factorizations, check=check, name=name)
 
 

@@ -1,0 +1,503 @@
+"""Factorizing ``M = c B + shift I``, with B symmetric positive semidefinite up to rounding.
+
+Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
+average is ever made: factorizations multiply by c in the pass that adds the shift, products
+afterwards.  Each factorization is one formula that reads no value, and is tried by
+`kfac_core.linalg.fallback.with_fallbacks`; one residual, of what is applied afterwards,
+decides whether it is accepted.  ``M z`` for the residual's vector z is finite only where
+all of M is, and is the one guard before LAPACK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import known_finite, known_true
+from kfac_core.array.namespaces import (
+    as_number,
+    own_namespace,
+    roundoff_of,
+)
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import replaced, structure, without_scalars
+from kfac_core.errors import FactorizationError
+from kfac_core.linalg.certificate import (
+    ERROR_LIMIT,
+    RESIDUAL_LIMIT,
+    Spectrum,
+    backward_residual,
+    cholesky_residual,
+    eigen_residual,
+    eigenvalue_errors,
+    inverse_residual,
+    pivot_error,
+    probe_of,
+    settled_eigenvalues,
+    undetermined,
+)
+from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
+from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
+from kfac_core.linalg.fallback import (
+    Fallback,
+    fallback_of,
+    first_flag,
+    guarded,
+    untouched,
+    with_fallbacks,
+)
+from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices, multiply_symmetric
+
+__all__ = [
+    "FactorizationProblem",
+    "cholesky_factor",
+    "damped_inverse",
+    "eigendecomposition",
+    "from_eigenbasis",
+    "problem_flags",
+]
+
+
+@structure(static=("roundoff",))
+class FactorizationProblem:
+    """The matrix ``M = c B + shift I``, or a stack of them.
+
+    Attributes
+    ----------
+    matrix : SymmetricMatrix
+        B; not modified.
+    factor : array, shape () or (...)
+        Factor c, positive.
+    shift : array, shape () or (...)
+        Finite and >= 0.
+    roundoff : float
+        Distance from 1 to the next number of the dtype that B was stored in; 0 for a
+        matrix that is exact.
+    rank : array, shape () or (...), or None
+        At most so many eigenvalues of B are not zero; None where that is not known.
+    """
+
+    matrix: SymmetricMatrix
+    factor: Array
+    shift: Array
+    roundoff: float = 0.0
+    rank: Array | None = None
+
+    @property
+    def size(self) -> int:
+        """The number n of rows."""
+        return self.matrix.size
+
+    def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
+        """Return ``M v``, or ``c B v``."""
+        product = multiply_symmetric(self.matrix, v, xp=xp)
+        product = for_matrices(self.factor) * product
+        return product + for_matrices(self.shift) * v if shifted else product
+
+
+Conditions = tuple[tuple[Array, Status], ...]
+"""Conditions, each with the flag to set if it fails."""
+
+
+def cholesky_factor(
+    problem: FactorizationProblem, /, *, check: Check, name: str
+) -> CholeskyFactor:
+    """Factorize M by Cholesky.
+
+    Parameters
+    ----------
+    problem : FactorizationProblem
+        Matrix M.
+    check : {"raise", "status"}
+        Whether to use the fallback chain and raise, or to report.
+    name : str
+        Name of the matrix in error messages.
+
+    Returns
+    -------
+    CholeskyFactor
+        Result in the dtype of M; NaN throughout where it failed.
+
+    Raises
+    ------
+    NotFiniteError, DampingError
+        If M holds NaN or infinity, or the shift is invalid (``check="raise"``).
+    FactorizationError
+        If nothing in the chain holds (``check="raise"``).
+
+    Notes
+    -----
+    ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
+    """
+    xp = own_namespace(problem.matrix.array)
+    options: Any = {"check": check, "name": name, "xp": xp}
+    factor: CholeskyFactor = with_fallbacks(
+        _attempt_cholesky, problem, _clipped_cholesky, **options
+    )
+    return factor
+
+
+def damped_inverse(
+    problem: FactorizationProblem,
+    factor: CholeskyFactor | None = None,
+    /,
+    *,
+    check: Check,
+    name: str,
+) -> Inverse:
+    """Invert M by its Cholesky factor.
+
+    Parameters
+    ----------
+    problem, check, name
+        As for `cholesky_factor`, as the errors are.
+    factor : CholeskyFactor, optional
+        What `cholesky_factor` just made of M with the same `check`, where it is kept.
+        Without one, a factor is made whose memory becomes the inverse's.
+
+    Returns
+    -------
+    Inverse
+        Result in the dtype of M; NaN throughout where M is not positive definite.
+
+    Notes
+    -----
+    ``n^3`` flops.
+    """
+    xp, lower = own_namespace(problem.matrix.array), None
+    if factor is not None and (check == "status" or not fallback_of(factor)):
+        lower = factor.lower
+    made = _attempt_inverse(problem, xp, lower)
+    options: Any = {"check": check, "name": name, "made": made, "xp": xp}
+    inverse: Inverse = with_fallbacks(
+        _attempt_inverse, problem, _clipped_inverse, **options
+    )
+    return inverse
+
+
+def eigendecomposition(
+    problem: FactorizationProblem, /, *, check: Check, name: str, wide: bool = False
+) -> Eigendecomposition:
+    """Return the eigendecomposition of ``c B``; the shift is not read.
+
+    Parameters, errors and conventions are those of `cholesky_factor`, with a fallback to
+    float64 alone.  What becomes of eigenvalues below roundoff is said by
+    `kfac_core.linalg.certificate.settled_eigenvalues`.
+
+    Parameters
+    ----------
+    wide : bool
+        Whether to begin with float64, with ``check="raise"``.
+
+    Returns
+    -------
+    Eigendecomposition
+        Result in the dtype of B; NaN throughout where B is not finite.
+
+    Notes
+    -----
+    About ``9 n^3`` flops.  In float32 the small eigenvalues carry an absolute error of
+    about ``1e-7 |A|``, so that a damped inverse from them is 10 to 60 times less
+    accurate than one by Cholesky.
+    """
+    xp = own_namespace(problem.matrix.array)
+    options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
+    basis: Eigendecomposition = with_fallbacks(
+        _attempt_eigen, problem, _no_eigendecomposition, **options
+    )
+    # Blocks that share a factor keep the same basis.
+    return without_scalars(basis)
+
+
+def problem_flags(
+    problem: FactorizationProblem, finite: Array, xp: Namespace, /
+) -> Conditions:
+    """Return what makes a problem valid, for `kfac_core.linalg.fallback.first_flag`.
+
+    Parameters
+    ----------
+    problem : FactorizationProblem
+        Matrix M.
+    finite : array of bool, shape (...)
+        Whether ``M z`` is finite.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    tuple
+        Conditions, each with the flag where it does not hold.
+    """
+    shift = problem.shift
+    return (
+        ((shift >= 0) & xp.isfinite(shift), Status.BAD_DAMPING),
+        (finite, Status.MATRIX_NOT_FINITE),
+    )
+
+
+def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> SymmetricMatrix:
+    """Return ``Q diag(w) Q^T``."""
+    product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
+    return SymmetricMatrix(
+        0.5 * (product + xp.matrix_transpose(product)), full_storage=True
+    )
+
+
+def _validity(
+    problem: FactorizationProblem, image: Array, xp: Namespace
+) -> tuple[Conditions, Array | None]:
+    """Return what makes a problem valid, and whether it is.
+
+    Nothing and None where the host knows that all of a stack is valid.
+    """
+    shift = as_number(problem.shift)
+    # The image of an infinite shift is not finite.
+    if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
+        return (), None
+    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
+    return problem_flags(problem, finite, xp), finite & (shift >= 0)
+
+
+def _attempt_cholesky(problem: FactorizationProblem, xp: Namespace) -> CholeskyFactor:
+    z = probe_of(problem.matrix.array, xp)
+    image = problem.multiply(z, xp=xp)
+    conditions, valid = _validity(problem, image, xp)
+    lower = _lower(problem, valid, xp)
+    residual = cholesky_residual(lower, z, image, xp=xp)
+    # L L^T is always close to M.  Solving with L is not, where M is ill-conditioned.
+    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
+    solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
+    residual = xp.where(residual > solving, residual, solving)
+    positive = lower[..., -1, -1] > 0
+
+    def smallest() -> Array:
+        # A pivot is at least the smallest eigenvalue.
+        pivots = xp.linalg.diagonal(lower)
+        return xp.min(pivots * pivots, axis=-1)
+
+    stored = _is_stored_well(problem, smallest, xp)
+    if not known_true(positive, xp=xp):
+        # Above the diagonal, too, there is then nothing that passes for a factor.
+        lower = _nan_unless(positive, lower, xp)
+    return CholeskyFactor(lower, *_judged(conditions, positive, residual, stored, xp))
+
+
+def _attempt_inverse(
+    problem: FactorizationProblem, xp: Namespace, lower: Array | None = None
+) -> Inverse:
+    """Return the inverse and its flags; a factor that is given is not written to."""
+    z = probe_of(problem.matrix.array, xp)
+    image = problem.multiply(z, xp=xp)
+    conditions, valid = _validity(problem, image, xp)
+    own = lower is None
+    if lower is None:
+        lower = _lower(problem, valid, xp)
+    # A factor that failed is NaN there; this one is overwritten below.
+    positive = as_number(lower[..., -1, -1]) > 0
+    X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
+    if not known_true(positive, xp=xp):
+        # Not every BLAS makes NaN of NaN.
+        X = replaced(X, array=_nan_unless(positive, X.array, xp))
+    residual = inverse_residual(X, z, image, xp=xp)
+
+    def smallest() -> Array:
+        return _smallest_eigenvalue(X, z, xp)
+
+    stored = _is_stored_well(problem, smallest, xp)
+    return Inverse(X, *_judged(conditions, positive, residual, stored, xp))
+
+
+def _attempt_eigen(problem: FactorizationProblem, xp: Namespace) -> Eigendecomposition:
+    matrix = problem.matrix
+    z = probe_of(matrix.array, xp)
+    image = problem.multiply(z, shifted=False, xp=xp)
+    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
+    safe = SymmetricMatrix(
+        guarded(finite, matrix.array, 1.0, xp=xp), matrix.full_storage
+    )
+    w, Q = eigh(safe, xp=xp)
+    w = problem.factor[..., None] * w
+    residual = eigen_residual(w, Q, z, image, xp=xp)
+    zeros = xp.zeros_like(w)
+    clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
+    computed = roundoff_of(w.dtype, xp=xp)
+    error = eigenvalue_errors(w, Q, stored=problem.roundoff, computed=computed, xp=xp)
+    w, error = settled_eigenvalues(w, error, _known_rank(problem, xp), xp=xp)
+    _, fallback = untouched(residual, xp)
+    status = first_flag(
+        (finite, Status.MATRIX_NOT_FINITE),
+        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        none=fallback,
+        xp=xp,
+    )
+    if not known_true(finite, xp=xp):
+        w = xp.where(finite[..., None], w, xp.full_like(w, xp.nan))
+        Q = xp.where(finite[..., None, None], Q, xp.full_like(Q, xp.nan))
+    return Eigendecomposition(w, Q, error, status, residual, clipped, fallback)
+
+
+def _known_rank(problem: FactorizationProblem, xp: Namespace) -> Array:
+    """Return a bound of B's rank, by its rows and by the zeros on its diagonal."""
+    diagonal = problem.matrix.diagonal()
+    nonzero = xp.sum(xp.astype(diagonal != 0, diagonal.dtype), axis=-1)
+    if problem.rank is None:
+        return nonzero
+    return xp.where(problem.rank < nonzero, problem.rank, nonzero)
+
+
+def _is_stored_well(
+    problem: FactorizationProblem, smallest: Callable[[], Array], xp: Namespace
+) -> Array | None:
+    """Return whether the roundoff of storing B moves no eigenvalue of M by much.
+
+    Parameters
+    ----------
+    problem : FactorizationProblem
+        Matrix M.
+    smallest : callable
+        Returns an estimate of M's smallest eigenvalue, shape (...).
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array of bool, shape (...), or None
+        None for an exact matrix, and where the host knows that the shift is large enough.
+    """
+    if not problem.roundoff:
+        return None
+    noise = problem.roundoff * problem.factor * problem.matrix.trace()
+    enough = noise <= ERROR_LIMIT * problem.shift
+    if known_true(enough, xp=xp):
+        return None
+    return enough | (noise <= ERROR_LIMIT * smallest())
+
+
+def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
+    """Estimate the smallest eigenvalue of M by the power method for its inverse."""
+    largest = xp.zeros_like(inverse.array[..., 0, 0])
+    for _ in range(4):
+        image = multiply_symmetric(inverse, z, xp=xp)
+        top = xp.max(xp.abs(image), axis=(-2, -1), keepdims=True)
+        z = image / xp.where(top > 0, top, xp.ones_like(top))
+        largest = top[..., 0, 0]
+    return 1.0 / largest
+
+
+def _lower(problem: FactorizationProblem, valid: Array | None, xp: Namespace) -> Array:
+    """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
+    matrix, shift = problem.matrix, problem.shift
+    if valid is not None:
+        # Minus the identity has no factor either, and unlike NaN it does no harm.
+        safe = guarded(valid, matrix.array, -1.0, xp=xp)
+        matrix = SymmetricMatrix(safe, matrix.full_storage)
+        shift = xp.where(valid, shift, xp.zeros_like(shift))
+    return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
+
+
+def _nan_unless(good: Array, array: Array, xp: Namespace) -> Array:
+    """Return matrices, with NaN throughout in the place of those that are not good."""
+    return xp.where(good[..., None, None], array, xp.full_like(array, xp.nan))
+
+
+def _judged(
+    conditions: Conditions,
+    positive: Array,
+    residual: Array,
+    stored: Array | None,
+    xp: Namespace,
+) -> tuple[Array, Array, Array, Array]:
+    """Return the status, the residual, the clipped mass and the fallback of an attempt."""
+    clipped, fallback = untouched(residual, xp)
+    accurate = as_number(residual) <= RESIDUAL_LIMIT
+    if stored is not None:
+        accurate = accurate & stored
+    status = first_flag(
+        *conditions,
+        (positive, Status.NOT_POSITIVE),
+        (accurate, Status.INACCURATE),
+        none=fallback,
+        xp=xp,
+    )
+    return status, residual, clipped, fallback
+
+
+def _clipped_cholesky(
+    problem: FactorizationProblem, made: CholeskyFactor, name: str, xp: Namespace
+) -> CholeskyFactor:
+    """Return the factor of M with A clipped, or raise."""
+    basis, damped, _, residual, fallback = _clipped(problem, name, xp)
+    # M = B^T B with B = diag(sqrt) Q^T, and B = Q' R gives L = R^T.
+    Q = basis.eigenvectors
+    R = xp.linalg.qr(xp.sqrt(damped)[..., :, None] * xp.matrix_transpose(Q)).R
+    ones = xp.ones_like(damped)
+    signs = xp.where(xp.linalg.diagonal(R) < 0, -ones, ones)
+    lower = xp.matrix_transpose(R * signs[..., :, None])
+    status = xp.zeros_like(fallback)
+    factor = CholeskyFactor(lower, status, residual, basis.clipped, fallback)
+    error = float(xp.max(factor.rounding_error()))
+    if not error <= RESIDUAL_LIMIT:
+        raise FactorizationError(
+            f"with damping {float(xp.max(problem.shift)):.1e} the Cholesky factor of a "
+            f"{problem.size} x {problem.size} matrix is too ill-conditioned to solve with "
+            f"(relative error {error:.0e}, limit {RESIDUAL_LIMIT}). Increase `damping`, or "
+            "take products by the inverse or the eigenbasis.",
+            factor=name,
+        )
+    return factor
+
+
+def _clipped_inverse(
+    problem: FactorizationProblem, made: Inverse, name: str, xp: Namespace
+) -> Inverse:
+    """Return the inverse of M with A clipped, or raise."""
+    basis, _, X, residual, fallback = _clipped(problem, name, xp)
+    return Inverse(X, xp.zeros_like(fallback), residual, basis.clipped, fallback)
+
+
+def _clipped(
+    problem: FactorizationProblem, name: str, xp: Namespace
+) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
+    """Return A's eigendecomposition, M's eigenvalues and inverse, its residual, fallback.
+
+    Or raise, where M is not positive definite even so.
+    """
+    basis = _attempt_eigen(problem, xp)
+    zeros = xp.zeros_like(basis.eigenvalues)
+    w = xp.where(basis.eigenvalues < 0, zeros, basis.eigenvalues)
+    basis, damped = replaced(basis, eigenvalues=w), w + problem.shift[..., None]
+    Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
+    X = from_eigenbasis(Q, 1.0 / unit, xp)
+    z = probe_of(problem.matrix.array, xp)
+    image = multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
+    # Of a matrix whose condition number is beyond roundoff no product with the inverse
+    # is close to z; with orthogonal eigenvectors the inverse is as accurate as they are.
+    backward = backward_residual(X, z, image, damped, xp=xp)
+    residual = xp.where(backward > basis.residual, backward, basis.residual)
+    smallest, worst = float(xp.min(damped)), float(xp.max(residual))
+    if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
+        raise FactorizationError(
+            f"a {problem.size} x {problem.size} matrix is not positive definite even after "
+            f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "
+            f"to zero: with damping {float(xp.max(problem.shift)):.1e} its eigenvalues run "
+            f"from {smallest:.1e} to {float(xp.max(damped)):.1e} and the inverse has "
+            f"residual {worst:.1e} (limit {RESIDUAL_LIMIT}). Increase `damping`.",
+            factor=name,
+        )
+    spectrum, one = Spectrum(w, basis.error), xp.ones_like(problem.shift)
+    undetermined([spectrum], scale=one, damping=problem.shift, check="raise", name=name)
+    fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
+    return basis, damped, X, residual, fallback
+
+
+def _no_eigendecomposition(
+    problem: FactorizationProblem, made: Eigendecomposition, name: str, xp: Namespace
+) -> Eigendecomposition:
+    raise FactorizationError(
+        f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "
+        f"{float(xp.max(made.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
+        "there is here. Look at the statistics for entries of wildly different size.",
+        factor=name,
+    )
