@@ -541,8 +541,15 @@ def test_options_are_checked():
         {"likelihood": "softmax"},
         {"refresh_every": 0},
         {"kl_clip": -1.0},
+        {"samples": 0},
+        {"positions": "both"},
+        {"learning_rate": -1.0},
+        {"momentum": 2.0},
+        {"weight_decay": float("nan")},
+        {"decayed": 3},
+        {"layers": 3},
     ):
-        with pytest.raises(kc.ConventionError, match=next(iter(wrong))):
+        with pytest.raises(kc.KFACError, match=next(iter(wrong))):
             KFAC(dense_parameters(), **SETTINGS | wrong)
     optimizer = KFAC(dense_parameters(), **SETTINGS)
     with pytest.raises(kc.ConventionError, match="likelihood"):

@@ -275,6 +275,11 @@ def test_options_that_cannot_be_are_named_at_once():
         ({"skip_layers": ["three"]}, "skip_layers.*three"),
         ({"approximations": {"convolution": kc.Diagonal()}}, "approximations"),
         ({"approximations": {"dense": "diagonal"}}, "approximations"),
+        ({"approximations": 3}, "approximations"),
+        ({"skip_layers": 3}, "skip_layers"),
+        ({"samples": 0}, "samples"),
+        ({"positions": "both"}, "positions"),
+        ({"overlap": "yes"}, "overlap"),
     ):
         with pytest.raises(kc.KFACError, match=name):
             KFAC(model, **options)

@@ -1,6 +1,7 @@
 """Building blocks for the integration of frameworks."""
 
 from kfac_core.integration.coverage import coverage_table
+from kfac_core.integration.estimation import require_estimation
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import (
     LayerCall,
@@ -39,6 +40,7 @@ __all__ = [
     "framework_conv",
     "interval_at",
     "quadratic_step",
+    "require_estimation",
     "require_positive",
     "row_loss",
     "usual_approximation",

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -152,8 +152,21 @@ class KFAC:
         decayed: Callable[[str, str], bool] | None = None,
         **options: Any,
     ) -> None:
-        modes = get_args(kc.losses.EstimationMode)
-        kc.constraints.require_one_of("fisher", fisher, modes)
+        kc.integration.require_estimation(
+            fisher=fisher, samples=samples, positions=positions
+        )
+        constraints = kc.constraints
+        constraints.require_options(
+            locals(),
+            reduction=constraints.one_of("mean", "sum"),
+            learning_rate=constraints.either(
+                constraints.POSITIVE_SCALAR, constraints.FUNCTION
+            ),
+            momentum=constraints.DECAY,
+            weight_decay=constraints.NOT_NEGATIVE,
+            layers=constraints.optional(constraints.instance_of(Mapping)),
+            decayed=constraints.optional(constraints.FUNCTION),
+        )
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
         self._mapping = parameters
         _refuse_shared(self.parameters)
@@ -171,10 +184,6 @@ class KFAC:
                 raise type(error)(f"Layer {name!r}: {error}") from None
             _refuse_read_only(name, arrays)
             blocks[name] = layer
-        if reduction not in ("mean", "sum"):
-            raise kc.ConventionError(
-                f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
-            )
         kc.integration.interval_at("update_every", update_every, 0)
         kc.integration.interval_at("refresh_every", refresh_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)

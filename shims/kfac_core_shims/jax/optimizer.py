@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -216,8 +216,7 @@ class Optimizer:
         axis_name: Any = None,
         **options: Any,
     ) -> None:
-        modes = get_args(kc.losses.EstimationMode)
-        kc.constraints.require_one_of("fisher", fisher, modes)
+        kc.integration.require_estimation(fisher=fisher)
         kc.integration.interval_at("update_every", update_every, 0)
         for name, schedule in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
             if not callable(schedule):

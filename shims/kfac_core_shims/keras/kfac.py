@@ -11,7 +11,7 @@ the outputs; a layer that saw N examples has its g multiplied by ``sqrt(N / R)``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import keras
 from keras import ops
@@ -120,8 +120,7 @@ class KFAC(kc.integration.NaturalGradient):
                 f"KERAS_BACKEND={keras.backend.backend()!r} has no K-FAC; choose one of "
                 f"{BACKENDS}."
             )
-        modes = get_args(kc.losses.EstimationMode)
-        kc.constraints.require_one_of("fisher", fisher, modes)
+        kc.integration.require_estimation(fisher=fisher)
         sources = kc.losses.source_reduction_of(fisher)
         self.model, self.likelihood = model, likelihood
         self._find_sites()

@@ -177,6 +177,17 @@ class KFAC(Curvature):
     ) -> None:
         options.require_made(model)
         options.require_known(estimator_options, inspect.signature(KFAC).parameters)
+        kc.integration.require_estimation(
+            fisher=fisher, samples=samples, positions=positions
+        )
+        constraints = kc.constraints
+        constraints.require_options(
+            locals(),
+            approximations=constraints.optional(constraints.instance_of(Mapping)),
+            skip_layers=constraints.NAMES,
+            keep=constraints.FLAG,
+            overlap=constraints.FLAG,
+        )
         options.require_sensible(
             fisher, grad_scaler, overlap=overlap, keep=keep, output=output
         )

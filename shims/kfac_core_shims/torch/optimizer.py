@@ -159,8 +159,15 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"KFACOptimizer has no option `{name}`: the quadratic model decides "
                     "how long a step is. Leave it out, or use KFAC beside an optimizer."
                 )
-        for name, value in (("lr", float(lr)), ("weight_decay", weight_decay)):
-            kc.constraints.require_range(name, value, kc.constraints.NOT_NEGATIVE)
+        constraints = kc.constraints
+        constraints.require_options(
+            locals(),
+            lr=constraints.NOT_NEGATIVE_SCALAR,
+            weight_decay=constraints.NOT_NEGATIVE,
+            min_damping=constraints.NOT_NEGATIVE,
+            max_damping=constraints.LIMIT_SCALAR,
+        )
+        constraints.require_range("lr", float(lr), constraints.NOT_NEGATIVE)
         _require_within("damping", damping, min_damping, max_damping)
         self.rule = kc.integration.DampingRule(
             adapt_every, adapt_factor, min_damping, max_damping
