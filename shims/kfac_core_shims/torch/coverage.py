@@ -27,6 +27,12 @@ LARGEST_FACTOR = 8192
 """A dense layer's side with more features than this has a diagonal factor by default."""
 
 
+_REPLACED = (
+    "it was replaced after KFAC was made, as by a new module or by "
+    "load_state_dict(assign=True); make KFAC again, and the optimizer"
+)
+
+
 class Coverage:
     """Why parameters have no block, and why passes were not seen.
 
@@ -39,8 +45,8 @@ class Coverage:
     reasons : mapping of str to str
         Why parameters without a block have none, by the parameters' names.
     watches : bool
-        Whether the model's parameters stay where they are; those that are divided among
-        processes are replaced in each forward pass.
+        Whether the model's parameters stay where they are, as those that are divided among
+        processes do not.
 
     Attributes
     ----------
@@ -68,7 +74,7 @@ class Coverage:
         self.replaced: set[str] = set()
         self._notes: dict[str, None] = {}
         self._preconditioned = len(sites)
-        self._places = self._where_parameters_are() if watches else []
+        self._watches = watches
 
     @property
     def notes(self) -> list[str]:
@@ -94,16 +100,15 @@ class Coverage:
 
     def find_replaced(self) -> None:
         """Find the blocks of parameters that the model no longer has, or not there."""
-        if all(mapping.get(key) is x for mapping, key, x in self._places):
+        if not self._watches:
             return
         now = dict(self._model.named_parameters())
         live = {id(p) for p in now.values()}
         for name, site in self._sites.items():
-            in_place = site.is_in(site.module)
-            if not in_place or not all(id(p) in live for p in site.trained):
+            in_model = all(id(p) in live for p in site.trained)
+            if not (in_model and site.is_in(site.module)):
                 self.replaced.add(name)
-        known = self._ids(self._sites)
-        moved = self._ids(self.replaced)
+        known, moved = self._ids(self._sites), self._ids(self.replaced)
         for name, p in now.items():
             if id(p) in moved:
                 self._reasons[name] = (
@@ -111,11 +116,7 @@ class Coverage:
                     "pruning or tying; make KFAC again"
                 )
             elif id(p) not in known and name in self._trained_at_first:
-                self._reasons[name] = (
-                    "it was replaced after KFAC was made, as by a new module or by "
-                    "load_state_dict(assign=True); make KFAC again, and the optimizer"
-                )
-        self._places = [(m, key, x) for m, key, x in self._places if m.get(key) is x]
+                self._reasons.setdefault(name, _REPLACED)
 
     def warn_of_others(
         self, blocks: Collection[str], /, *, refreshed: bool, steps: int = 1
@@ -201,21 +202,6 @@ class Coverage:
 
     def _ids(self, blocks: Iterable[str]) -> set[int]:
         return {id(p) for name in blocks for p in self._sites[name].trained}
-
-    def _where_parameters_are(self) -> list[tuple[Any, str, Any]]:
-        """Return where the model holds the blocks' parameters: mapping, key, and what."""
-        places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-        ids = self._ids(self._sites)
-        for name, p in self._model.named_parameters():
-            if id(p) not in ids:
-                continue
-            module, (*path, last) = self._model, name.split(".")
-            for key in path:
-                inner = getattr(module, key)
-                places[id(module), key] = module._modules, key, inner
-                module = inner
-            places[id(module), last] = module._parameters, last, p
-        return list(places.values())
 
 
 def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:

@@ -211,7 +211,7 @@ class Gradients:
                 "optimizer.step(), which has then used plain gradients. Call kfac.step() "
                 "right after loss.backward(), and optimizer.step() after it."
             )
-        held = {
+        current = {
             id(p.grad)
             for name, site in self._sites.items()
             if name not in self._replaced
@@ -219,7 +219,7 @@ class Gradients:
         }
         written = [(grad(), version) for grad, version in self._written]
         if written and all(
-            g is not None and id(g) in held and g._version == version
+            g is not None and id(g) in current and g._version == version
             for g, version in written
         ):
             raise kc.NotReadyError(
