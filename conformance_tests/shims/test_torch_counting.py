@@ -23,6 +23,8 @@ from torch.nn import functional as fn  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import KFAC  # noqa: E402
 
+from ..builders.torch_rows import assert_factors, dense  # noqa: E402
+
 EACH_STEP = {"kl_clip": None, "update_every": 1, "refresh_every": 1}
 IGNORED = -100
 SUM = {"reduction": "sum"}
@@ -58,38 +60,6 @@ class Checkpointed(Network):
         return torch.utils.checkpoint.checkpoint(
             super().forward, x, use_reentrant=False
         )
-
-
-# The oracle.
-
-
-def root_of_hessian(z):
-    """Return B with ``B B^T`` the Hessian of one row's cross-entropy."""
-    p = torch.softmax(z.detach(), 0)
-    values, vectors = torch.linalg.eigh(torch.diag(p) - torch.outer(p, p))
-    return vectors * values.clamp(min=0).sqrt()
-
-
-def oracle(model, x, y, fisher, weight=None):
-    """Return A and G of both layers, from the gradients of each row."""
-    weight = torch.ones(len(x)) if weight is None else weight
-    weight = weight / weight.sum()
-    a = model[0](x)
-    h = torch.tanh(a)
-    z = model[2](h)
-    G = [0.0, 0.0]
-    for n, row in enumerate(z):
-        columns = root_of_hessian(row).T
-        if fisher == "empirical":
-            columns = (torch.softmax(row, 0) - fn.one_hot(y[n], 4)).detach()[None]
-        for column in columns:
-            gs = torch.autograd.grad(row, (a, z), column, retain_graph=True)
-            G = [m + weight[n] * g.T @ g for m, g in zip(G, gs, strict=True)]
-    found = {}
-    for name, rows, m in zip("02", (x, h), G, strict=True):
-        ones = torch.cat([rows.detach(), torch.ones(len(rows), 1)], 1)
-        found[name] = ones.T @ ones / len(rows), m
-    return found
 
 
 # Programs.
@@ -433,14 +403,12 @@ def test_a_program_has_the_factors_of_its_rows(name, fisher):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         weight = program.loop(model, kfac, x, y)
-    expected = oracle(model, x, y, fisher, weight)
+    labels = y if fisher == "empirical" else None
+    expected = dense(model, x, weight, labels)
     kfac.step()
 
     assert kfac.steps == 1
-    for block, (A, G) in expected.items():
-        found_A, found_G, scale = kfac.factors(block)
-        torch.testing.assert_close(found_A, A, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(scale * found_G, G, rtol=1e-8, atol=1e-10)
+    assert_factors(kfac, expected, rtol=1e-8)
 
 
 def test_a_temperature_that_is_said_is_that_of_the_outputs():
@@ -452,7 +420,7 @@ def test_a_temperature_that_is_said_is_that_of_the_outputs():
     with torch.no_grad():
         for p in twin[2].parameters():
             p.div_(2)
-    expected = oracle(twin, x, y, "exact")
+    expected = dense(twin, x)
     kfac.step()
     _, G, scale = kfac.factors("0")
     torch.testing.assert_close(scale * G, expected["0"][1])

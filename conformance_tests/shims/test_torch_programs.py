@@ -19,6 +19,13 @@ from torch.nn import functional as fn  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
 
+from ..builders.torch_rows import (  # noqa: E402
+    assert_factors,
+    by_hand,
+    dense,
+    root_of_hessian,
+)
+
 EACH_STEP = {"kl_clip": None, "update_every": 1, "refresh_every": 1}
 EXACT = {"fisher": "exact", **EACH_STEP}
 NEWEST = {"decay": 1e-9, **EXACT}
@@ -38,49 +45,6 @@ def network():
 
 def batch(n=8):
     return torch.randn(n, 5), torch.randint(0, 4, (n,))
-
-
-def root_of_hessian(z):
-    p = torch.softmax(z.detach(), 0)
-    values, vectors = torch.linalg.eigh(torch.diag(p) - torch.outer(p, p))
-    return vectors * values.clamp(min=0).sqrt()
-
-
-def by_hand(calls, z, weight=None):
-    """Return A and G of a linear layer with a bias, from the rows of its calls.
-
-    `calls` are pairs of inputs and outputs; `z` are the outputs (N, P) of the network.
-    """
-    x = torch.cat([x.reshape(-1, x.shape[-1]) for x, _ in calls]).double()
-    x = torch.cat([x, torch.ones(len(x), 1)], 1)
-    weight = torch.ones(len(z)) if weight is None else weight
-    G = 0.0
-    for n, row in enumerate(z):
-        for column in root_of_hessian(row.double()).T:
-            ys = [y for _, y in calls]
-            found = torch.autograd.grad(row, ys, column.to(z.dtype), retain_graph=True)
-            for g in found:
-                g = g.reshape(-1, g.shape[-1]).double()
-                G = G + weight[n] * g.T @ g
-    return x.T @ x / len(x), G / weight.sum()
-
-
-def dense(model, x, weight=None):
-    """Return A and G of both linear layers of `network`, and those alone."""
-    y = model[0](x)
-    h = torch.tanh(y)
-    z = model[2](h)
-    found = by_hand([(x, y)], z, weight), by_hand([(h, z)], z, weight)
-    return dict(zip("02", found, strict=True))
-
-
-def assert_factors(kfac, expected, rtol=1e-10):
-    for name, (A, G) in expected.items():
-        found_A, found_G, scale = kfac.factors(name)
-        torch.testing.assert_close(found_A.double(), A.detach(), rtol=rtol, atol=1e-10)
-        torch.testing.assert_close(
-            (scale * found_G).double(), G.detach(), rtol=rtol, atol=1e-10
-        )
 
 
 # Memory that is written to.
@@ -415,20 +379,6 @@ def test_gradients_that_are_added_to_the_last_direction_are_refused(kind):
 # Gradients that are read, and not trained by.
 
 
-def empirical_factors(model, x, y):
-    """Return A and G of both linear layers of `network`, with the rows of its own loss."""
-    made = model[0](x)
-    h = torch.tanh(made)
-    z = model[2](h)
-    loss = fn.cross_entropy(z, y, reduction="sum")
-    pairs = zip("02", (x, h), torch.autograd.grad(loss, [made, z]), strict=True)
-    found = {}
-    for name, rows, g in pairs:
-        rows = torch.cat([rows.detach(), torch.ones(len(rows), 1)], 1)
-        found[name] = rows.T @ rows / len(x), g.T @ g / len(x)
-    return found
-
-
 def logged(loss, model, *, retain_graph=True):
     return torch.autograd.grad(loss, [*model.parameters()], retain_graph=retain_graph)
 
@@ -465,7 +415,7 @@ def test_hooks_can_tell_what_is_drawn_from_what_the_loss_sent(fisher):
     model, (x, y) = network(), batch()
     bound, seen = 0.01, []
     expected = (
-        empirical_factors(model, x, y) if fisher == "empirical" else dense(model, x)
+        dense(model, x, labels=y) if fisher == "empirical" else dense(model, x)
     )["0"]
     kfac = KFAC(model, **{**EXACT, "fisher": fisher})
 
@@ -847,7 +797,7 @@ def test_a_data_set_is_all_its_passes_though_gradients_are_cleared():
     """Each pass of the generator is a part of the batch."""
     model, (x, y) = network(), batch()
     kfac = KFAC(model, **{**EXACT, "fisher": "empirical"})
-    expected = empirical_factors(model, x, y)
+    expected = dense(model, x, labels=y)
 
     def passes():
         for rows in (slice(0, 4), slice(4, 8)):

@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import KFAC  # noqa: E402
 
+from ..builders.torch_rows import root_of_hessian  # noqa: E402
+
 EXACT = {
     "likelihood": "categorical",
     "fisher": "exact",
@@ -64,17 +66,9 @@ class Attention(torch.nn.Module):
         return self.head(h)
 
 
-def roots_of_the_hessian(z):
-    """Return B with ``B B^T`` the Hessian of a row's cross-entropy, (rows, P, P)."""
-    p = torch.softmax(z, -1).reshape(-1, z.shape[-1])
-    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    w, Q = torch.linalg.eigh(H)
-    return Q * w.clamp(min=0).sqrt()[:, None, :]
-
-
 def output_gradients(outputs, z):
     """Return the gradients at a layer's outputs, one for each token and column of z."""
-    B = roots_of_the_hessian(z)
+    B = torch.stack([root_of_hessian(row) for row in z.reshape(-1, z.shape[-1])])
     rows, P = B.shape[:2]
     T = rows // len(z)
     found = []
