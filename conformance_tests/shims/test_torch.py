@@ -409,27 +409,6 @@ def test_autocast_gives_nearly_the_same_direction():
     assert torch.linalg.norm(low - full) < 0.05 * torch.linalg.norm(full)
 
 
-@pytest.mark.parametrize(
-    ("compiler", "fisher"), [("aot_eager", "exact"), ("eager", "empirical")]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_gives_the_same_step(compiler, fisher):
-    """Hooks run between compiled parts; these backends need no C compiler."""
-    torch._dynamo.reset()
-    model = Network().double()
-    other = copy.deepcopy(model)
-    x, y = doubles(9, 4), torch.randint(0, 3, (9,))
-    options = {"likelihood": Categorical(), "fisher": fisher}
-    compiled = torch.compile(other, backend=compiler)
-    kfac = attached(compiled, **options)
-
-    _, expected = step(model, attached(model, **options), x, y, fn.cross_entropy)
-    _, after = step(compiled, kfac, x, y, fn.cross_entropy)
-
-    for name, found in after.items():
-        close(found, expected[name.removeprefix("_orig_mod.")])
-
-
 def test_layers_that_work_in_place_make_no_difference():
     """An in-place ReLU overwrites the output that the hook saw."""
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))

@@ -166,6 +166,15 @@ def single_rows(model, kfac, x, y):
     return factors
 
 
+def weights_by_hand(model, kfac, x, y):
+    weight = torch.rand(8) + 0.1
+    z = model(x)
+    kfac.observe(z, weight=weight)
+    each = fn.cross_entropy(z, y, reduction="none")
+    ((weight * each).sum() / weight.sum()).backward()
+    return weight
+
+
 def loss_in_two_backward_passes(model, kfac, x, y):
     for rows in HALVES:
         loss = fn.cross_entropy(model(x[rows]), y[rows], reduction="sum") / 8
@@ -358,6 +367,7 @@ PROGRAMS = {
     "ignored labels": Program(ignored),
     "class weights": Program(class_weights, fishers=EXACT),
     "row weights": Program(row_weights, fishers=EXACT),
+    "weights by hand": Program(weights_by_hand, BY_HAND, fishers=EXACT),
     "unequal means": Program(unequal_means),
     "factors of sums": Program(factors_of_sums, SUM),
     "row weights, sum": Program(summed_row_weights, SUM, fishers=EXACT),
@@ -424,6 +434,47 @@ def test_a_temperature_that_is_said_is_that_of_the_outputs():
     kfac.step()
     _, G, scale = kfac.factors("0")
     torch.testing.assert_close(scale * G, expected["0"][1])
+
+
+@dataclass
+class Answer:
+    """What models of other libraries return."""
+
+    logits: Any
+    hidden: Any = None
+
+
+@dataclass(slots=True)
+class Slots:
+    """Outputs in a class without a dictionary."""
+
+    outputs: Any
+
+
+PICKED = {
+    "attribute": (Answer, lambda found: found.logits, "auto"),
+    "key": (lambda z: {"logits": z, "hidden": 2 * z}, lambda f: f["logits"], "auto"),
+    "said key": (lambda z: {"a": z, "logits": 1}, lambda f: f["a"], "a"),
+    "place": (lambda z: (z.mean(), z), lambda f: f[1], 1),
+    "function": (lambda z: z.T, lambda f: f.T, lambda z: z.T),
+    "dicts": (lambda z: {"a": {"b": z}}, lambda f: f["a"]["b"], ...),
+    "tuples": (lambda z: ((None, z), 0), lambda f: f[0][1], ...),
+    "lists": (lambda z: [Slots([z])], lambda f: f[0].outputs[0], ...),
+    "slots": (Slots, lambda f: f.outputs, ...),
+}
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("name", PICKED)
+def test_outputs_are_picked_out_of_what_a_model_returns(name, fisher):
+    """By name, place or function, and found at any depth."""
+    pack, unpack, output = PICKED[name]
+    model, x, y = Network(pack), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    options = {"output": unpack if output is ... else output, **CATEGORICAL}
+    kfac = KFAC(model, fisher=fisher, **EACH_STEP, **options)
+    fn.cross_entropy(unpack(model(x)), y).backward()
+    kfac.step()
+    assert_factors(kfac, dense(model, x, labels=y if fisher == "empirical" else None))
 
 
 # Programs that end with an error.
@@ -578,6 +629,19 @@ REFUSED = {
         {},
         CONVENTION,
         "Say which `likelihood`",
+    ),
+    "no weights": (
+        validation_by_hand,
+        {"likelihood": nn.CrossEntropyLoss(weight=torch.ones(4))},
+        CONVENTION,
+        r"weight=loss.weight\[labels\]",
+    ),
+    "weights by hand, empirical": (weights_by_hand, LATE, UNSUPPORTED, "squared"),
+    "weights of another shape": (
+        lambda m, k, x, y: k.observe(m(x), weight=torch.ones(3)),
+        BY_HAND,
+        kc.ShapeError,
+        "weight",
     ),
     "no clip's rate": (averaged, {"kl_clip": 1e-3}, CONVENTION, "lr=optimizer"),
 }
