@@ -141,6 +141,19 @@ def test_a_module_that_returns_its_residual(name):
     torch_zoo.run(torch_zoo.Program(model=model, loop=two_lines))
 
 
+def test_a_loss_of_derivatives_of_observed_outputs_is_named():
+    """The outputs that the hook sees are u, whose curvature is not that of the residual."""
+    model, x = network(), torch.randn(6, 2, requires_grad=True)
+    kfac = torch_zoo.attached(model)
+    u = model(x)
+    with pytest.warns(UserWarning, match=r"observe\(residuals\)"):
+        (u + laplacian(u, x)).square().mean().backward()
+    kfac.discard()
+    derivative(model(x), x).square().mean().backward()
+    with pytest.raises(kc.NotReadyError, match=r"observe\(residual\)"):
+        kfac.step()
+
+
 def test_empirical_gradients_of_a_residual():
     """The loss's own backward pass comes to all uses."""
     model, x = network(), torch.randn(6, 2, requires_grad=True)

@@ -220,7 +220,8 @@ class _Walk:
                 if below in seen:
                     continue
                 seen.add(below)
-                if _is_leaf(type(below)):
+                kind: Any = type(below)
+                if _is_leaf(kind):
                     self._sources[id(below.variable)].append((below, 0))
                 else:
                     todo.append(below)

@@ -238,7 +238,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"{tuple(p.shape)} is none of its parameters."
                 )
 
-    def step(self, closure: Callable[[], Any]) -> Any:
+    def step(self, closure: Callable[[], Any] | None) -> Any:
         """Compute the loss by `closure`, and change the parameters.
 
         Parameters
@@ -368,7 +368,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "Expected `state_dict` to be what `state_dict` returned, got a "
                 f"{type(state_dict).__name__}."
             )
-        groups = state_dict.get("param_groups")
+        groups: Any = state_dict.get("param_groups")
         first = dict(groups[0]) if groups else {}
         damping, curvature = (first.pop(key, None) for key in ("damping", "curvature"))
         if damping is None or curvature is None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from warnings import warn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -155,6 +156,7 @@ class Pass:
         self.handle: Any = None
         self.observation: Observation | None = None
         self.task = -1
+        self.has_derivatives = False
 
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
@@ -162,9 +164,12 @@ class Pass:
         if recorder is None or is_drawn_through(recorder.model):
             return
         if torch.is_grad_enabled():
+            if private.accumulates(recorder.gradients.trained) is None:
+                self.has_derivatives = True  # By inputs, and not by parameters.
             recorder.coverage.note(
-                "a pass was differentiated with create_graph=True, as for a penalty, "
-                "which does not count; call loss.backward() without it"
+                "a pass was differentiated with create_graph=True, as for a penalty or a "
+                "residual, which does not count; call loss.backward() without it, and "
+                "observe(residual) if the loss reads derivatives of the model"
             )
             return
         task = private.backward_pass()
@@ -209,6 +214,8 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
+        if self.has_derivatives:
+            recorder.warn_of_derivatives()
         self.observation = recorder.observe_pass(edge, z, gradient, passing, replay)
 
     def drop(self) -> None:
@@ -271,6 +278,7 @@ class PassRecorder:
         self.observations: list[Observation] = []
         self.is_by_hand = self.is_called = False
         self.drawn = 0
+        self._warned = False
         self._held = weakref.WeakSet[Pass]()
 
     @property
@@ -302,6 +310,18 @@ class PassRecorder:
         for started in [*self._held]:
             started.drop()
         self._held.clear()
+
+    def warn_of_derivatives(self) -> None:
+        """Warn once of a loss that reads derivatives of the outputs too."""
+        if not self._warned:
+            self._warned = True
+            warn(
+                "The loss may read derivatives of the model's outputs, which were "
+                "differentiated with create_graph=True: K-FAC's curvature is that of the "
+                "outputs alone, without a penalty. If the loss is of residuals with "
+                "derivatives, call kfac.observe(residuals), or return them from forward.",
+                stacklevel=2,
+            )
 
     def forget(self) -> None:
         """Let go of the passes, and not of the count of random numbers."""

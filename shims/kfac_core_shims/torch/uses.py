@@ -147,7 +147,7 @@ def _examples_of(
 
 
 def _is_time_first(call: RecordedCall, N: int) -> bool:
-    return call.inputs.ndim > 2 and call.examples != N == call.inputs.shape[1]
+    return bool(call.inputs.ndim > 2 and call.examples != N == call.inputs.shape[1])
 
 
 def _coefficients(vectors: Any) -> Any:
