@@ -256,8 +256,16 @@ def test_options_are_refused_by_name():
     """Intervals, rates, and outputs without an axis of their own."""
     params = {"W": jnp.ones((D, P))}
     network = shim.Network(lambda p, x: x @ p["W"], params, jnp.ones((N, D)))
-    for name, value in (("adapt_every", 0), ("update_every", 0), ("kl_clip", -1.0)):
-        with pytest.raises(kc.ConventionError, match=name):
+    for name, value in (
+        ("adapt_every", 0),
+        ("update_every", 0),
+        ("kl_clip", -1.0),
+        ("momentum", -1.0),
+        ("l2", -1.0),
+        ("adapt_damping", "yes"),
+        ("max_damping", "large"),
+    ):
+        with pytest.raises(kc.KFACError, match=name):
             shim.Optimizer(network, likelihood="categorical", **{name: value})
     with pytest.raises(kc.ConventionError, match="likelihood"):
         shim.Optimizer(network, likelihood="softmax")

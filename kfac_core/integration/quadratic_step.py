@@ -15,7 +15,7 @@ from typing import Any
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.status import Check
-from kfac_core.constraints import FRACTION, NOT_NEGATIVE, require_range
+from kfac_core.constraints import FRACTION, LIMIT_SCALAR, NOT_NEGATIVE, require_range
 from kfac_core.damping import levenberg_marquardt
 from kfac_core.errors import DampingError
 from kfac_core.integration.schedules import interval_at
@@ -140,6 +140,7 @@ class DampingRule:
         interval_at("adapt_every", self.every, 0)
         require_range("adapt_factor", self.factor, FRACTION)
         require_range("min_damping", self.minimum, NOT_NEGATIVE)
+        require_range("max_damping", self.maximum, LIMIT_SCALAR)
         if not self.minimum <= self.maximum:
             raise DampingError(
                 "Expected `min_damping` <= `max_damping`, got "

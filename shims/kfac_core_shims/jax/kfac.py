@@ -111,6 +111,7 @@ class KFAC:
         learning_rate: kc.integration.Schedule = 0.1,
         **options: Any,
     ) -> None:
+        kc.constraints.require_one_of("moments", moments, ("kronecker", "carried"))
         kc.integration.interval_at("refresh_every", refresh_every, 0)
         kc.integration.interval_at("bases_every", bases_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)

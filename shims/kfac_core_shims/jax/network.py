@@ -92,6 +92,14 @@ class Network:
         rest: Literal["refuse", "keep"] = "refuse",
         has_aux: bool = False,
     ) -> None:
+        constraints = kc.constraints
+        constraints.require_options(
+            locals(),
+            function=constraints.FUNCTION,
+            approximation=constraints.FUNCTION,
+            rest=constraints.one_of("refuse", "keep"),
+            has_aux=constraints.FLAG,
+        )
         self.function, self.has_aux = function, has_aux
         self._axes: dict[Any, list[Where]] = {}
         layers, axes, trace, batch = self._layers(params, inputs)

@@ -217,6 +217,15 @@ class Optimizer:
         **options: Any,
     ) -> None:
         kc.integration.require_estimation(fisher=fisher)
+        constraints = kc.constraints
+        momentum_at_start = None if callable(momentum) else momentum
+        constraints.require_range(
+            "momentum",
+            momentum_at_start,
+            constraints.optional(constraints.DECAY_SCALAR),
+        )
+        constraints.require_range("l2", l2, constraints.NOT_NEGATIVE)
+        constraints.require_flag("adapt_damping", adapt_damping)
         kc.integration.interval_at("update_every", update_every, 0)
         for name, schedule in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
             if not callable(schedule):
