@@ -14,6 +14,7 @@ from warnings import warn
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.likelihoods import CATEGORICAL, Criterion
 from kfac_core_shims.torch.weights import RowWeights, weights_of_rows
 
@@ -168,8 +169,7 @@ class LossCheck:
         scaler = self.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return False
-        states = list(scaler._per_optimizer_states.values())
-        found_inf = [x for s in states for x in s["found_inf_per_device"].values()]
+        found_inf = private.overflows(scaler)
         if not found_inf:
             raise kc.NotReadyError(
                 "The gradients are still multiplied by the scale of `grad_scaler`. Call "

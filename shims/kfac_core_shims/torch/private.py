@@ -21,6 +21,7 @@ __all__ = [
     "forget_compiled",
     "is_graph_kept",
     "outside_compilers",
+    "overflows",
     "replicas_may_leave",
     "saved",
     "unwrapped",
@@ -127,3 +128,9 @@ def replicas_may_leave() -> bool:
     """Whether a DistributedDataParallel is being called within its ``join()``."""
     model = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
     return model is not None and bool(model._join_config.enable)
+
+
+def overflows(scaler: Any, /) -> list[Any]:
+    """Return what a gradient scaler found of each optimizer and device; > 0: infinite."""
+    states = scaler._per_optimizer_states.values()
+    return [x for state in states for x in state["found_inf_per_device"].values()]
