@@ -563,6 +563,71 @@ def ddp(communicator):
         assert torch.equal(one, other)
 
 
+def weighted(communicator):
+    """Each process adds up means over unlike numbers of rows; so does one process."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    x, y = data()
+    # The rows of four passes, of which each of two processes has two.
+    passes = [slice(0, 1), slice(1, 5), slice(5, 7), slice(7, 12)]
+
+    def run(kfac, called, mine, scale):
+        for step in range(STEPS):
+            kfac.model.zero_grad()
+            for number, rows in enumerate(mine):
+                last = number == len(mine) - 1 or kfac.model is called
+                with contextlib.nullcontext() if last else called.no_sync():
+                    z = called(x[step, rows])
+                    loss = torch.nn.functional.cross_entropy(z, y[step, rows])
+                    (loss * scale / len(passes)).backward()
+            kfac.step()
+            descend(kfac.model)
+        return parameters_of(kfac.model)
+
+    model = network()
+    alone = kfac_of(model, communicator="alone", kl_clip=0.05)
+    expected = run(alone, model, passes, 1)
+    model = network()
+    called = DistributedDataParallel(model)
+    mine = passes[2 * communicator.rank :][:2]
+    kfac = kfac_of(called, kl_clip=0.05)
+    require_close(run(kfac, called, mine, communicator.size), expected)
+
+
+def stepped_by_kfac(communicator):
+    """KFACOptimizer on two processes with unequal shards takes the steps of one."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from kfac_core_shims.torch import KFACOptimizer
+
+    x, y = data()
+
+    def run(called, model, own_rows, scale):
+        optimizer = KFACOptimizer(called, likelihood="categorical", fisher="exact")
+        for step in range(STEPS):
+            rows = own_rows(step)
+
+            def closure(rows=rows, step=step):
+                z = called(x[step, rows])
+                loss = torch.nn.functional.cross_entropy(
+                    z, y[step, rows], reduction="sum"
+                )
+                return loss * scale / ROWS
+
+            optimizer.step(closure)
+        return parameters_of(model)
+
+    model = network()
+    expected = run(model, model, all_rows, 1)
+    model = network()
+    called = DistributedDataParallel(model)
+    size = communicator.size
+    found = run(called, model, lambda k: rows_of(communicator, k), size)
+    require_close(found, expected)
+
+
 def apart(communicator):
     """What a program exchanges meanwhile is not taken for what `connect` made exchanges."""
     import torch
@@ -987,7 +1052,16 @@ SCENARIOS = {
     for f in (
         *(exchanges, owned, noticed, late, killed, raises, nan, options, code, unlike),
         *(shares, foreign, lost, regained),
-        *(apart, halves, joined, alone_beside_others, in_part, passes),
+        *(
+            apart,
+            weighted,
+            stepped_by_kfac,
+            halves,
+            joined,
+            alone_beside_others,
+            in_part,
+            passes,
+        ),
         *(
             ddp,
             divided,

@@ -52,6 +52,7 @@ OF_TORCH = (
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "narrowed:2", "narrowed:3"),
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
+    *("weighted:2", "stepped_by_kfac:2"),
     *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4", "owned:6"),
     *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
     *("by_accelerate:2", "by_lightning:2"),
@@ -364,6 +365,12 @@ def test_kfac_on_several_processes_is_kfac_alone(jobs, scenario, size):
     `fully_shard` or tensor parallelism divides; with directions in bfloat16 to 1e-2.
     """
     assert jobs.said("torch", scenario, size) == dict.fromkeys(range(size), "fine")
+
+
+@pytest.mark.parametrize("scenario", ["weighted", "stepped_by_kfac"])
+def test_rows_weigh_what_they_do_in_the_loss_of_all(jobs, scenario):
+    """Means over unlike numbers of rows, and the steps of KFACOptimizer."""
+    assert jobs.said("torch", scenario, 2) == dict.fromkeys((0, 1), "fine")
 
 
 def test_passes_that_count_with_divided_parameters(jobs):
