@@ -148,6 +148,6 @@ def connect(*, timeout: float) -> AxisCommunicator:
     Returns
     -------
     AxisCommunicator
-        Of the axes that the caller is inside of.
+        Communicator of the axes that the caller is inside of.
     """
     return AxisCommunicator()

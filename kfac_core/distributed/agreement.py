@@ -44,7 +44,7 @@ class Rider:
     Attributes
     ----------
     step : str
-        As of `Agreement.vote`.
+        What every rank must be doing; see `Agreement.vote`.
     values : numpy.ndarray, shape (k,)
         This rank's summands.
     total : numpy.ndarray, shape (k,), or None
@@ -62,7 +62,7 @@ class Agreement:
     Parameters
     ----------
     communicator : Communicator
-        Of all ranks that take part.
+        Communicator of the ranks that take part.
 
     Attributes
     ----------
@@ -144,9 +144,9 @@ class Agreement:
         Parameters
         ----------
         step : str
-            As of `vote`.
+            What every rank must be doing; see `vote`.
         values : numbers, shape (k,)
-            Likewise.
+            This rank's summands.
 
         Yields
         ------

@@ -260,7 +260,7 @@ class Communicator(abc.ABC):
         Returns
         -------
         Handle
-            Of an array of shape (k,), which is the same to the bit on all ranks.
+            Handle of an array of shape (k,), equal to the bit on all ranks.
         """
         self._require_flat(flat)
         self.traffic.count("all_reduce", _bytes(flat), self.size)
@@ -279,7 +279,7 @@ class Communicator(abc.ABC):
         Returns
         -------
         Handle
-            Of an array of shape ``(counts[rank],)``.
+            Handle of an array of shape ``(counts[rank],)``.
         """
         self._require_flat(flat, sum(counts), counts)
         self.traffic.count("reduce_scatter", _bytes(flat), self.size)
@@ -298,7 +298,7 @@ class Communicator(abc.ABC):
         Returns
         -------
         Handle
-            Of an array of shape ``(sum(counts),)``.
+            Handle of an array of shape ``(sum(counts),)``.
         """
         if len(counts) != self.size:
             raise self._wrong_counts(counts)
@@ -322,7 +322,7 @@ class Communicator(abc.ABC):
         Returns
         -------
         Handle
-            Of an array of shape ``(sum(receive),)``.
+            Handle of an array of shape ``(sum(receive),)``.
         """
         self._require_flat(flat, sum(send), send)
         if len(receive) != self.size:

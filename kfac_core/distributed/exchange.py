@@ -34,12 +34,12 @@ Vectors = Mapping[str, Any]
 class Exchange:
     """Sends structures of arrays to all ranks of a communicator.
 
-    What they are made of is sent only where it has changed.
+    Their forms are sent only if they have changed.
 
     Parameters
     ----------
     communicator : Communicator
-        Of the ranks.
+        Communicator of the ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -58,12 +58,12 @@ class Exchange:
         like : array
             Array of their library and device.
         dtype : str, optional
-            In which floating numbers are sent, where it is narrower than their own.
+            Dtype in which floating numbers are sent, if it is narrower than their own.
 
         Returns
         -------
         dict of str to structure
-            Those of this rank are the given ones, rounded as they were sent.
+            This rank's values are those given, rounded as they were sent.
         """
         communicator = self._agreement.communicator
         packed = pack(dict(local), shared=True)
@@ -109,7 +109,7 @@ class SentDirections:
     Parameters
     ----------
     communicator : Communicator
-        Of the ranks, which together hold all operators.
+        Communicator of ranks that together hold all operators.
     names : sequence of sequence of str
         Blocks whose directions each rank has.
     vectors : mapping of str to mapping of str to array
@@ -119,7 +119,7 @@ class SentDirections:
     failed : bool
         Whether there are none, since something failed.
     dtype : str, optional
-        In which directions are sent, where it is narrower than their own.
+        Dtype in which directions are sent, if it is narrower than their own.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SentDirections:
     def wait(self) -> tuple[dict[str, dict[str, Any]], bool]:
         """Return the directions by block and parameter, and whether a rank failed.
 
-        Those of this rank are as it sent them.
+        This rank's directions are rounded as it sent them.
         """
         directions: dict[str, dict[str, Any]] = {}
         failed = False

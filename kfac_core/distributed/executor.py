@@ -143,7 +143,7 @@ class DistributedExecutor:
         held : mapping of str to Statistics or None
             Not read.
         error : Exception
-            What was raised on this rank.
+            Exception that was raised on this rank.
         """
         self._agreement.vote(stage, error=error)
         raise error  # as the vote did
@@ -239,7 +239,7 @@ class DistributedExecutor:
         state : NetworkState
             State of this rank.
         **arrays : array or mapping of str to array
-            What else must be the same to the bit.
+            Arrays that must also be equal to the bit.
 
         Raises
         ------
@@ -592,8 +592,8 @@ class DistributedExecutor:
 def vote_length(network: Network, /) -> int:
     """Return the length of the votes between processes that divide a network.
 
-    That of an update has the weights of all averages, and may take along the examples of
-    each block that `kfac_core.integration.NaturalGradient` adds up.
+    An update's vote has the weights of all averages, and room for the examples of each
+    block, which `kfac_core.integration.NaturalGradient` adds up.
     """
     averages = sum(
         len(block.initial(np.zeros(())).averages) for block in network.blocks.values()

@@ -44,7 +44,7 @@ class Distributed:
     Parameters
     ----------
     communicator : Communicator
-        Of all ranks, such as from `kfac_core.distributed.connect`.
+        Communicator of all ranks, such as from `kfac_core.distributed.connect`.
     holders : int or {"auto", "all"}
         How many ranks hold each operator, a divisor g of the number of ranks p.  With 1 a
         block's owner sends directions at every step: least memory.  With ``"all"`` every
@@ -57,7 +57,7 @@ class Distributed:
         When statistics are added up: at a refresh, at the owners; or at every update, so
         that every rank has the statistics of all rows.
     loss : {"shard", "batch", "ddp"}
-        What the output gradients are of, where the estimator's reduction is a mean: the
+        Loss whose gradients are given, if the estimator's reduction is a mean: the
         mean over this rank's rows; this rank's part of the mean over all rows; or p times
         that, so that the mean of gradients over ranks is the gradient of the whole batch.
         The last two cost one more exchange an update.
@@ -66,7 +66,7 @@ class Distributed:
     operators_dtype : {"float32", "float64"}, optional
         Dtype in which operators and bases are sent, where it is narrower than their own.
     directions_dtype : {"bfloat16", "float32", "float64"}, optional
-        Likewise of directions, and of all products that `Estimator.apply` returns;
+        Dtype in which directions and all products of `Estimator.apply` are sent;
         ``"bfloat16"`` for libraries that have it, with `torch.distributed`.
     bucket_bytes : int
         Size from which a message is sent, while the rest of the sums is packed, or the rest
@@ -86,8 +86,8 @@ class Distributed:
 
     Notes
     -----
-    Of an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at a
-    refresh, to one rank.  An update keeps the sums of one batch beside the running sums
+    For an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at
+    a refresh, to one rank.  An update keeps the sums of one batch beside the running sums
     until the ranks have agreed, and copies both once.
 
     The rank that sends operators, bases or directions in a narrower dtype rounds its own

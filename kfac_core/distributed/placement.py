@@ -90,7 +90,7 @@ class Placement:
     owners : dict of str to int
         Rank that factorizes each block.
     loads : dict of str to BlockLoad
-        What each block costs.
+        Costs of each block.
     """
 
     size: int
@@ -271,7 +271,7 @@ def place(
     Parameters
     ----------
     loads : mapping of str to BlockLoad
-        What each block costs.
+        Costs of each block.
     size : int
         Number of ranks p.
     holders : int
@@ -349,7 +349,7 @@ def choose_placement(
     interval : int
         Steps between refreshes.
     memory : int, optional
-        As of `place`.
+        Numbers of statistics and operators that an owner has room for.
     direction_bytes : int
         Bytes of a number of a direction that is sent.
 

@@ -110,7 +110,7 @@ def summed(
     Parameters
     ----------
     communicator : Communicator
-        Of all ranks.
+        Communicator of all ranks.
     items : iterable of Item
         The same keys, owners and shapes on all ranks.
     to_owners : bool

@@ -34,7 +34,7 @@ def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> No
     Parameters
     ----------
     communicator : Communicator
-        Of the ranks.
+        Communicator of the ranks.
     values : mapping of str to object
         Texts, arrays and structures of arrays, by what an error calls them.
     """

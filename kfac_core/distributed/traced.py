@@ -39,7 +39,7 @@ class SummedOver:
     Parameters
     ----------
     communicator : Communicator
-        Of all devices, made inside the mapped function.
+        Communicator of all devices, made inside the mapped function.
     inner : Executor
         Executor that runs the tasks.
 

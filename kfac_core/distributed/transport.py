@@ -341,9 +341,9 @@ def rounded(value: Any, dtype: str, /) -> Any:
     Parameters
     ----------
     value : structure, dict, tuple, array, number or None
-        As of `pack`.
+        Value that `pack` takes.
     dtype : str
-        Of the message; arrays of a narrower one, and of integers, stay as they are.
+        Dtype of the message; integers and narrower arrays stay as they are.
 
     Returns
     -------

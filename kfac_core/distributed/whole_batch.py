@@ -33,7 +33,7 @@ def counts_first(network: Network, loss: LossScale, /) -> bool:
     network : Network
         The blocks.
     loss : {"shard", "batch", "ddp"}
-        As of `Distributed`.
+        Option of `Distributed`.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def in_whole_batch(
     batches : mapping of str to Batch
         This rank's, without empty ones.
     loss : {"shard", "batch", "ddp"}
-        What their gradients are of; see `Distributed`.
+        Loss of their gradients; see `Distributed`.
     like : array
         Array of the library and the device of the batches.
 
