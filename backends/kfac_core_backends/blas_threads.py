@@ -23,8 +23,8 @@ def pools() -> Sequence[Any] | None:
     """Return the pools of threads of every BLAS in the process; None where unknown."""
     if threadpoolctl is None:
         return None
-    found: Sequence[Any] = _controller(len(sys.modules)).lib_controllers
-    return found
+    controllers: Sequence[Any] = _controller(len(sys.modules)).lib_controllers
+    return controllers
 
 
 @functools.lru_cache(maxsize=1)

@@ -45,10 +45,10 @@ _FEW = 4096
 
 def versions() -> dict[str, str]:
     """Return the versions of NumPy and, where it is used, SciPy."""
-    found = {"numpy": np.__version__}
+    libraries = {"numpy": np.__version__}
     if lapack is not None:
-        found["scipy"] = importlib.metadata.version("scipy")
-    return found
+        libraries["scipy"] = importlib.metadata.version("scipy")
+    return libraries
 
 
 def asarray(values: np.ndarray[Any, Any], /, *, device: Any) -> np.ndarray[Any, Any]:
@@ -194,11 +194,11 @@ if lapack is not None:
         """
         if rows.ndim not in (2, 3) or 0 in rows.shape or rows.dtype not in _FLOATS:
             return NotImplemented
-        held = None if total is None else total.array
+        sums = None if total is None else total.array
         # SYRK has the memory's address, not its dtype.
         if tail is not None and tail.dtype != rows.dtype:
             return NotImplemented
-        if held is not None and held.dtype != rows.dtype:
+        if sums is not None and sums.dtype != rows.dtype:
             return NotImplemented
         alpha, beta = float(scale), 0.0 if total is None else float(decay)
         if alpha == 0.0:
@@ -206,29 +206,29 @@ if lapack is not None:
         if tail is not None and (rows.size <= _FEW or rows.ndim == 3):
             rows, tail = np.concatenate([rows, tail[..., None]], axis=-1), None
         if rows.ndim == 3:
-            return _gram_of_stack(held, rows, beta, alpha)
+            return _gram_of_stack(sums, rows, beta, alpha)
         d = rows.shape[1]
         n = d if tail is None else d + 1
-        if held is not None and total.full_storage and held.flags.c_contiguous:
-            held = held.T
+        if sums is not None and total.full_storage and sums.flags.c_contiguous:
+            sums = sums.T
         if tail is None and d <= _LEAF:
             # The rows transposed are in Fortran order already, and the sum is copied.
-            return _SYRK[rows.dtype](alpha, rows.T, beta=beta, c=held, lower=1), False
+            return _SYRK[rows.dtype](alpha, rows.T, beta=beta, c=sums, lower=1), False
         # SYRK adds to a copy, since the caller's running sum is not ours to overwrite.
         # The decay is multiplied on the way: BLAS would read the copy once more.
         c = empty((n, n), rows.dtype)
-        np.multiply(0.0 if held is None else held, beta, out=c)
+        np.multiply(0.0 if sums is None else sums, beta, out=c)
         syrk(alpha, rows, 1.0, c[:d, :d])
         if tail is not None:
             c[d, :d] += alpha * (tail @ rows)
             c[d, d] += alpha * (tail @ tail)
         return c, False
 
-    def _gram_of_stack(held: Any, rows: Any, beta: float, alpha: float) -> Any:
+    def _gram_of_stack(sums: Any, rows: Any, beta: float, alpha: float) -> Any:
         """Return the same for a stack, each by SYRK in its place, lower triangles."""
-        if held is None or held.ndim != 3:
+        if sums is None or sums.ndim != 3:
             return NotImplemented
-        syrk, c = _SYRK[rows.dtype], np.multiply(held, beta, order="C")
+        syrk, c = _SYRK[rows.dtype], np.multiply(sums, beta, order="C")
         for x, total in zip(rows, c, strict=True):
             # In C order BLAS sees the transpose, and its upper triangle.
             syrk(alpha, x.T, beta=1.0, c=total.T, lower=0, overwrite_c=1)

@@ -52,10 +52,10 @@ def devices() -> tuple[str, ...]:
 
 def device(spec: str | None, /) -> Any:
     """Return a device; None is PyTorch's default device."""
-    found = torch.get_default_device() if spec is None else torch.device(spec)
-    if found.type == "cuda" and not torch.cuda.is_available():
+    chosen = torch.get_default_device() if spec is None else torch.device(spec)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"torch has no device {spec!r}; it has {', '.join(devices())}")
-    return found
+    return chosen
 
 
 def asarray(values: np.ndarray[Any, Any], /, *, device: Any) -> Any:
@@ -187,8 +187,8 @@ def gram_update(
     if rows.ndim == 3:
         return _stacked_gram(total, rows, tail, decay, scale)
     if _plain(*known):
-        if (found := lapack.gram_update(total, rows, tail, decay, scale)) is not None:
-            return found
+        if (updated := lapack.gram_update(total, rows, tail, decay, scale)) is not None:
+            return updated
         return panels.gram(total, rows, tail, decay, scale), False
     if tail is not None:
         rows = torch.cat([rows, tail[:, None]], dim=1)
@@ -208,9 +208,9 @@ def _stacked_gram(total: Any, rows: Any, tail: Any, decay: Any, scale: Any) -> A
     if tail is not None:
         rows = torch.cat([rows, tail[..., None]], dim=-1)
     if rows.shape[-1] >= _SYRK_FROM and _plain(rows, total.array):
-        found = lapack.gram_update(total, rows, None, decay, scale)
-        if found is not None:
-            return found
+        updated = lapack.gram_update(total, rows, None, decay, scale)
+        if updated is not None:
+            return updated
     return torch.baddbmm(total.array, rows.mT, rows, beta=decay, alpha=scale), False
 
 
@@ -230,8 +230,8 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -
     """Return the lower factor of ``c B + shift I``, NaN where it fails."""
     array = matrix.array
     if _plain(array, *(x for x in (shift, factor) if torch.is_tensor(x))):
-        if (found := lapack.damped_cholesky(matrix, shift, factor)) is not None:
-            return found
+        if (by_lapack := lapack.damped_cholesky(matrix, shift, factor)) is not None:
+            return by_lapack
         if array.ndim == 2:
             if array.shape[0] >= _CHOLESKY_FROM:
                 return panels.cholesky(array, shift, float(factor))
@@ -250,9 +250,9 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1``, both triangles or the lower one."""
     if _plain(lower):
-        found = lapack.cholesky_inverse(lower, overwrite=overwrite)
-        if found is not None:
-            return found
+        inverse = lapack.cholesky_inverse(lower, overwrite=overwrite)
+        if inverse is not None:
+            return inverse
         if lower.ndim == 2 and lower.shape[0] >= _INVERSE_FROM:
             return panels.cholesky_inverse(lower), True
     return torch.cholesky_inverse(lower), True
@@ -261,8 +261,8 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
 def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
     """Return ``S v`` from the lower triangle of S."""
     array = matrix.array
-    if matrix.full_storage and (found := _large_product(array, v)) is not None:
-        return found
+    if matrix.full_storage and (product := _large_product(array, v)) is not None:
+        return product
     if matrix.full_storage and not v.is_contiguous():
         # In the order of v, so that what follows reads both in one order.
         return _rows_times(v, array)
@@ -270,14 +270,14 @@ def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
         return _rows_times(v, array)
     if matrix.full_storage or array.ndim != 2 or v.ndim != 2 or not _plain(array, v):
         return NotImplemented
-    found = lapack.multiply_symmetric(matrix, v)
-    return panels.multiply_symmetric(array, v) if found is None else found
+    product = lapack.multiply_symmetric(matrix, v)
+    return panels.multiply_symmetric(array, v) if product is None else product
 
 
 def multiply_matrices(a: Any, b: Any, /, *, xp: Any) -> Any:
     """Return ``a b``, of large matrices by oneDNN."""
-    found = _large_product(a, b)
-    return NotImplemented if found is None else found
+    product = _large_product(a, b)
+    return NotImplemented if product is None else product
 
 
 def _large_product(a: Any, b: Any) -> Any:
@@ -305,8 +305,8 @@ def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
     if matrix.full_storage or array.ndim != 2 or not _plain(array):
         return NotImplemented
     plain = not torch.is_tensor(factor) or _plain(factor)
-    if plain and (found := lapack.scale_symmetric(matrix, factor)) is not None:
-        return found
+    if plain and (scaled := lapack.scale_symmetric(matrix, factor)) is not None:
+        return scaled
     return panels.scaled_symmetric(array, factor), True
 
 
@@ -405,11 +405,11 @@ def solve_triangular(
 ) -> Any:
     """Solve with L or its transpose."""
     if _plain(lower, b):
-        found = lapack.solve_triangular(
+        solution = lapack.solve_triangular(
             lower, b, transpose=transpose, overwrite=overwrite
         )
-        if found is not None:
-            return found
+        if solution is not None:
+            return solution
     if transpose:
         return torch.linalg.solve_triangular(lower.mT, b, upper=True)
     return torch.linalg.solve_triangular(lower, b, upper=False)

@@ -75,13 +75,15 @@ def _seen(matrix: Any, /) -> _Matrix:
     return _Matrix(matrix.array.numpy(), matrix.full_storage)
 
 
-def _taken(made: Any, /) -> Any:
+def _taken(array: Any, /) -> Any:
     """Return an array of NumPy as a tensor on the same memory."""
-    return None if made is NotImplemented else torch.from_numpy(made)
+    return None if array is NotImplemented else torch.from_numpy(array)
 
 
-def _taken_matrix(made: Any, /) -> Any:
-    return None if made is NotImplemented else (torch.from_numpy(made[0]), made[1])
+def _taken_matrix(matrix: Any, /) -> Any:
+    return (
+        None if matrix is NotImplemented else (torch.from_numpy(matrix[0]), matrix[1])
+    )
 
 
 def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> Any:
@@ -92,10 +94,10 @@ def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> 
     smallest = 1 if len(rows) > _STACKED_FROM else None
     if (host := _host(rows, smallest=smallest)) is None:
         return None
-    held = None if total is None else _seen(total)
+    sums = None if total is None else _seen(total)
     tail = None if tail is None else tail.numpy()
     options = {"tail": tail, "decay": decay, "scale": scale, "xp": None}
-    return _taken_matrix(host.gram_update(held, rows.numpy(), **options))
+    return _taken_matrix(host.gram_update(sums, rows.numpy(), **options))
 
 
 def damped_cholesky(matrix: Any, shift: Any, factor: Any, /) -> Any:
@@ -103,16 +105,16 @@ def damped_cholesky(matrix: Any, shift: Any, factor: Any, /) -> Any:
     if (host := _host(matrix.array)) is None:
         return None
     shift, factor = (x.numpy() if torch.is_tensor(x) else x for x in (shift, factor))
-    made = host.damped_cholesky(_seen(matrix), shift, factor=factor, xp=None)
-    return _taken(made)
+    lower = host.damped_cholesky(_seen(matrix), shift, factor=factor, xp=None)
+    return _taken(lower)
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool) -> Any:
     """Return ``(L L^T)^-1``, both triangles."""
     if (host := _host(lower)) is None:
         return None
-    made = host.cholesky_inverse(lower.numpy(), overwrite=overwrite, xp=None)
-    return _taken_matrix(made)
+    inverse = host.cholesky_inverse(lower.numpy(), overwrite=overwrite, xp=None)
+    return _taken_matrix(inverse)
 
 
 def multiply_symmetric(matrix: Any, v: Any, /) -> Any:

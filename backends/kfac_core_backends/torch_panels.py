@@ -58,7 +58,7 @@ def cholesky(array: Any, shift: Any, factor: float = 1.0) -> Any:
     n, width = array.shape[0], 64 if array.shape[0] < 2560 else 128
     lower = torch.empty((n, n), dtype=array.dtype)
     for start, stop in _panels(n, width):
-        panel, rest = slice(start, stop), slice(stop, n)
+        panel, below = slice(start, stop), slice(stop, n)
         done = lower[:, :start]
         factors: dict[str, float] = {"beta": factor, "alpha": -1.0}
         column = torch.addmm(
@@ -69,10 +69,10 @@ def cholesky(array: Any, shift: Any, factor: float = 1.0) -> Any:
         if int(info) != 0:
             return lower.fill_(torch.nan)
         lower[panel, panel] = corner
-        lower[panel, rest] = 0.0
+        lower[panel, below] = 0.0
         # The inverse of so small a corner is as good as solving with it.
         solver = _corner_inverse(corner).mT
-        torch.mm(column[stop - start :], solver, out=lower[rest, panel])
+        torch.mm(column[stop - start :], solver, out=lower[below, panel])
     return lower
 
 

@@ -85,11 +85,11 @@ class ComputedSite(Site):
         scale = sum(float((c * p.grad).sum()) for c, p in pairs) / size if size else 1.0
         if not self.warned:
             self._warn_of_more([scale * c for c in carried])
-        found = {"weight": self.part.to_layer(self.gradient * scale)}
+        gradients = {"weight": self.part.to_layer(self.gradient * scale)}
         if "bias" in self.parameters:
-            found["bias"] = self.parameters["bias"].grad
+            gradients["bias"] = self.parameters["bias"].grad
         shapes = self.layer.parameter_shapes
-        return {role: x.reshape(shapes[role]) for role, x in found.items()}
+        return {role: x.reshape(shapes[role]) for role, x in gradients.items()}
 
     def write(self, direction: Mapping[str, Any]) -> None:
         """Put a direction into the place of the gradients."""
@@ -111,20 +111,22 @@ class ComputedSite(Site):
 
     def average(self, communicator: kc.distributed.Communicator) -> None:
         """Make the gradient the average over processes, as those of parameters are."""
-        own = self.gradient
-        if own is None:
+        gradient = self.gradient
+        if gradient is None:
             with torch.no_grad():
-                own = torch.zeros_like(_computed_weight(self.module))
-        came = own.new_full((1,), self.gradient is not None)
-        total = communicator.all_reduce(torch.cat([own.reshape(-1), came])).wait()
+                gradient = torch.zeros_like(_computed_weight(self.module))
+        came = gradient.new_full((1,), self.gradient is not None)
+        total = communicator.all_reduce(torch.cat([gradient.reshape(-1), came])).wait()
         if total[-1] > 0:
-            self.gradient = total[:-1].reshape(own.shape) / communicator.size
+            self.gradient = total[:-1].reshape(gradient.shape) / communicator.size
 
     def _warn_of_more(self, carried: list[Any]) -> None:
         """Warn if gradients are more than what was carried from the weight."""
         grads = [p.grad for p in self.originals]
-        rest = [g - c for g, c in zip(grads, carried, strict=True)]
-        most, least = (sum(float((x * x).sum()) for x in xs) for xs in (grads, rest))
+        left_out = [g - c for g, c in zip(grads, carried, strict=True)]
+        most, least = (
+            sum(float((x * x).sum()) for x in xs) for xs in (grads, left_out)
+        )
         coarse = 5e-2 if self.gradient.dtype.itemsize < 4 else 1e-4
         if least > coarse * coarse * most:
             self.warned = True
@@ -156,8 +158,8 @@ class ComputedSite(Site):
     def _carried(self, v: Any) -> list[Any]:
         """Return ``(dW/dtheta)^T v`` for each original parameter."""
         weight = _computed_weight(self.module)
-        found = torch.autograd.grad(weight, self.originals, v, allow_unused=True)
-        pairs = zip(found, self.originals, strict=True)
+        carried = torch.autograd.grad(weight, self.originals, v, allow_unused=True)
+        pairs = zip(carried, self.originals, strict=True)
         return [torch.zeros_like(p) if x is None else x for x, p in pairs]
 
 

@@ -40,35 +40,35 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
     kfac_core.ConventionError
         For a name in `skip_layers` that is no module's.
     """
-    found = Found()
+    blocks = Found()
     skipped = _skipped(model, skip_layers)
     # A weight is known by the parameter, and by its rows where it is a part of one.
     of_key: dict[Any, str] = {}
     users = _users(model)
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+        trained = dict(module.named_parameters(recurse=False))
         if prefix in skipped:
-            _explain(found, prefix, own, "it was asked for")
+            _explain(blocks, prefix, trained, "it was asked for")
             continue
         if isinstance(module, torch.jit.ScriptModule):
             why = (
                 "TorchScript hides its calls; leave it in Python, or take torch.compile"
             )
-            _explain(found, prefix, own, why)
+            _explain(blocks, prefix, trained, why)
             continue
         if is_parametrized(module):
             site = _computed(prefix, module)
             if isinstance(site, str):
-                _explain(found, prefix, dict(module.named_parameters()), site)
+                _explain(blocks, prefix, dict(module.named_parameters()), site)
             else:
-                found.sites[prefix] = site
-                found.users.append((module, [prefix], None))
+                blocks.sites[prefix] = site
+                blocks.users.append((module, [prefix], None))
             continue
-        if not own:
+        if not trained:
             continue
         parts = _parts(module, users)
         if isinstance(parts, str):
-            _explain(found, prefix, own, parts)
+            _explain(blocks, prefix, trained, parts)
             continue
         names = []
         for suffix, part in parts.of.items():
@@ -80,37 +80,37 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             if key not in of_key:
                 name = ".".join(filter(None, (prefix, suffix)))
                 of_key[key] = name
-                found.sites[name] = Site(
+                blocks.sites[name] = Site(
                     name=name, part=part, parameters=parameters, module=module
                 )
             elif (
                 "bias" in parameters
-                and "bias" not in found.sites[of_key[key]].parameters
+                and "bias" not in blocks.sites[of_key[key]].parameters
             ):
                 # Of tied modules one has the bias, and it is not the first.
-                first = found.sites[of_key[key]]
-                found.sites[of_key[key]] = replace(
+                first = blocks.sites[of_key[key]]
+                blocks.sites[of_key[key]] = replace(
                     first, part=part, parameters=parameters, module=module
                 )
             names.append(of_key[key])
         if names:
-            found.users.append((module, names, parts.around))
-        for n, p in own.items():
-            if not _has_block(p, found.sites):
+            blocks.users.append((module, names, parts.around))
+        for n, p in trained.items():
+            if not _has_block(p, blocks.sites):
                 why = _reason(module, n, covered=bool(names), users=users)
-                _explain(found, prefix, {n: p}, parts.reasons.get(n, why))
-    for site in found.sites.values():
+                _explain(blocks, prefix, {n: p}, parts.reasons.get(n, why))
+    for site in blocks.sites.values():
         weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
         if weight is not None and bias is not None and not site.part.rows:
             modules = users[id(weight)]
             site.some_biases = any(getattr(m, "bias", bias) is None for m in modules)
-    if not found.sites:
-        reasons = sorted(set(found.reasons.values()))
+    if not blocks.sites:
+        reasons = sorted(set(blocks.reasons.values()))
         raise kc.UnsupportedError(
             "No layer of the model is covered that has a trained weight. Reasons: "
             f"{'; '.join(reasons) or 'the model has no parameters'}. See `register_layer`."
         )
-    return found
+    return blocks
 
 
 def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
@@ -132,12 +132,12 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
         parameter = getattr(module, name, None)
         if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             return False
-        own = users[id(parameter)]
-        others = [user for user in alike if user not in own]
+        holders = users[id(parameter)]
+        others = [user for user in alike if user not in holders]
         if name == "bias" and others:
             # Tied modules of which some have this bias, and the others none.
             return all(getattr(user, "bias", None) is None for user in others)
-        return own == alike
+        return holders == alike
 
     parts = describe(module, owns=owns)
     if parts is None:
@@ -216,21 +216,21 @@ def _kind(module: Any) -> Any:
 
 
 def _has_block(parameter: Any, sites: Mapping[str, Site]) -> bool:
-    return any(parameter is own for site in sites.values() for own in site.trained)
+    return any(parameter is known for site in sites.values() for known in site.trained)
 
 
 def _explain(
-    found: Found, prefix: str, parameters: Mapping[str, Any], reason: str
+    blocks: Found, prefix: str, parameters: Mapping[str, Any], reason: str
 ) -> None:
     for name in parameters:
-        found.reasons.setdefault(".".join(filter(None, (prefix, name))), reason)
+        blocks.reasons.setdefault(".".join(filter(None, (prefix, name))), reason)
 
 
 def _skipped(model: Any, skip_layers: Sequence[str]) -> set[str]:
     """Return the names of the modules to leave alone."""
     if isinstance(skip_layers, str):
         skip_layers = [skip_layers]
-    found: set[str] = set()
+    names: set[str] = set()
     modules = dict(model.named_modules())
     for name in skip_layers:
         matching = list(_matching(name, modules))
@@ -239,8 +239,8 @@ def _skipped(model: Any, skip_layers: Sequence[str]) -> set[str]:
                 f"`skip_layers` has {name!r}, which is neither the name nor the class name "
                 f"of a module. Modules: {', '.join([n for n in modules if n][:20])}."
             )
-        found.update(matching)
-    return found
+        names.update(matching)
+    return names
 
 
 def _matching(name: str, modules: Mapping[str, Any]) -> Iterator[str]:

@@ -80,7 +80,7 @@ class RecordedCall(kc.integration.LayerCall):
                 "Keep its graph (retain_graph=True), or add the losses and differentiate "
                 "their sum."
             )
-        found = RecordedCall(
+        call = RecordedCall(
             self.block,
             self.inputs,
             mask=self.mask,
@@ -90,8 +90,8 @@ class RecordedCall(kc.integration.LayerCall):
             examples=self.examples,
             bias=self.bias,
         )
-        found.version = self.version
-        return found
+        call.version = self.version
+        return call
 
     def require_unchanged(self) -> None:
         """Raise `UnsupportedError` if the inputs were written to after the call.
@@ -340,7 +340,7 @@ class _Walk:
         Each is ``(node, its argument, the block's rows among those read, transposed)``.
         """
         size = site.length_of(role)
-        own = site.rows_of(role) or slice(0, size)
+        block_rows = site.rows_of(role) or slice(0, size)
         todo: list[tuple[Any, int, int, bool, int | None]] = [
             (node, 0, size, False, output)
             for node, output in self._sources[site.key_of(role)]
@@ -361,11 +361,11 @@ class _Walk:
                     and private.saved(reader, "dim") == 0
                 ):
                     for piece, (low, high) in enumerate(_pieces(reader, start, stop)):
-                        if low < own.stop and own.start < high:
+                        if low < block_rows.stop and block_rows.start < high:
                             todo.append((reader, low, high, flipped, piece))
                 else:
-                    exact = (start, stop) == (own.start, own.stop)
-                    rows = slice(own.start - start, own.stop - start)
+                    exact = (start, stop) == (block_rows.start, block_rows.stop)
+                    rows = slice(block_rows.start - start, block_rows.stop - start)
                     yield reader, place, None if exact else rows, flipped
 
 

@@ -47,8 +47,8 @@ class _CallHook(_Inert):
         for site in self.sites:
             if not site.is_in(module):
                 continue
-            given = (*a, *(k.values() if len(k) < 2 else _in_order(module, k)))
-            arguments = tuple(x.detach() if _is_tensor(x) else x for x in given)
+            values = (*a, *(k.values() if len(k) < 2 else _in_order(module, k)))
+            arguments = tuple(x.detach() if _is_tensor(x) else x for x in values)
             examples = None
             if kfac.share is not None:
                 examples = len(arguments[0])
@@ -69,8 +69,8 @@ class _CallHook(_Inert):
                 bias=not site.some_biases or module.bias is not None,
             )
             edge = edge or get_gradient_edge(y)
-            held = edge.node.metadata.setdefault(id(kfac), [])
-            held.append((edge.output_nr, call))
+            calls = edge.node.metadata.setdefault(id(kfac), [])
+            calls.append((edge.output_nr, call))
 
 
 class _WeightHook(_Inert):
@@ -130,14 +130,14 @@ class _After(_Inert):
         self.around.after(module, arguments, y)
 
 
-def install(kfac: Any, found: Found, /) -> list[Any]:
+def install(kfac: Any, blocks: Found, /) -> list[Any]:
     """Set the forward hooks of a model's modules; they hold `kfac` weakly.
 
     Parameters
     ----------
     kfac : KFAC
         Whose ``wants_statistics`` says whether calls are recorded.
-    found : Found
+    blocks : Found
         Modules and blocks.
 
     Returns
@@ -147,12 +147,12 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
     """
     handles: list[Any] = []
     forget_compiled(kfac.model)
-    for site in found.sites.values():
+    for site in blocks.sites.values():
         computes = getattr(site, "computes", None)
         if computes is not None:
             handles.append(computes.register_forward_hook(_WeightHook(kfac, site)))
-    for module, names, context in found.users:
-        read = [found.sites[name] for name in names]
+    for module, names, context in blocks.users:
+        read = [blocks.sites[name] for name in names]
         read = [site for site in read if site.part.read is not None]
         if read:
             hook = _CallHook(kfac, read)

@@ -181,19 +181,19 @@ def register_layer(
             f"Expected `weight_layout` to be 'oi' or 'io', got {weight_layout!r}."
         )
     if how == "linear":
-        found: Any = _linear_of(weight, bias, weight_layout)
+        described: Any = _linear_of(weight, bias, weight_layout)
     elif how == "norm":
-        found = _norm_of(weight, bias)
+        described = _norm_of(weight, bias)
     elif callable(how):
-        found = how
+        described = how
     else:
         raise kc.ConventionError(
             f"Expected `how` to be 'linear', 'norm' or a callable, got {how!r}."
         )
     if isinstance(kind, str):
-        _BY_NAME[kind] = found
+        _BY_NAME[kind] = described
     else:
-        _BY_TYPE[kind] = found
+        _BY_TYPE[kind] = described
 
 
 def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
@@ -412,8 +412,8 @@ def describe_tied(module: Any, users: Sequence[Any], /) -> Parts | None:
 
 def _tied_kind(user: Any) -> str:
     """Return the kind of a module that may share an embedding's weight."""
-    found = describe(user, owns=lambda name: name == "weight")
-    part = found.of.get("") if isinstance(found, Parts) else None
+    parts = describe(user, owns=lambda name: name == "weight")
+    part = parts.of.get("") if isinstance(parts, Parts) else None
     if part is None or part.parameters != {"weight": "weight"}:
         return ""
     layer = part.layer
@@ -487,23 +487,23 @@ class _Unit:
         self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
     def __call__(self, module: Any, x: Any) -> Any:
-        found = []
+        outputs = []
         for copied in self.copies:
             if copied.training != module.training:
                 copied.training = module.training
             # The model may have been moved, or brought into another dtype, since.
-            own, dtype = (
+            scale, dtype = (
                 getattr(copied, self.weight),
                 getattr(module, self.weight).dtype,
             )
-            if own.device != x.device or own.dtype != dtype:
+            if scale.device != x.device or scale.dtype != dtype:
                 copied.to(x.device, dtype)
             if self.buffers:
                 pairs = zip(copied.buffers(), module.buffers(), strict=True)
                 for mine, buffer in pairs:
                     mine.copy_(buffer)
-            found.append(copied.forward(x))
-        return found[0] if len(found) == 1 else found[0] - found[1]
+            outputs.append(copied.forward(x))
+        return outputs[0] if len(outputs) == 1 else outputs[0] - outputs[1]
 
 
 def _filled(module: Any, weight: str, value: float) -> Any:
@@ -520,8 +520,8 @@ def _filled(module: Any, weight: str, value: float) -> Any:
     for name, p in module._parameters.items():
         scale = value if name == weight else 0.0
         if p is not None:
-            made = torch.full(tuple(p.shape), scale, dtype=p.dtype, device=p.device)
-            p = nn.Parameter(made, requires_grad=False)
+            filled = torch.full(tuple(p.shape), scale, dtype=p.dtype, device=p.device)
+            p = nn.Parameter(filled, requires_grad=False)
         copied._parameters[name] = p
     return copied
 

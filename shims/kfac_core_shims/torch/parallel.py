@@ -96,12 +96,12 @@ def execution_of(
     options["like"] = like
     if isinstance(execution, kc.Execution):
         options["execution"] = execution
-    found = kc.distributed.execution_for(
+    distributed_execution = kc.distributed.execution_for(
         communicator,
         timeout=TIMEOUT,
         **options,
     )
-    if found is None:
+    if distributed_execution is None:
         return execution, None, _division(model, None)
     if execution is not None and not isinstance(execution, kc.Execution):
         raise kc.UnsupportedError(
@@ -109,7 +109,11 @@ def execution_of(
             f"{type(execution).__name__}. Pass a kfac_core.Execution, or "
             "communicator='alone'."
         )
-    return found, found.communicator, _division(model, found.communicator)
+    return (
+        distributed_execution,
+        distributed_execution.communicator,
+        _division(model, distributed_execution.communicator),
+    )
 
 
 def _division(

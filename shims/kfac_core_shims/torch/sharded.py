@@ -64,25 +64,27 @@ class Division:
         """Number of processes with rows of their own."""
         return 1 if self.tensor_parallel else self._communicator.size
 
-    def install(self, found: Found) -> None:
+    def install(self, blocks: Found) -> None:
         """Leave out the blocks of a model that cannot be divided, with the reason."""
-        of_module = {name: module for module, names, _ in found.users for name in names}
-        for name, site in list(found.sites.items()):
+        of_module = {
+            name: module for module, names, _ in blocks.users for name in names
+        }
+        for name, site in list(blocks.sites.items()):
             reason = self._problem(site, of_module[name])
             if reason:
-                del found.sites[name]
-                for own in site.part.parameters.values():
-                    found.reasons.setdefault(f"{name}.{own}", reason)
-        found.users = [
-            (module, [name for name in names if name in found.sites], around)
-            for module, names, around in found.users
+                del blocks.sites[name]
+                for attribute in site.part.parameters.values():
+                    blocks.reasons.setdefault(f"{name}.{attribute}", reason)
+        blocks.users = [
+            (module, [name for name in names if name in blocks.sites], around)
+            for module, names, around in blocks.users
         ]
-        if not found.sites:
+        if not blocks.sites:
             raise kc.UnsupportedError(
                 "No layer of the model is covered whose parameters are divided. Reasons: "
-                f"{'; '.join(sorted(set(found.reasons.values())))}."
+                f"{'; '.join(sorted(set(blocks.reasons.values())))}."
             )
-        self._sites = found.sites
+        self._sites = blocks.sites
 
     def _problem(self, site: Site, module: Any) -> str:
         if not self.tensor_parallel:
@@ -129,43 +131,36 @@ class Division:
         for other in range(size):
             messages.put(other, _slice(local, 0, other, size))
             messages.expect(other, None, _shape(shape, axis, other, size))
-        found = messages.exchanged(self._communicator)
-        return torch.cat([found[other, None] for other in range(size)], dim=axis)
+        slices = messages.exchanged(self._communicator)
+        return torch.cat([slices[other, None] for other in range(size)], dim=axis)
 
     def are_nonzero(self, gradients: Iterable[Any], /) -> bool:
         """Return whether any gradient is not zero, on any process.  Collective."""
-        own = any(bool(_local(g).any()) for g in gradients)
-        return bool(self._agreement.vote("gradients of earlier passes", [own])[0])
-
-    def products(self, x: Any, y: Any, /) -> tuple[float, float, float]:
-        """Return ``x . y``, ``x . x`` and ``y . y`` of two gradients.  Collective."""
-        x, y = (_local(g).reshape(-1).double() for g in (x, y))
-        own = [float(x @ y), float(x @ x), float(y @ y)]
-        total = self._agreement.vote("products of gradients", own)
-        return float(total[0]), float(total[1]), float(total[2])
+        nonzero = any(bool(_local(g).any()) for g in gradients)
+        return bool(self._agreement.vote("gradients of earlier passes", [nonzero])[0])
 
     def gradients(self) -> Arrays:
         """Return this process's slices of the gradients, of blocks that have them all."""
-        found: Arrays = {}
+        slices: Arrays = {}
         for name, site in self._sites.items():
             parameters = site.parameters
             if any(p.grad is None or not p.requires_grad for p in parameters.values()):
                 continue
-            found[name] = {role: _own(p) for role, p in parameters.items()}
-        return found
+            slices[name] = {role: _own(p) for role, p in parameters.items()}
+        return slices
 
     def common(self, gradients: Arrays, /) -> Arrays:
         """Return the gradients of parameters that are not divided."""
-        found: Arrays = {}
+        whole: Arrays = {}
         for name, role, p in self._parameters(gradients):
             if _axis(p) is None:
-                found.setdefault(name, {})[role] = gradients[name][role]
-        return found
+                whole.setdefault(name, {})[role] = gradients[name][role]
+        return whole
 
     def write(self, directions: Arrays) -> None:
         """Put slices of directions into the places of the gradients."""
-        for name, own in directions.items():
-            for role, x in own.items():
+        for name, slices in directions.items():
+            for role, x in slices.items():
                 p = self._sites[name].parameters[role]
                 if isinstance(p.grad, tensor.DTensor):
                     p.grad = tensor.DTensor.from_local(
@@ -213,16 +208,16 @@ class Division:
         """
         owners = estimator.placement.owners
         rank = self._communicator.rank
-        own = [name for name in gradients if owners[name] == rank]
+        owned = [name for name in gradients if owners[name] == rank]
         error: Exception | None = None
-        size, found = 0.0, {}
+        size, products = 0.0, {}
         whole = self._gathered(gradients, owners)
         try:
-            given = {name: self._as_layer(name, whole[name]) for name in own}
+            gradients_here = {name: self._as_layer(name, whole[name]) for name in owned}
             network, state = estimator.network, estimator.state
-            found = network.apply("multiply_inverse", state, given)
-            if found:
-                size = float(kc.steps.inner_product(given, found))
+            products = network.apply("multiply_inverse", state, gradients_here)
+            if products:
+                size = float(kc.steps.inner_product(gradients_here, products))
         except Exception as raised:
             error = raised
         total = self._agreement.vote("direction", [size], error=error)
@@ -232,43 +227,43 @@ class Division:
                 float(total[0]) * learning_rate**2, dtype=torch.float64
             )
             clip = kc.steps.trust_region_rate(squared, bound=bound, maximum=1.0)
-        made: Arrays = {}
-        for name in own:
+        directions: Arrays = {}
+        for name in owned:
             scale = 1.0 if clip is None else float(clip.scale)
-            made[name] = {
+            directions[name] = {
                 role: x * scale
-                for role, x in self._as_module(name, found[name]).items()
+                for role, x in self._as_module(name, products[name]).items()
             }
-        return self._scattered(made, gradients, owners), clip
+        return self._scattered(directions, gradients, owners), clip
 
-    def _as_layer(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_layer(self, name: str, gradients: Mapping[str, Any]) -> dict[str, Any]:
         part = self._sites[name].part
         shapes = part.layer.parameter_shapes
-        found = {}
-        for role, x in given.items():
+        shaped = {}
+        for role, x in gradients.items():
             x = part.to_layer(x) if role == "weight" else x
-            found[role] = x.reshape(shapes[role])
-        return found
+            shaped[role] = x.reshape(shapes[role])
+        return shaped
 
-    def _as_module(self, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_module(self, name: str, directions: Mapping[str, Any]) -> dict[str, Any]:
         site = self._sites[name]
-        found = {}
-        for role, x in given.items():
+        shaped = {}
+        for role, x in directions.items():
             x = site.part.to_module(x) if role == "weight" else x
-            found[role] = x.reshape(site.parameters[role].shape)
-        return found
+            shaped[role] = x.reshape(site.parameters[role].shape)
+        return shaped
 
-    def _gathered(self, given: Arrays, owners: Mapping[str, int]) -> Arrays:
+    def _gathered(self, gradients: Arrays, owners: Mapping[str, int]) -> Arrays:
         """Return whole gradients of this process's blocks, from everybody's slices."""
         rank, size = self._communicator.rank, self._communicator.size
         messages: dict[Any, _Messages] = {}
-        for name, role, p in self._parameters(given):
-            x, axis, owner = given[name][role], _axis(p), owners[name]
+        for name, role, p in self._parameters(gradients):
+            x, axis, owner = gradients[name][role], _axis(p), owners[name]
             sent = messages.setdefault(x.dtype, _Messages(x, size))
             if axis is None or owner == rank:
                 continue
             sent.put(owner, x)
-        for name, role, p in self._parameters(given):
+        for name, role, p in self._parameters(gradients):
             axis = _axis(p)
             if owners[name] == rank and axis is not None:
                 for other in range(size):
@@ -277,9 +272,9 @@ class Division:
                         messages[p.dtype].expect(other, (name, role), shape)
         arrived = {d: m.exchanged(self._communicator) for d, m in messages.items()}
         whole: Arrays = {}
-        for name, role, p in self._parameters(given):
+        for name, role, p in self._parameters(gradients):
             if owners[name] == rank:
-                x, axis = given[name][role], _axis(p)
+                x, axis = gradients[name][role], _axis(p)
                 if axis is not None:
                     of_ranks = arrived[p.dtype]
                     slices = [
@@ -291,12 +286,12 @@ class Division:
         return whole
 
     def _scattered(
-        self, own: Arrays, like: Arrays, owners: Mapping[str, int]
+        self, directions: Arrays, like: Arrays, owners: Mapping[str, int]
     ) -> Arrays:
         """Return this process's slices of all directions, from their owners."""
         rank, size = self._communicator.rank, self._communicator.size
         messages: dict[Any, _Messages] = {}
-        found: Arrays = {name: {} for name in like}
+        slices: Arrays = {name: {} for name in like}
         for name, role, p in self._parameters(like):
             axis, owner = _axis(p), owners[name]
             x = like[name][role]
@@ -306,19 +301,19 @@ class Division:
                 sent.expect(owner, (name, role), tuple(x.shape))
                 continue
             # Rounded here too, since other processes have the same of what is not divided.
-            whole = own[name][role].to(wire)
+            whole = directions[name][role].to(wire)
             for other in range(size):
                 part = whole
                 if axis is not None:
                     part = _slice(part, axis, other, size)
                 if other == rank:
-                    found[name][role] = part.to(x.dtype)
+                    slices[name][role] = part.to(x.dtype)
                 else:
                     sent.put(other, part)
         for exchanged in messages.values():
             for (_, (name, role)), x in exchanged.exchanged(self._communicator).items():
-                found[name][role] = x.to(like[name][role].dtype)
-        return found
+                slices[name][role] = x.to(like[name][role].dtype)
+        return slices
 
     def _wire_of(self, x: Any) -> Any:
         """Return the dtype in which directions like a tensor are sent."""
@@ -326,8 +321,8 @@ class Division:
             return x.dtype
         return self._wire
 
-    def _parameters(self, given: Arrays) -> Iterable[tuple[str, str, Any]]:
-        for name, roles in given.items():
+    def _parameters(self, gradients: Arrays) -> Iterable[tuple[str, str, Any]]:
+        for name, roles in gradients.items():
             for role in roles:
                 yield name, role, self._sites[name].parameters[role]
 
@@ -353,16 +348,16 @@ class _Messages:
         parts = [x for sent in self._sent for x in sent]
         flat = torch.cat(parts) if parts else self._like.new_zeros(0)
         send = [sum(x.numel() for x in sent) for sent in self._sent]
-        shapes = [[torch.Size(s) for _, s in own] for own in self._expected]
-        receive = [sum(shape.numel() for shape in own) for own in shapes]
+        shapes = [[torch.Size(s) for _, s in expected] for expected in self._expected]
+        receive = [sum(shape.numel() for shape in expected) for expected in shapes]
         arrived = communicator.all_to_all(flat, send, receive).wait()
-        found, start = {}, 0
-        for rank, own in enumerate(self._expected):
-            for key, shape in own:
+        received, start = {}, 0
+        for rank, expected in enumerate(self._expected):
+            for key, shape in expected:
                 stop = start + torch.Size(shape).numel()
-                found[rank, key] = arrived[start:stop].reshape(shape)
+                received[rank, key] = arrived[start:stop].reshape(shape)
                 start = stop
-        return found
+        return received
 
 
 def division_of(

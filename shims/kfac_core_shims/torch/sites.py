@@ -72,10 +72,12 @@ class Site:
 
     def gradients(self) -> dict[str, Any] | None:
         """Return the gradients in the layer's layout; None unless the weight has one."""
-        found: dict[str, Any] = {}
+        gradients: dict[str, Any] = {}
         for role, shape in self.layer.parameter_shapes.items():
             parameter = self.parameters[role]
-            if not parameter.requires_grad or (not found and parameter.grad is None):
+            if not parameter.requires_grad or (
+                not gradients and parameter.grad is None
+            ):
                 return None
             # A loss of derivatives alone does not read the last bias.
             read = parameter.grad is not None
@@ -89,8 +91,8 @@ class Site:
                 )
             if role == "weight":
                 g = self.part.to_layer(g)
-            found[role] = g if g.shape == shape else g.reshape(shape)
-        return found
+            gradients[role] = g if g.shape == shape else g.reshape(shape)
+        return gradients
 
     def write(self, direction: Mapping[str, Any]) -> None:
         """Put a direction into the place of the gradients."""
@@ -107,13 +109,13 @@ class Site:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters
         for role, parameter in self.parameters.items():
-            held = getattr(module, names[role], None)
-            if held is parameter or (held is None and self.some_biases):
+            current = getattr(module, names[role], None)
+            if current is parameter or (current is None and self.some_biases):
                 continue
-            if not hasattr(parameter, "placements") or held is None:
+            if not hasattr(parameter, "placements") or current is None:
                 return False
             # During its forward pass a module has its parameters whole.
-            self.gathered[role] = held
+            self.gathered[role] = current
         return True
 
     def forget(self) -> None:

@@ -100,17 +100,17 @@ def joined(calls: Iterable[RecordedCall], /) -> list[kc.integration.LayerCall]:
     of_block: dict[str, list[RecordedCall]] = {}
     for call in calls:
         of_block.setdefault(call.block, []).append(call)
-    found: list[kc.integration.LayerCall] = []
+    separate: list[kc.integration.LayerCall] = []
     for uses in of_block.values():
         derived = any(call.turned for call in uses)
         uses = [call for call in uses if call.has_rows]
         if uses and uses[0].example_of is not None:
-            found.append(_one_call(uses, derived=derived))
+            separate.append(_one_call(uses, derived=derived))
         elif derived:
-            found += [_one_call([call], derived=True) for call in uses]
+            separate += [_one_call([call], derived=True) for call in uses]
         else:
-            found += uses
-    return found
+            separate += uses
+    return separate
 
 
 def _examples_of(
@@ -191,9 +191,9 @@ def _one_call(uses: list[RecordedCall], *, derived: bool) -> kc.integration.Laye
                 torch.ones_like(slots, dtype=torch.bool), slots, count, width
             )
     has_biases: Any = True if all(call.bias for call in uses) else bias
-    found = kc.integration.LayerCall(uses[0].block, x, mask=mask, bias=has_biases)
-    found.output_grads, found.scaled_by = [*g], uses[0].scaled_by
-    return found
+    call_of_all = kc.integration.LayerCall(uses[0].block, x, mask=mask, bias=has_biases)
+    call_of_all.output_grads, call_of_all.scaled_by = [*g], uses[0].scaled_by
+    return call_of_all
 
 
 def _inputs_and_gradients(call: RecordedCall, sources: int) -> tuple[Any, Any]:
