@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.network import plain
+from kfac_core.stages import plain
 
 __all__ = ["Counted", "counted", "stages"]
 

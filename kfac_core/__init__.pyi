@@ -61,6 +61,12 @@ from .approximations.approximation import Approximation as Approximation
 from .approximations.eigen import Eigen as Eigen
 from .approximations.kfoc import KFOC as KFOC
 from .approximations.kronecker import Kronecker as Kronecker
+from .approximations.options import (
+    RefreshOptions as RefreshOptions,
+)
+from .approximations.options import (
+    UpdateOptions as UpdateOptions,
+)
 from .approximations.scaled_identity import ScaledIdentity as ScaledIdentity
 from .approximations.second_moment import (
     Diagonal as Diagonal,
@@ -176,15 +182,7 @@ from .layers.parameters import Parameters as Parameters
 from .layers.rows import Batch as Batch
 from .layers.scale_shift import ScaleShift as ScaleShift
 from .linalg.gram import gram as gram
-from .network import (
-    BlockState as BlockState,
-)
-from .network import (
-    Network as Network,
-)
-from .network import (
-    NetworkState as NetworkState,
-)
+from .network import Network as Network
 from .operators.operator import CurvatureOperator as CurvatureOperator
 from .operators.sparse_rows import SparseRows as SparseRows
 from .options import (
@@ -202,6 +200,27 @@ from .options import (
 from .posterior.network import Posterior as Posterior
 
 __version__: str
+from .stages import (
+    absorb_block as absorb_block,
+)
+from .stages import (
+    batch_moments as batch_moments,
+)
+from .stages import (
+    operator_of as operator_of,
+)
+from .stages import (
+    rebase_block as rebase_block,
+)
+from .stages import (
+    update_block as update_block,
+)
+from .state import (
+    BlockState as BlockState,
+)
+from .state import (
+    NetworkState as NetworkState,
+)
 
 __all__ = [
     "Approximation",
@@ -245,6 +264,7 @@ __all__ = [
     "Posterior",
     "Precision",
     "RecordError",
+    "RefreshOptions",
     "Refreshing",
     "ScaleShift",
     "ScaledIdentity",
@@ -258,8 +278,11 @@ __all__ = [
     "TNT",
     "UnknownBackendError",
     "UnknownBlockError",
+    "UpdateOptions",
     "UnsupportedError",
+    "absorb_block",
     "asarray",
+    "batch_moments",
     "backend_names",
     "damped_factor",
     "enable_float64",
@@ -273,4 +296,7 @@ __all__ = [
     "structure",
     "to_numpy",
     "use_backend",
+    "operator_of",
+    "rebase_block",
+    "update_block",
 ]

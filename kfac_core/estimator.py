@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from types import TracebackType
 from typing import Any, get_args
 
-from kfac_core.approximations.eigen import MomentStart
+from kfac_core.approximations.approximation import MomentStart
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
-from kfac_core.block import BatchLike, Block, Prepare
+from kfac_core.block import BatchLike, Block
 from kfac_core.constraints import (
     DECAY,
     implementation_of,
@@ -51,7 +52,7 @@ from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
 from kfac_core.factors.statistics import Statistics
 from kfac_core.losses.modes import EstimationMode
-from kfac_core.network import Executor, Network, NetworkState
+from kfac_core.network import Network
 from kfac_core.operators.operator import (
     FACTORIZATION_OF,
     VECTOR_PRODUCTS,
@@ -60,11 +61,39 @@ from kfac_core.operators.operator import (
 from kfac_core.options import Averaging, Execution, Refreshing, Sharing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
+from kfac_core.stages import PREPARE, Executor
+from kfac_core.state import NetworkState
 
 __all__ = ["Estimator"]
 
-_installing = threading.Lock()
-"""Held while one state takes the place of another: for no longer than two statements."""
+
+class _Change:
+    """The change of an estimator by one thread, which others are refused meanwhile.
+
+    There is no lock that an interrupt could leave held: a state takes the place of the one
+    that it was made from, or none.
+    """
+
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._thread: int | None = None
+
+    def __enter__(self) -> NetworkState:
+        thread = threading.get_ident()
+        # An interrupt may have left this thread's own number here.
+        if self._thread not in (None, thread):
+            raise ConcurrentChangeError(_CHANGED)
+        self._thread = thread
+        return self._estimator.state
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._thread = None
+
 
 _CHANGED = (
     "Another thread changed this estimator at the same time; this call changed nothing. "
@@ -154,7 +183,7 @@ class Estimator:
     ... )
     >>> estimator.update({"fc": kc.Batch(x, g)})
     >>> estimator.refresh()
-    >>> gradient = {"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}}
+    >>> gradient = {"fc": {"weight": x.T @ g / 32, "bias": g.mean(axis=0)}}
     >>> direction = estimator.precondition(gradient)
     >>> direction["fc"]["weight"].shape
     (3, 2)
@@ -205,7 +234,7 @@ class Estimator:
         self._resets: dict[str, object] = {}
         self._execution = execution
         self._executor = self._first_executor()
-        self._changing: int | None = None
+        self._change = _Change(self)
 
     def __repr__(self) -> str:
         return (
@@ -278,32 +307,16 @@ class Estimator:
         ----------
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
             Inputs and output gradients of each block's layer; omitted blocks are
-            unchanged.  A sequence holds several uses of one layer in each example (tied
-            weights), which are treated as shared positions of one weight, as are the
-            batches of the names in ``Sharing.weights``.
+            unchanged.
         check : {"raise", "status"}
-            ``"raise"`` raises if rows are not finite, and synchronizes with the device
-            once.  ``"status"`` then leaves every block unchanged and sets
-            ``state[name].status``.
+            Whether rows that are not finite raise, or set ``state[name].status``.
 
         Raises
         ------
-        UnknownBlockError
-            For an unknown block name.
-        ConventionError
-            If only some uses of a tied weight, or only some layers of a chain, are given.
-        ShapeError, DtypeError, MixedArraysError
-            For arrays that do not fit, in either mode.
-        NotFiniteError
-            For arrays that are not finite (``check="raise"``); the message names them.
-
-        Notes
-        -----
-        ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
-        no symmetric update.
+        KFACError
+            See `Network.update`, which documents the arguments further.
         """
-        before = self._begin()
-        try:
+        with self._change as before:
             after = self.network.update(
                 before,
                 batches,
@@ -312,8 +325,6 @@ class Estimator:
                 executor=self._executor,
             )
             self._install(before, after)
-        finally:
-            self._changing = None
 
     def absorb(self, moments: Mapping[str, Statistics], /) -> None:
         """Accumulate the merged statistics of a batch that was processed in parts.
@@ -321,26 +332,23 @@ class Estimator:
         Parameters
         ----------
         moments : mapping of str to Statistics
-            Statistics of each part from `kfac_core.Block.moments`, with this estimator's
+            Statistics of each part from `kfac_core.batch_moments`, with this estimator's
             ``conventions`` and precision (and for `kfac_core.Eigen` its statistics), added
-            up by `kfac_core.Block.merge`.  The N of a mean loss is that of each part.
+            up by `Statistics.merged`.  The N of a mean loss is that of each part.
 
         Raises
         ------
-        UnknownBlockError
-            For an unknown block name.
+        KFACError
+            See `Network.absorb`.
         """
-        before = self._begin()
-        try:
+        with self._change as before:
             after = self.network.absorb(
                 before, moments, decay=self._decay, executor=self._executor
             )
             self._install(before, after)
-        finally:
-            self._changing = None
 
     def reset(self, name: str, /) -> None:
-        """Make one block as it was before its first batch; the others are unchanged.
+        """Make one block as it was before its first batch; see `Network.reset`.
 
         Parameters
         ----------
@@ -351,11 +359,6 @@ class Estimator:
         ------
         UnknownBlockError
             For an unknown block name.
-
-        Notes
-        -----
-        Call `update` and `refresh` before it preconditions again.  See
-        `kfac_core.Network.reset` for a state whose counts are arrays.
         """
         self.state = self.network.reset(self.state, name)
         self._resets[name] = object()
@@ -368,7 +371,7 @@ class Estimator:
         moments: MomentStart,
         check: Check = "raise",
     ) -> None:
-        """Recompute the eigenbases of `Eigen` (EKFAC) blocks.
+        """Recompute the eigenbases of `Eigen` (EKFAC) blocks; see `Network.rebase`.
 
         Call it before the first `refresh` of such a block, and from then on less often
         than `refresh`: the eigendecompositions cost about ten times as much.  Operators are
@@ -380,22 +383,17 @@ class Estimator:
             Blocks to rebase; by default all `Eigen` blocks with statistics.
         moments : {"kronecker", "carried", "zero"}
             How the second moments start in the new bases: from the eigenvalues of the
-            factors, transformed from the old bases, or at zero; see
-            `kfac_core.Eigen.rebased`.  After ``"zero"``, call `update` before the next
-            refresh.
+            factors, transformed from the old bases, or at zero.  After ``"zero"``, call
+            `update` before the next refresh.
         check : {"raise", "status"}
-            ``"raise"`` raises if an eigendecomposition fails, and synchronizes with the
-            device.  ``"status"`` then keeps the old bases and sets a flag.
+            Whether a failed eigendecomposition raises, or sets a flag.
 
         Raises
         ------
-        UnknownBlockError, UnsupportedError, NotReadyError
-            For a name that is no block, a block without bases, or without statistics.
-        NotFiniteError, FactorizationError
-            If no accurate basis was found for a factor; all blocks then keep theirs.
+        KFACError
+            See `Network.rebase`; all blocks then keep their bases.
         """
-        before = self._begin()
-        try:
+        with self._change as before:
             after = self.network.rebase(
                 before,
                 moments=moments,
@@ -404,8 +402,6 @@ class Estimator:
                 executor=self._executor,
             )
             self._install(before, after)
-        finally:
-            self._changing = None
 
     def refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -417,35 +413,16 @@ class Estimator:
         names : iterable of str, optional
             Blocks to refresh; by default all that have statistics.
         check : {"raise", "status"}
-            With ``"raise"``, a failed factorization goes through the fallback chain
-            (working precision, then float64, then clipped eigenvalues) and raises if all
-            fail, which synchronizes with the device a few times per block.  With
-            ``"status"``, it sets ``state[name].status`` and the block keeps its previous
-            operator.
+            Whether a failed factorization raises, beyond
+            ``Refreshing.failure_budget``, or sets ``state[name].status``.
 
         Raises
         ------
-        UnknownBlockError
-            For an unknown block name.
-        NotReadyError
-            For a block without statistics, or an `Eigen` block before `rebase`.
-        DampingError
-            For a damping that is negative or not finite.
-        NotFiniteError, FactorizationError
-            If a block that cannot be factorized has no previous operator, or exceeds
-            ``Refreshing.failure_budget`` consecutive failures.  The state is then
-            unchanged; the count of failures includes only refreshes that returned.
-
-        Notes
-        -----
-        ``n^3 + m^3`` flops for a block with inverses of two full factors.
-
-        References
-        ----------
-        Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
+        KFACError
+            See `Network.refresh`.  The state is then unchanged; the count of failures
+            includes only refreshes that returned.
         """
-        before = self._begin()
-        try:
+        with self._change as before:
             after = self.network.refresh(
                 before,
                 damping=self._damping,
@@ -454,8 +431,6 @@ class Estimator:
                 executor=self._executor,
             )
             self._install(before, after)
-        finally:
-            self._changing = None
 
     def start_refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -509,18 +484,17 @@ class Estimator:
                     "A state was loaded since this refresh was started, and its operators "
                     "are of statistics that are gone. Start another one."
                 )
-            kept = [n for n in ready if self._resets.get(n) is resets.get(n)]
-            before = self._begin()
-            try:
-                after = network.with_operators_of(before, made, started, names=kept)
+            unchanged = [n for n in ready if self._resets.get(n) is resets.get(n)]
+            with self._change as before:
+                after = network.with_operators_of(
+                    before, made, started, names=unchanged
+                )
                 self._install(before, after)
-            finally:
-                self._changing = None
 
         return BackgroundRefresh(refreshed, install)
 
     def operator(self, name: str, /) -> CurvatureOperator:
-        """Return a block's operator as of its last refresh.
+        """Return a block's operator as of its last refresh; see `Network.operator`.
 
         Parameters
         ----------
@@ -534,10 +508,8 @@ class Estimator:
 
         Raises
         ------
-        UnknownBlockError
-            For an unknown block name.
-        NotReadyError
-            Before the block's first refresh.
+        UnknownBlockError, NotReadyError
+            For an unknown block name, or before the block's first refresh.
         """
         return self.network.operator(self.state, name)
 
@@ -551,7 +523,8 @@ class Estimator:
         Parameters
         ----------
         gradients : mapping of str to mapping of str to array
-            Gradients of some or all blocks, by parameter, in the layer's layout.
+            Gradients of the mean loss, of some or all blocks, by parameter, in the layer's
+            layout.
 
         Returns
         -------
@@ -560,17 +533,8 @@ class Estimator:
 
         Raises
         ------
-        UnknownBlockError, NotReadyError
-            For an unknown block name, or a block that was never refreshed.
-        ConventionError
-            If only some layers of a chain are given.
-        ShapeError, DtypeError, MixedArraysError
-            For gradients of incompatible shape, dtype, library or device.
-
-        Notes
-        -----
-        Two matrix products per block, ``2 n m (n + m)`` flops.  Never synchronizes with
-        the device.
+        KFACError
+            See `Network.precondition`.
         """
         if "inverse" not in self.network.refreshing.factorizations:
             return self.apply("multiply_inverse", gradients)
@@ -597,8 +561,7 @@ class Estimator:
             The name of a method of `CurvatureOperator` that takes and returns a
             vector, such as ``"multiply_matpower"``.
         vectors : mapping of str to mapping of str to array
-            Vectors of some or all blocks, by parameter.  An embedding's weight may be
-            `SparseRows`, and the result then has the same type.
+            Vectors of some or all blocks, by parameter.
         *arguments, **options
             Arguments of the product besides the vector, such as an exponent.
 
@@ -609,10 +572,8 @@ class Estimator:
 
         Raises
         ------
-        ConventionError
-            For an unknown product, or if only some layers of a chain are given.
         KFACError
-            See `precondition` and the product.
+            See `Network.apply` and the product.
         """
         before = state = self.state
         require_one_of("product", product, VECTOR_PRODUCTS)
@@ -627,36 +588,25 @@ class Estimator:
             executor=self._executor,
             **options,
         )
-        if state is not before:
-            with _installing:
-                # What a change in another thread has made meanwhile is not put back.
-                if self.state is before:
-                    self.state = state
+        # What a change in another thread has made meanwhile is not put back.
+        if state is not before and self.state is before:
+            self.state = state
         return products
-
-    def _begin(self) -> NetworkState:
-        """Return the state that is to be changed; only one thread may at a time."""
-        thread = threading.get_ident()
-        # An interrupt may have left this thread's own number here.
-        if self._changing not in (None, thread):
-            raise ConcurrentChangeError(_CHANGED)
-        self._changing = thread
-        return self.state
 
     def _install(self, before: NetworkState, after: NetworkState) -> None:
         """Install a state that was made from another, if that is still the state."""
-        with _installing:
-            if self.state is not before:
-                raise ConcurrentChangeError(_CHANGED)
-            self.state = after
+        if self.state is not before:
+            raise ConcurrentChangeError(_CHANGED)
+        self.state = after
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has; it caches for itself, and no thread is changing it."""
-        return {**vars(self), "_executor": None, "_changing": None}
+        return {**vars(self), "_executor": None, "_change": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._executor = self._first_executor()
+        self._change = _Change(self)
 
     def _first_executor(self) -> Executor:
         """Return the executor of the estimator itself, which may be of many processes."""
@@ -667,12 +617,11 @@ class Estimator:
 
     def _new_executor(self) -> Executor:
         """Return the executor that was given, or a new one as the options say."""
-        options: Any = self._execution or Execution()
+        options = self._execution or Execution()
         if isinstance(options, Distributed):
             options = options.execution
-        if not isinstance(options, Execution):
-            executor: Executor = options
-            return executor
+        if isinstance(options, Executor):
+            return options
         workers = options.workers
         inner: Executor = Hosted()
         return Stacked(Threaded(workers, inner) if workers > 1 else inner)
@@ -680,14 +629,17 @@ class Estimator:
     def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
         """Return the state with operators in which a factorization has been made."""
         blocks = dict.fromkeys(map(self.network.block_of, names))
-        held = {name: self.operator(name) for name in blocks}
-        tasks = {name: (self.blocks[name], held[name]) for name in held}
-        made = self._executor(Prepare(factorization), tasks)
+        operators = {name: self.operator(name) for name in blocks}
+        tasks = {
+            name: (self.blocks[name], operator, factorization)
+            for name, operator in operators.items()
+        }
+        prepared = self._executor(PREPARE, tasks)
         return self.state.updated(
             {
                 name: replaced(self.state[name], operator=operator)
-                for name, operator in made.items()
-                if operator is not held[name]
+                for name, operator in prepared.items()
+                if operator is not operators[name]
             }
         )
 
@@ -722,22 +674,18 @@ class Estimator:
         StateError
             If anything does not match; the estimator is then unchanged.
         """
-        before = self._begin()
-        try:
+        with self._change as before:
             network, loaded, settings = parse_state(
                 state, self.network, self._promises()
             )
             if isinstance(self._executor, DistributedExecutor):
                 loaded = self._executor.scattered(loaded)
             damping, decay = settings["damping"], settings["decay"]
-            with _installing:
-                if self.state is not before:
-                    raise ConcurrentChangeError(_CHANGED)
-                # No call stands between these, so that no interrupt comes between them.
-                self.network, self.state = network, loaded
-                self._damping, self._decay = damping, decay
-        finally:
-            self._changing = None
+            if self.state is not before:
+                raise ConcurrentChangeError(_CHANGED)
+            # No call stands between these, so that no interrupt comes between them.
+            self.network, self.state = network, loaded
+            self._damping, self._decay = damping, decay
 
     def check_replicas(self, **arrays: Mapping[str, Any] | Array) -> None:
         """Raise unless all processes hold the same of what must be the same.

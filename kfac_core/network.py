@@ -1,12 +1,9 @@
 """The curvature of a network: a description, a state, and pure functions of both.
 
-A `Network` describes blocks by name, conventions and sharing, without arrays.  A
-`NetworkState` holds statistics and operators as one structure of arrays.
-`Network.update` and `Network.refresh` take a state and return a new one;
-`Network.precondition` returns products.  Each is a loop over blocks.
-
-An *executor* runs the loop.  `plain` defines the result; those in `kfac_core.execution`
-compute the same in stacks of equal blocks or on threads.
+A `Network` describes blocks by name, conventions and sharing, without arrays.
+`Network.update` and `Network.refresh` take a `NetworkState` and return a new one;
+`Network.precondition` returns products.  Each is a loop of a stage
+(`kfac_core.stages`) over blocks, which an executor runs.
 
 A state is a pytree: ``jax.jit(network.update)`` works.  Traced code cannot raise, so each
 stage takes ``check``.  With ``"raise"`` it reads the flags once and raises.  With
@@ -16,42 +13,27 @@ flags in ``state[name].status``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, get_args
 
 import numpy as np
 from array_api_compat import is_numpy_array
 
+from kfac_core.approximations.options import RefreshOptions, UpdateOptions
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.choice import choose
-from kfac_core.array.finite import is_plain
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
-    cast,
     device_of,
     namespace_of,
     own_namespace,
 )
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
-from kfac_core.array.structure import (
-    array_fields,
-    combinable,
-    leaves,
-    map_structure,
-    replaced,
-    structure,
-)
-from kfac_core.block import (
-    AbsorbBlock,
-    Block,
-    Product,
-    Rebase,
-    RefreshBlock,
-    UpdateBlock,
-)
+from kfac_core.array.structure import leaves, map_structure, replaced
+from kfac_core.block import Block
 from kfac_core.constraints import (
     COUNT,
     NAMES,
@@ -87,194 +69,27 @@ from kfac_core.options import Averaging, Refreshing, Sharing
 from kfac_core.sharing.chains import Chains
 from kfac_core.sharing.shared_factors import SharedFactors
 from kfac_core.sharing.tied_weights import TiedWeights
+from kfac_core.stages import (
+    ABSORB,
+    APPLY,
+    REBASE,
+    REFRESH,
+    UPDATE,
+    Executor,
+    ProductCall,
+    Tasks,
+    plain,
+)
+from kfac_core.state import (
+    BlockState,
+    NetworkState,
+    after_refresh,
+    after_refresh_in_status,
+    after_update,
+    copied,
+)
 
-__all__ = ["BlockState", "Executor", "Network", "NetworkState", "plain"]
-
-Count: TypeAlias = Any
-"""An int, or a 0-d array of int32 in a state that is traced by a function compiler."""
-
-Tasks: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""For each name, the block and the further arguments of a function of one block."""
-
-
-class Executor(Protocol):
-    """Runs a function of one block for several blocks.
-
-    ``executor(function, tasks)`` returns, by name, what ``function(name, *task)`` returns
-    for each task, up to rounding.  Executors differ in how: as stacks, on threads, or in
-    another library.
-
-    An executor with a true attribute ``updates_all`` is given a task for every block at
-    each update, with None for statistics and batch where there are none, and may return
-    only some of them.  One of several processes has an attribute ``share``, that of the
-    states that it takes and makes; see `NetworkState`; and a method ``tell``, which raises
-    what one process cannot begin a stage for on all of them.
-    """
-
-    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
-        """Return the function of each task, by name."""
-
-
-@contextmanager
-def _told(executor: Executor, stage: str, state: NetworkState) -> Iterator[None]:
-    """Tell the other processes of a stage what is raised before it on this one."""
-    try:
-        yield
-    except Exception as error:
-        tell = getattr(executor, "tell", None)
-        if tell is not None:
-            held = {name: block.statistics for name, block in state.blocks.items()}
-            tell(stage, held, error)
-        raise
-
-
-def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
-    """Run a function of one block for each block in turn.
-
-    Parameters
-    ----------
-    function : callable
-        Takes a name, a block and arguments.
-    tasks : mapping of str to tuple
-        For each name, the block and its arguments.
-
-    Returns
-    -------
-    dict of str to object
-        Results of the function, by name.
-
-    Raises
-    ------
-    KFACError
-        Errors of the function, with the name of the block added.
-    """
-    found: dict[str, Any] = {}
-    for name, task in tasks.items():
-        try:
-            found[name] = function(name, *task)
-        except KFACError as error:
-            error.args = (f"Block {name!r}: {error}", *error.args[1:])
-            raise
-    return found
-
-
-@structure()
-class BlockState:
-    """Statistics, operator and counts of one block.
-
-    Attributes
-    ----------
-    statistics : Statistics or None
-        Running sums, and the bases of EKFAC blocks; None before the first update.
-    operator : CurvatureOperator or None
-        Operator of the last refresh; None before the first.
-    damping : float, 0-d array or None
-        Damping that the operator was made with.
-    updates, age, refreshes, failures : int or 0-d array of int32
-        Number of updates, of updates since the operator was made, of refreshes, and of
-        consecutive failed refreshes.
-    basis_age : int or 0-d array of int32
-        Number of updates since the bases were computed; -1 before that.
-    moments_missing : int or 0-d array of int32
-        1 if the bases were computed with zero moments and no update came since, else 0.
-    status : int or 0-d array of int32
-        `kfac_core.Status` flags of the last update and refresh.
-    """
-
-    statistics: Statistics | None = None
-    operator: CurvatureOperator | None = None
-    damping: Scalar | None = None
-    updates: Count = 0
-    age: Count = 0
-    refreshes: Count = 0
-    failures: Count = 0
-    basis_age: Count = -1
-    moments_missing: Count = 0
-    status: Count = 0
-
-
-@structure(static=("share",))
-class NetworkState:
-    """Statistics and operators of all blocks, as one structure of arrays.
-
-    Attributes
-    ----------
-    blocks : dict of str to BlockState
-        States by name of the block.
-    share : tuple of int or None
-        Rank and number of the processes whose part this is; None where it is the state of
-        all rows.  A part is of use to no other process, and to no other number of them.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import kfac_core as kc
-    >>> rng = np.random.default_rng(0)
-    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
-    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
-    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
-    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> network = kc.Network(blocks, conventions=conventions)
-    >>> state = network.update(network.empty(), {"fc": batch}, decay=0.95)
-    >>> state = network.refresh(state, damping=0.1)
-    >>> state["fc"].age, bool(state.is_good())
-    (0, True)
-    """
-
-    blocks: dict[str, BlockState]
-    share: tuple[int, int] | None = None
-
-    def __getitem__(self, name: str) -> BlockState:
-        """Return the state of a block, or raise `UnknownBlockError`."""
-        if name not in self.blocks:
-            raise unknown_block(name, self.blocks)
-        return self.blocks[name]
-
-    def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
-        """Return a state in which some blocks are replaced."""
-        return NetworkState({**self.blocks, **blocks}, self.share)
-
-    def as_part(self, share: tuple[int, int] | None, /) -> NetworkState:
-        """Return the state, if it is the part of a process or has no rows yet.
-
-        Parameters
-        ----------
-        share : tuple of int or None
-            Rank and number of the processes whose part is wanted; None for all rows.
-
-        Returns
-        -------
-        NetworkState
-            With that share.
-
-        Raises
-        ------
-        StateError
-            If it is the part of another process, of another number of them, or of all rows.
-        """
-        if self.share == share:
-            return self
-        if self.share is None and not any(int(b.updates) for b in self.blocks.values()):
-            return NetworkState(self.blocks, share)
-        raise StateError(
-            f"The state is that of {_owner(self.share)}, and the call is that of "
-            f"{_owner(share)}. A process's part of a state is of use to no other: save "
-            "what `Estimator.state_dict` returns, which loads on any number of processes."
-        )
-
-    def is_good(self) -> Array:
-        """Return whether no block is flagged, as a 0-d boolean array."""
-        flags = [held.status for held in self.blocks.values()]
-        xp = own_namespace(flags[0])
-        return xp.all(xp.stack(flags) == 0)
-
-    def __repr__(self) -> str:
-        updated = [n for n, b in self.blocks.items() if b.statistics is not None]
-        ready = [n for n, b in self.blocks.items() if b.operator is not None]
-        return (
-            f"NetworkState({len(self.blocks)} blocks, {len(updated)} with statistics, "
-            f"{len(ready)} with operators)"
-        )
+__all__ = ["Network"]
 
 
 class Network:
@@ -395,13 +210,7 @@ class Network:
         self.shared_factors = SharedFactors(sharing.factors, self.blocks)
         self.tied_weights = TiedWeights(sharing.weights, self.blocks)
         self._taken = {n: self.shared_factors.taken_by(n) for n in self.blocks}
-        checks: tuple[Check, ...] = get_args(Check)
-        self._updates = {
-            check: UpdateBlock(conventions, max_patch_elements, check)
-            for check in checks
-        }
-        self._refreshes = {check: self._refresh_of(check) for check in checks}
-        self._products = {name: Product(name) for name in VECTOR_PRODUCTS}
+        self._calls = {name: ProductCall(name) for name in VECTOR_PRODUCTS}
         if self.chains.of and self.refreshing.damping_scaling != "none":
             raise UnsupportedError(
                 "A chain has no curvature without damping that a damping could be relative "
@@ -469,16 +278,14 @@ class Network:
         blocks: dict[str, BlockState] = {}
         for name, block in self.blocks.items():
             statistics = block.initial(like, precision=self.precision)
-            own_damping = damping[name] if isinstance(damping, Mapping) else damping
+            of_block = damping[name] if isinstance(damping, Mapping) else damping
             counts = {
                 count: xp.zeros((), **place)
                 for count in ("updates", "age", "refreshes", "failures", "status")
             }
             blocks[name] = BlockState(
-                statistics=map_structure(
-                    lambda x: xp.asarray(x, copy=True), statistics
-                ),
-                damping=xp.asarray(own_damping, dtype=statistics.dtype, device=device),
+                statistics=map_structure(copied, statistics),
+                damping=xp.asarray(of_block, dtype=statistics.dtype, device=device),
                 basis_age=xp.full((), -1, **place),
                 moments_missing=xp.zeros((), **place),
                 **counts,
@@ -490,13 +297,13 @@ class Network:
                 start, damping=damping, check="status", executor=executor
             )
 
-        made = backend_of(xp).placeholder(refreshed, device=device)
+        form = backend_of(xp).placeholder(refreshed, device=device)
         return start.updated(
             {
                 name: replaced(
-                    blocks[name], operator=map_structure(_copied, held.operator)
+                    blocks[name], operator=map_structure(copied, block.operator)
                 )
-                for name, held in made.blocks.items()
+                for name, block in form.blocks.items()
             }
         )
 
@@ -557,30 +364,21 @@ class Network:
         """
         if type(decay) is not float or not 0.0 <= decay <= 1.0:
             require_decay(decay)
-        wanted: object = check
-        if type(wanted) is not str or wanted != "raise":
-            require_check(check)
-        state = self._own(state, getattr(executor, "share", None))
-        function = self._updates[check]
+        require_check(check)
+        state = self._part_of(state, executor.share)
         with _told(executor, "update", state):
-            tasks = self._update_tasks(state, batches, decay, executor)
-        found = executor(function, tasks)
-        blocks: dict[str, BlockState] = {}
+            tasks = self._update_tasks(state, batches, decay, check, executor)
+        statistics = executor(UPDATE, tasks)
         if check == "raise":
-            require_finite_rows(found)
-            for name, new in found.items():
-                blocks[name] = _after_update(state.blocks[name], new, 1)
-            return state.updated(blocks)
-        if not found:
+            require_finite_rows(statistics)
+            good: Any = 1
+        elif not statistics:
             return state
-        xp = next(iter(found.values())).namespace
-        good = xp.all(xp.stack([new.status for new in found.values()]) == 0)
-        had = {name: tasks[name][1] for name in found if tasks[name][1] is not None}
-        kept = found | choose(good, {name: found[name] for name in had}, had, xp=xp)
-        for name, new in found.items():
-            own = replaced(kept[name], status=new.status)
-            blocks[name] = _after_update(state.blocks[name], own, good)
-        return state.updated(blocks)
+        else:
+            statistics, good = _all_or_none(statistics, tasks)
+        return state.updated(
+            {n: after_update(state.blocks[n], s, good) for n, s in statistics.items()}
+        )
 
     def absorb(
         self,
@@ -601,7 +399,7 @@ class Network:
         state : NetworkState
             State to read; not modified.
         moments : mapping of str to Statistics
-            Statistics of each part from `Block.moments`, added up by `Block.merge`.
+            Statistics of each part from `batch_moments`, added up by `Statistics.merged`.
         decay : float or 0-d array
             See `update`.
         executor : Executor
@@ -620,12 +418,12 @@ class Network:
             For an unknown block name.
         """
         require_decay(decay)
-        state = self._own(state, getattr(executor, "share", None))
+        state = self._part_of(state, executor.share)
         with _told(executor, "absorb", state):
             tasks = self._absorb_tasks(state, moments, decay, executor)
-        found = executor(AbsorbBlock(), tasks)
+        statistics = executor(ABSORB, tasks)
         return state.updated(
-            {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
+            {n: after_update(state.blocks[n], s, 1) for n, s in statistics.items()}
         )
 
     def reset(self, state: NetworkState, name: str, /) -> NetworkState:
@@ -651,22 +449,28 @@ class Network:
         UnknownBlockError
             For an unknown block name.
         """
-        block, held = self.blocks[self.known(name)], state[name]
-        if isinstance(held.updates, int) or held.statistics is None:
+        block, before = self.blocks[self.known(name)], state[name]
+        if isinstance(before.updates, int) or before.statistics is None:
             return state.updated({name: BlockState()})
-        empty = block.initial(held.statistics.like, precision=self.precision)
-        statistics = map_structure(_copied, empty)
+        empty = block.initial(before.statistics.like, precision=self.precision)
         counts = {
-            field: getattr(held, field) * 0
+            field: getattr(before, field) * 0
             for field in (
-                *("updates", "age", "refreshes", "failures"),
-                *("moments_missing", "status"),
+                "updates",
+                "age",
+                "refreshes",
+                "failures",
+                "moments_missing",
+                "status",
             )
         }
-        made = replaced(
-            held, statistics=statistics, basis_age=held.basis_age * 0 - 1, **counts
+        after = replaced(
+            before,
+            statistics=map_structure(copied, empty),
+            basis_age=before.basis_age * 0 - 1,
+            **counts,
         )
-        return state.updated({name: made})
+        return state.updated({name: after})
 
     def rebase(
         self,
@@ -717,38 +521,36 @@ class Network:
         """
         require_one_of("moments", moments, ("kronecker", "carried", "zero"))
         require_check(check)
-        if names is not None:
-            require_range("names", names, NAMES)
-        with_bases = [self.known(name) for name in (() if names is None else names)]
-        state = self._own(state, getattr(executor, "share", None))
+        state = self._part_of(state, executor.share)
         if names is None:
-            with_bases = [
+            based = [
                 name
                 for name, block in self.blocks.items()
                 if block.approximation.has_bases
                 and state.blocks[name].statistics is not None
             ]
+        else:
+            require_range("names", names, NAMES)
+            based = [self.known(name) for name in names]
         tasks: dict[str, tuple[Any, ...]] = {}
-        for name in with_bases:
+        for name in based:
             block = self.blocks[name]
             if not block.approximation.has_bases:
                 raise UnsupportedError(
                     f"Block {name!r} ({block.approximation.name}) has no bases; only Eigen "
                     "blocks have bases."
                 )
-            tasks[name] = (block, self._statistics_of(state, name))
-        found = executor(Rebase(moments, check), tasks)
+            tasks[name] = (block, self._statistics_of(state, name), moments, check)
         blocks: dict[str, BlockState] = {}
-        for name, statistics in found.items():
-            held = state.blocks[name]
+        for name, statistics in executor(REBASE, tasks).items():
+            before = state.blocks[name]
+            flags = statistics.status if check == "status" else before.status * 0
             blocks[name] = replaced(
-                held,
+                before,
                 statistics=statistics,
-                basis_age=held.basis_age * 0,
-                moments_missing=held.moments_missing * 0 + int(moments == "zero"),
-                status=held.status | statistics.status
-                if check == "status"
-                else held.status,
+                basis_age=before.basis_age * 0,
+                moments_missing=before.moments_missing * 0 + int(moments == "zero"),
+                status=before.status | flags,
             )
         return state.updated(blocks)
 
@@ -809,30 +611,20 @@ class Network:
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
         require_check(check)
-        state = self._own(state, getattr(executor, "share", None))
-        ready = self.ready(state, names)
-        function, tasks = self._refresh_tasks(state, ready, damping, check)
-        made = executor(function, tasks)
+        state = self._part_of(state, executor.share)
+        tasks = self._refresh_tasks(state, self.ready(state, names), damping, check)
         blocks: dict[str, BlockState] = {}
-        for name, found in made.items():
-            held = state.blocks[name]
-            if isinstance(found, KFACError):
-                failures = held.failures + 1
-                budget = self.refreshing.failure_budget
-                if held.operator is None or failures > budget:
-                    raise found
-                blocks[name] = replaced(held, failures=failures)
+        for name, refreshed in self._refreshed(tasks, executor).items():
+            before = state.blocks[name]
+            if isinstance(refreshed, KFACError):
+                failures = before.failures + 1
+                if before.operator is None or failures > self.refreshing.failure_budget:
+                    raise refreshed
+                blocks[name] = replaced(before, failures=failures)
             elif check == "raise":
-                blocks[name] = replaced(
-                    held,
-                    operator=found[0],
-                    damping=_in_form(found[1], held.damping),
-                    age=held.age * 0,
-                    refreshes=held.refreshes + 1,
-                    failures=held.failures * 0,
-                )
+                blocks[name] = after_refresh(before, *refreshed)
             else:
-                blocks[name] = _unless_failed(held, *found)
+                blocks[name] = after_refresh_in_status(before, *refreshed)
         return state.updated(blocks)
 
     def precondition(
@@ -921,26 +713,27 @@ class Network:
         KFACError
             See `precondition` and the product.
         """
-        if type(product) is not str or product not in self._products:
+        if type(product) is not str or product not in self._calls:
             require_one_of("product", product, VECTOR_PRODUCTS)
         if type(vectors) is not dict:
             require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
-        # An operator that is here can be applied here; the others refuse by name.
-        state = self._own(state, getattr(executor, "share", state.share))
-        given = self.chains.vectors(vectors) if self.chains.of else vectors
-        tasks: dict[str, tuple[Any, ...]] = {}
-        for name, own in given.items():
-            operator = self.operator(state, name)
-            tasks[name] = self.blocks[name], operator, own
-        function = self._products[product]
+        # An operator of this process can be applied by any executor; the others refuse.
+        share = state.share if executor.share is None else executor.share
+        state = self._part_of(state, share)
+        of_blocks = self.chains.vectors(vectors) if self.chains.of else vectors
+        call = self._calls[product]
         if arguments or options:
-            function = Product(product, arguments, options)
-        made = executor(function, tasks)
-        for name, vector in made.items():
+            call = ProductCall(product, arguments, options)
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, vector in of_blocks.items():
+            operator = self.operator(state, name)
+            tasks[name] = self.blocks[name], operator, vector, call
+        products = executor(APPLY, tasks)
+        for name, vector in products.items():
             refreshes = state.blocks[name].refreshes
             if not isinstance(refreshes, int):
-                made[name] = _unless_new(refreshes, vector)
-        return self.chains.by_layer(made) if self.chains.of else made
+                products[name] = _unless_new(refreshes, vector)
+        return self.chains.by_layer(products) if self.chains.of else products
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
@@ -1087,53 +880,9 @@ class Network:
                 f"Expected `damping` for every block, but {missing} have none."
             )
 
-    def in_form_of(self, state: NetworkState, form: NetworkState, /) -> NetworkState:
-        """Return a state, such as one loaded from a file, in the structure of another.
-
-        Parameters
-        ----------
-        state : NetworkState
-            State of this network; numbers may be Python numbers, and blocks may be without
-            statistics or operators.
-        form : NetworkState
-            State from `initial`, for what a block does not have.
-
-        Returns
-        -------
-        NetworkState
-            State with the structure of `form`, which shares no array with itself or with
-            either argument.
-
-        Raises
-        ------
-        StateError
-            If a block is of another form.
-        """
-        blocks: dict[str, BlockState] = {}
-        for name, wanted in form.blocks.items():
-            held = state.blocks[name]
-            if held.statistics is not None and held.operator is None:
-                raise StateError(
-                    f"Block {name!r} has statistics and no operator: call `refresh` first."
-                )
-            if held.statistics is None:
-                blocks[name] = wanted
-                continue
-            found = {
-                field: _in_form(value, getattr(wanted, field))
-                for field, value in array_fields(held)
-                if field not in ("statistics", "operator")
-            }
-            blocks[name] = replaced(held, **found)
-            if not combinable(blocks[name], wanted):
-                raise StateError(
-                    f"Block {name!r}: expected statistics and an operator of the form that "
-                    "this network's stages return under a compiler. Where the options are "
-                    'the same, call `refresh` with check="status".'
-                )
-        return map_structure(_copied, NetworkState(blocks, state.share))
-
-    def _own(self, state: NetworkState, share: tuple[int, int] | None) -> NetworkState:
+    def _part_of(
+        self, state: NetworkState, share: tuple[int, int] | None
+    ) -> NetworkState:
         """Return the state as the part of a process; raise for one of other blocks."""
         if state.blocks.keys() != self.blocks.keys():
             raise StateError(
@@ -1147,30 +896,46 @@ class Network:
         state: NetworkState,
         batches: Mapping[str, Any],
         decay: Scalar,
+        check: Check,
         executor: Executor,
     ) -> dict[str, tuple[Any, ...]]:
-        given = self._detached(batches)
+        of_blocks = self._detached(batches)
         # Another process may have rows of a block that has none here.
-        shared = getattr(executor, "updates_all", False)
-        if shared:
-            given = {name: given.get(name) for name in self.blocks}
-        weight, burn_in = self.averaging.weight, self.averaging.burn_in
+        if executor.updates_all:
+            of_blocks = {name: of_blocks.get(name) for name in self.blocks}
         tasks: dict[str, tuple[Any, ...]] = {}
-        for name, batch in given.items():
-            held, own_decay, own_weight = state.blocks[name], decay, weight
-            statistics = held.statistics
-            if statistics is None and not (shared and is_empty(batch)):
+        for name, batch in of_blocks.items():
+            before = state.blocks[name]
+            statistics = before.statistics
+            if statistics is None and not (executor.updates_all and is_empty(batch)):
                 statistics = self._first_statistics(name, batch)
-            if burn_in:
-                burning = held.updates < burn_in
-                own_decay = _one_where(burning, decay, statistics)
-                own_weight = _one_where(burning, weight, statistics)
-            taken = self._taken[name]
-            tasks[name] = (
-                *(self.blocks[name], statistics, batch),
-                *(own_decay, own_weight, taken),
-            )
+            options = self._update_options(name, before, statistics, decay, check)
+            tasks[name] = self.blocks[name], statistics, batch, options
         return tasks
+
+    def _update_options(
+        self,
+        name: str,
+        before: BlockState,
+        statistics: Statistics | None,
+        decay: Scalar,
+        check: Check,
+    ) -> UpdateOptions:
+        """Return the options of an update; during burn-in updates have equal weights."""
+        weight: Scalar = self.averaging.weight
+        if self.averaging.burn_in:
+            burning = before.updates < self.averaging.burn_in
+            decay = _one_where(burning, decay, statistics)
+            weight = _one_where(burning, weight, statistics)
+        return UpdateOptions(
+            self.conventions,
+            decay,
+            weight,
+            self._taken[name],
+            check,
+            self.max_patch_elements,
+            True,  # The flags of all blocks are read together.
+        )
 
     def _absorb_tasks(
         self,
@@ -1180,27 +945,27 @@ class Network:
         executor: Executor,
     ) -> dict[str, tuple[Any, ...]]:
         require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
-        given: dict[str, Any] = {}
-        for name, own in moments.items():
-            what = "statistics, as `Block.moments` returns them"
-            require_kind(f"moments[{name!r}]", own, Statistics, what)
-            given[self.known(name)] = own
-        if getattr(executor, "updates_all", False):
-            given = {name: given.get(name) for name in self.blocks}
+        of_blocks: dict[str, Any] = {}
+        for name, part in moments.items():
+            what = "statistics, as `batch_moments` returns them"
+            require_kind(f"moments[{name!r}]", part, Statistics, what)
+            of_blocks[self.known(name)] = part
+        if executor.updates_all:
+            of_blocks = {name: of_blocks.get(name) for name in self.blocks}
         tasks: dict[str, tuple[Any, ...]] = {}
-        for name, own in given.items():
-            block, held = self.blocks[name], state.blocks[name]
-            old = held.statistics
-            if own is not None:
+        for name, part in of_blocks.items():
+            block, before = self.blocks[name], state.blocks[name]
+            old = before.statistics
+            if part is not None:
                 if old is None:
-                    old = block.initial(own.like, precision=self.precision)
-                _require_moments(name, own, old)
-            burning = held.updates < self.averaging.burn_in
+                    old = block.initial(part.like, precision=self.precision)
+                _require_moments(name, part, old)
+            burning = before.updates < self.averaging.burn_in
             coefficients = (
                 _one_where(burning, decay, old),
                 _one_where(burning, self.averaging.weight, old),
             )
-            tasks[name] = (block, old, own, *coefficients)
+            tasks[name] = (block, old, part, *coefficients)
         return tasks
 
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
@@ -1256,24 +1021,39 @@ class Network:
         names: Iterable[str],
         damping: Scalar | Mapping[str, Scalar],
         check: Check,
-    ) -> tuple[RefreshBlock, dict[str, tuple[Any, ...]]]:
-        function = self._refreshes[check]
-        everything: dict[str, Statistics | None] = {}
-        if self.shared_factors.pairs:
-            function = self._refresh_of(check, memo={})
-            everything = {name: held.statistics for name, held in state.blocks.items()}
+    ) -> dict[str, tuple[Any, ...]]:
+        everything = {name: block.statistics for name, block in state.blocks.items()}
         of_blocks = type(damping) is not float and isinstance(damping, Mapping)
+        options = self._refresh_options(check)
         tasks: dict[str, tuple[Any, ...]] = {}
         for name in names:
-            own: Any = state.blocks[name].statistics
-            if everything:
-                own = self.shared_factors.completed(name, own, everything)
-            own_damping = damping[name] if of_blocks else damping
-            if isinstance(own_damping, np.generic) and not is_numpy_array(own.like):
+            statistics: Any = everything[name]
+            if self._taken[name]:
+                statistics = self.shared_factors.completed(name, statistics, everything)
+            lam: Any = damping[name] if of_blocks else damping
+            if isinstance(lam, np.generic) and not is_numpy_array(statistics.like):
                 # A number, which no array of another library would be chosen against.
-                own_damping = float(own_damping)
-            tasks[name] = (self.blocks[name], own, own_damping, self.solving[name])
-        return function, tasks
+                lam = float(lam)
+            solving = self.solving[name]
+            of_block = replaced(options, damping=lam, solving=solving)
+            tasks[name] = self.blocks[name], statistics, of_block
+        return tasks
+
+    def _refreshed(self, tasks: Tasks, executor: Executor) -> dict[str, Any]:
+        """Return the operators of tasks; blocks that take a factor take its basis too."""
+        takers = [name for name in tasks if self._taken[name]]
+        exact = self.damping_rule == "exact"
+        if not takers or not (exact or "eigenbasis" in self.refreshing.factorizations):
+            return executor(REFRESH, tasks)
+        first = {name: task for name, task in tasks.items() if name not in takers}
+        results = executor(REFRESH, first)
+        second: dict[str, tuple[Any, ...]] = {}
+        for name in takers:
+            block, statistics, options = tasks[name]
+            bases = self.shared_factors.bases(name, results)
+            second[name] = block, replaced(statistics, bases=bases), options
+        results |= executor(REFRESH, second)
+        return {name: results[name] for name in tasks}
 
     def _solving_of(self, block: Block) -> Solving:
         """Return how a block is solved: only full factors have a choice."""
@@ -1282,21 +1062,45 @@ class Network:
             return "inverse"
         return self.refreshing.solving
 
-    def _refresh_of(
-        self, check: Check, memo: dict[Any, Any] | None = None
-    ) -> RefreshBlock:
-        """Return the function of one block that `refresh` runs for each."""
-        return RefreshBlock(
+    def _refresh_options(self, check: Check) -> RefreshOptions:
+        """Return what all blocks of a refresh have in common."""
+        return RefreshOptions(
+            damping=0.0,
             rule=self.damping_rule,
-            debias=self.averaging.debias,
             factorizations=self.refreshing.factorizations,
-            damping_scaling=self.refreshing.damping_scaling,
-            precision=self.precision,
             check=check,
-            memo=memo,
+            debias=self.averaging.debias,
+            damping_scaling=self.refreshing.damping_scaling,
             least_shift=self.refreshing.least_shift,
             keep_matrices=self.refreshing.keep_matrices,
+            precision=self.precision,
         )
+
+
+@contextmanager
+def _told(executor: Executor, stage: str, state: NetworkState) -> Iterator[None]:
+    """Raise what is raised before a stage on the other processes too."""
+    try:
+        yield
+    except Exception as error:
+        statistics = {name: block.statistics for name, block in state.blocks.items()}
+        executor.tell(stage, statistics, error)
+        raise
+
+
+def _all_or_none(
+    statistics: Mapping[str, Statistics], tasks: Tasks
+) -> tuple[dict[str, Statistics], Array]:
+    """Return new statistics if no block is flagged, else old ones, and whether none is."""
+    xp = next(iter(statistics.values())).namespace
+    good = xp.all(xp.stack([new.status for new in statistics.values()]) == 0)
+    old = {name: tasks[name][1] for name in statistics if tasks[name][1] is not None}
+    chosen = choose(good, {name: statistics[name] for name in old}, old, xp=xp)
+    everything = {**statistics, **chosen}
+    return {
+        name: replaced(everything[name], status=new.status)
+        for name, new in statistics.items()
+    }, good
 
 
 def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Scalar:
@@ -1306,38 +1110,6 @@ def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Sc
     xp, like = statistics.namespace, statistics.like
     value = as_scalar(xp, value, like.dtype, "decay")
     return xp.where(burning, xp.ones_like(like), value * xp.ones_like(like))
-
-
-def _owner(share: tuple[int, int] | None) -> str:
-    return "all rows" if share is None else f"rank {share[0]} of {share[1]} processes"
-
-
-def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockState:
-    """Return a block's state with new statistics, every count one higher if it is good."""
-    one = good
-    if not isinstance(good, int):
-        xp = own_namespace(good)
-        # Counts that cannot be read here become arrays.
-        one = int(good) if is_plain(good, xp=xp) else cast(xp, good, xp.int32)
-    if not isinstance(held.updates, int):
-        one = own_namespace(held.updates).zeros_like(held.updates) + one
-    aged, status = held.basis_age, statistics.status
-    if isinstance(aged, int):
-        aged = aged if aged < 0 else aged + one
-    else:
-        xp = own_namespace(aged)
-        aged = xp.where(aged < 0, aged, aged + one)
-        # An array of its own: a state whose arrays are donated holds none twice.
-        status = _copied(status)
-    return replaced(
-        held,
-        statistics=statistics,
-        updates=held.updates + one,
-        age=held.age + one,
-        basis_age=aged,
-        moments_missing=held.moments_missing * (1 - one),
-        status=status,
-    )
 
 
 def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
@@ -1354,51 +1126,7 @@ def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
         )
 
 
-def _copied(x: Array) -> Array:
-    return own_namespace(x).asarray(x, copy=True)
-
-
-def _in_form(value: Any, like: Any) -> Any:
-    """Return a number as an array if `like` is one, else unchanged."""
-    # NumPy scalars count as arrays here, though some are instances of float or int.
-    if like is None or type(like) in (int, float):
-        return value
-    xp = own_namespace(like)
-    return xp.zeros_like(like) + (0 if value is None else value)
-
-
 def _unless_new(refreshes: Array, vector: dict[str, Any]) -> dict[str, Any]:
     """Return a product, or zero for a traced state that was never refreshed."""
     xp, ready = own_namespace(refreshes), refreshes > 0
     return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)
-
-
-def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockState:
-    """Return a block's state with the new operator if that has no flags."""
-    status = operator.status()
-    xp = own_namespace(status)
-    good = status == 0
-    previous = held.operator
-    # The flag is read where that costs nothing: then the counts tell what happened.
-    if is_plain(status, xp=xp) and not bool(good):
-        failures = held.failures + 1
-        return replaced(held, failures=failures, status=held.status | status)
-    if previous is not None and combinable(operator, previous):
-        operator = choose(good, operator, previous, xp=xp)
-        if held.damping is not None and type(held.damping) not in (int, float):
-            damping = xp.where(good, damping, held.damping)
-    refreshes, age, failures = held.refreshes + 1, held.age * 0, held.failures * 0
-    if not isinstance(held.refreshes, int):
-        failed = cast(xp, status != 0, held.refreshes.dtype)
-        refreshes = held.refreshes + 1 - failed
-        age = held.age * failed
-        failures = (held.failures + 1) * failed
-    return replaced(
-        held,
-        operator=operator,
-        damping=_in_form(damping, held.damping),
-        age=age,
-        refreshes=refreshes,
-        failures=failures,
-        status=held.status | status,
-    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
+from kfac_core.approximations.options import DampingScaling
 from kfac_core.constraints import (
     COUNT,
     FLAG,
@@ -23,10 +24,7 @@ from kfac_core.constraints import (
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.factorizations import Factorization, Solving
 
-__all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
-
-DampingScaling = Literal["none", "mean_eigenvalue"]
-"""Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
+__all__ = ["Averaging", "Execution", "Refreshing", "Sharing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +160,16 @@ class Sharing:
 
     Examples
     --------
-    Two heads that read the same inputs keep one input factor:
+    Three projections of an attention layer read the same inputs, and keep one input factor:
 
     >>> import kfac_core as kc
-    >>> sharing = kc.Sharing(factors={"head_1": "inputs", "head_2": "inputs"})
+    >>> sharing = kc.Sharing(factors={"k/input": "q/input", "v/input": "q/input"})
+    >>> layer = kc.Dense(in_features=8, out_features=8, bias=True, weight_layout="io")
+    >>> network = kc.Network(
+    ...     {name: kc.Block(layer, kc.Kronecker()) for name in "qkv"},
+    ...     conventions=kc.Conventions(reduction="sum", sources="sum"),
+    ...     sharing=sharing,
+    ... )
     """
 
     factors: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.fallback import fallback_of
 from kfac_core.linalg.rank_one import DampedRankOne
-from kfac_core.network import BlockState
+from kfac_core.state import BlockState
 
 __all__ = ["BlockReport", "FactorReport", "Report", "report_of"]
 

@@ -29,6 +29,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import array_api_compat
 import numpy as np
 
+from kfac_core.approximations.options import DampingScaling, RefreshOptions
 from kfac_core.array.namespaces import (
     device_of,
     is_finite_number,
@@ -52,9 +53,10 @@ from kfac_core.linalg.packing import (
     unpack_triangle,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.network import BlockState, Network, NetworkState
+from kfac_core.network import Network
 from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
-from kfac_core.options import DampingScaling
+from kfac_core.stages import operator_of
+from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["FORMAT", "VERSION", "DeferredArray", "dump_state", "parse_state"]
 
@@ -299,15 +301,14 @@ def _template(values: _Values, network: Network, name: str) -> BlockState:
     statistics = empty if "statistics" in held else None
     if "operator" not in held:
         return BlockState(statistics)
-    operator = block.operator(
-        empty,
+    options = RefreshOptions(
         damping=1.0,
         rule=network.damping_rule,
         factorizations=(),
         keep_matrices=not values.is_of_factorizations(),
         precision=network.precision,
-        name=name,
     )
+    operator = operator_of(block, empty, options, name=name)
     return BlockState(statistics, operator, damping=1.0)
 
 

@@ -29,11 +29,14 @@ def gradients_of(x, g, *, bias, mask=None):
 
 def operator_of(block, batch, **options):
     """Return the operator after one update."""
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
     settings = {"damping": 0.2, "rule": "factored", "factorizations": ()}
-    return block.operator(statistics, **(settings | options))
+    return kc.operator_of(block, statistics, kc.RefreshOptions(**settings | options))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -106,15 +109,20 @@ def test_eigen_is_the_best_diagonal_in_its_basis(backend, rng):
     layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     eigen, batch = kc.Eigen(), kc.Batch(backend.asarray(x), backend.asarray(g))
     block = kc.Block(layer, eigen)
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
-    statistics = eigen.rebased(statistics, moments="zero", check="raise")
+    statistics = kc.rebase_block(block, statistics, "zero", "raise")
     statistics = eigen.corrected(
         statistics, layer.rows(batch), conventions=SUM, decay=0.0, weight=1.0
     )
 
-    operator = block.operator(statistics, damping=0.1, rule="exact")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.1, rule="exact")
+    )
 
     gradients = gradients_of(x, g[None], bias=True)
     F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 15
@@ -212,8 +220,11 @@ def test_a_large_vocabulary_costs_its_counts(backend, rng):
     block = kc.Block(layer, kc.Kronecker(input="diagonal"))
     batch = kc.Batch(backend.asarray(ids), backend.asarray(g))
 
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
 
     got = backend.to_numpy(statistics.averages["input"].value(debias=True))
@@ -226,10 +237,10 @@ def test_counting_holds_nothing_but_counts(rng):
     block = kc.Block(embedding(num_embeddings=size), kc.Kronecker(input="diagonal"))
     batch = kc.Batch(rng.integers(size, size=k), rng.normal(size=(k, 2)))
     start = block.initial(batch.like)
-    block.update(start, batch, conventions=SUM, decay=0.5)
+    kc.update_block(block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.5))
 
     tracemalloc.start()
-    block.update(start, batch, conventions=SUM, decay=0.5)
+    kc.update_block(block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.5))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

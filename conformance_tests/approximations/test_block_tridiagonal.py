@@ -43,7 +43,7 @@ def statistics_of(chain, batches, **options):
     """Return the statistics after one update."""
     start = chain.initial(next(iter(batches.values())).inputs)
     settings = {"conventions": SUM, "decay": 0.9} | options
-    return chain.update(start, batches, **settings)
+    return kc.update_block(chain, start, batches, kc.UpdateOptions(**settings))
 
 
 def column(backend, flat, dtype="float64"):
@@ -88,7 +88,9 @@ def test_it_has_the_given_blocks_and_no_others_in_its_inverse(
         xs[0][~masks[0]], gs[2][:, ~masks[2]] = np.nan, np.nan
     batches = fed(backend, xs, gs, dtype, masks)
 
-    operator = CHAIN.operator(statistics_of(CHAIN, batches), damping=0.2, rule=rule)
+    operator = kc.operator_of(
+        CHAIN, statistics_of(CHAIN, batches), kc.RefreshOptions(damping=0.2, rule=rule)
+    )
     F = backend.to_numpy(operator.to_dense())
     inverse = inverse_of(backend, operator, dtype)
 
@@ -118,7 +120,9 @@ def test_every_product_is_that_of_the_dense_matrix(backend, dtype, rng, rule):
     batches = fed(backend, xs, gs, dtype, [mask, None, None])
     statistics = statistics_of(CHAIN, batches)
 
-    operator = CHAIN.operator(statistics, damping=0.2, rule=rule)
+    operator = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule=rule)
+    )
     product = flattened(backend, operator.multiply(V))
     solved = flattened(backend, operator.multiply_inverse(V))
     root = columns_of(backend, operator.sample, len(F), dtype)
@@ -144,7 +148,11 @@ def test_two_layers_are_the_full_matrix(backend, rng):
     batches = fed(backend, xs, gs)
     batches.pop("third")
 
-    operator = pair.operator(statistics_of(pair, batches), damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        pair,
+        statistics_of(pair, batches),
+        kc.RefreshOptions(damping=0.2, rule="factored"),
+    )
 
     A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
     F = full_matrix(A, G, 1.0, names=range(2))
@@ -158,13 +166,15 @@ def kronecker_blocks(backend, batches, damping):
     found = []
     for name, layer in LAYERS.items():
         one = kc.Block(layer, kc.Kronecker())
-        statistics = one.update(
+        statistics = kc.update_block(
+            one,
             one.initial(batches[name].inputs),
             batches[name],
-            conventions=SUM,
-            decay=0.9,
+            kc.UpdateOptions(conventions=SUM, decay=0.9),
         )
-        made = one.operator(statistics, damping=damping, rule="factored")
+        made = kc.operator_of(
+            one, statistics, kc.RefreshOptions(damping=damping, rule="factored")
+        )
         found.append(backend.to_numpy(made.to_dense()))
     return found
 
@@ -180,7 +190,9 @@ def test_without_crossed_moments_it_is_block_diagonal(backend, rng):
     dense = []
     for some in (apart, gs):
         statistics = statistics_of(CHAIN, fed(backend, xs, some))
-        operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+        operator = kc.operator_of(
+            CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+        )
         dense.append(backend.to_numpy(operator.to_dense()))
 
     blocks = kronecker_blocks(backend, fed(backend, xs, gs), 0.2)
@@ -202,7 +214,9 @@ def test_crossed_moments_are_the_ggn_of_a_linear_network(backend, rng):
     statistics = statistics_of(chain, dict(zip(NAMES, given, strict=True)))
 
     F = backend.to_numpy(
-        chain.operator(statistics, damping=1.0, rule="factored").to_dense()
+        kc.operator_of(
+            chain, statistics, kc.RefreshOptions(damping=1.0, rule="factored")
+        ).to_dense()
     )
 
     J = np.concatenate(network.jacobians(net, x), axis=-1)
@@ -241,7 +255,9 @@ def test_undamped_it_is_invariant(backend, rng):
     for damping in (0.0, 0.2):
         for which, rows in (("plain", (xs, gs)), ("rotated", rotated)):
             statistics = statistics_of(bare, fed(backend, *rows))
-            operator = bare.operator(statistics, damping=damping, rule="factored")
+            operator = kc.operator_of(
+                bare, statistics, kc.RefreshOptions(damping=damping, rule="factored")
+            )
             v = [t @ v @ r.T for t, v, r in zip(T, V, R, strict=True)]
             given = np.concatenate([u.ravel() for u in (V if which == "plain" else v)])
             made = operator.multiply_inverse(column(backend, given))
@@ -259,7 +275,9 @@ def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
     """A10: Sigma is ``A (x) G - C (x) D``, solved by one pair of bases."""
     xs, gs = draw(rng)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs))
-    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+    )
     A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
     C, D = (F[0, 1] @ np.linalg.solve(F[1, 1], F[1, 0]) for F in (A, G))
     V = rng.normal(size=SHAPES[0])
@@ -282,12 +300,11 @@ def test_all_moments_have_one_weight(backend, dtype, rng):
     decays, weights = (0.9, 0.5, 0.8), (1.0, 2.0, 0.5)
 
     for rows, decay, weight in zip(batches, decays, weights, strict=True):
-        statistics = CHAIN.update(
+        statistics = kc.update_block(
+            CHAIN,
             statistics,
             fed(backend, *rows, dtype),
-            conventions=SUM,
-            decay=decay,
-            weight=weight,
+            kc.UpdateOptions(conventions=SUM, decay=decay, weight=weight),
         )
 
     shares = np.array([1.0 * 0.5 * 0.8, 2.0 * 0.8, 0.5])
@@ -306,7 +323,9 @@ def test_all_moments_have_one_weight(backend, dtype, rng):
             got = backend.to_numpy(average.value(debias=True))
             assert_close(got, moments[i, i + 1], "gram", dtype)
             assert_close(float(average.weight), shares.sum(), "gram", dtype)
-    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+    )
     F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
     assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", dtype)
 
@@ -350,7 +369,9 @@ def test_conventions_scale_neighbors_as_layers(backend, rng, loss, sources):
 
     A, G, _ = moments_of(xs, gs)
     G = {key: moment / (M if sources == "mean" else 1) for key, moment in G.items()}
-    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+    )
     F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
     assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", "float64")
 
@@ -362,7 +383,9 @@ def test_rank_deficient_moments_and_any_damping(backend, rng, examples, damping)
     xs, gs = draw(rng, examples, 1)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs))
 
-    operator = CHAIN.operator(statistics, damping=damping, rule="factored")
+    operator = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(damping=damping, rule="factored")
+    )
     v = rng.normal(size=EDGES[-1])
     got = flattened(backend, operator.multiply_inverse(column(backend, v)))
 
@@ -386,8 +409,10 @@ def test_stale_moments_of_the_layers_are_refused(backend, rng):
     stale = replaced(new, averages=old | crossed)
 
     with pytest.raises(kc.FactorizationError, match=r"first: .*above 1.*same rows"):
-        CHAIN.operator(stale, damping=1e-6, rule="factored")
-    operator = CHAIN.operator(stale, damping=1e-6, rule="factored", check="status")
+        kc.operator_of(CHAIN, stale, kc.RefreshOptions(damping=1e-6, rule="factored"))
+    operator = kc.operator_of(
+        CHAIN, stale, kc.RefreshOptions(damping=1e-6, rule="factored", check="status")
+    )
 
     assert kc.Status.INACCURATE in kc.Status(int(operator.status()))
     assert float(operator.conditionals["0"].clipped) > 1.0
@@ -405,7 +430,11 @@ def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
     given = fed(backend, [xs[0], xs[0], xs[0]], [gs[0], g, g])
     given.pop("third")
 
-    operator = pair.operator(statistics_of(pair, given), damping=0.0, rule="factored")
+    operator = kc.operator_of(
+        pair,
+        statistics_of(pair, given),
+        kc.RefreshOptions(damping=0.0, rule="factored"),
+    )
 
     x = np.concatenate([xs[0], np.ones((N, 1))], axis=1)
     both = np.concatenate([gs[0], g], axis=-1).reshape(-1, 6)
@@ -423,7 +452,7 @@ def test_status_gives_what_raise_gives(backend, rng):
     options = {"damping": backend.asarray(0.2), "rule": "factored"}
 
     one, two = (
-        CHAIN.operator(statistics, check=check, **options)
+        kc.operator_of(CHAIN, statistics, kc.RefreshOptions(check=check, **options))
         for check in ("raise", "status")
     )
 
@@ -441,11 +470,13 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     statistics = statistics_of(CHAIN, fed(backend, xs, gs, dtype))
     options = {"damping": 0.2, "rule": "factored"}
 
-    easy = CHAIN.operator(statistics, **options)
+    easy = kc.operator_of(CHAIN, statistics, kc.RefreshOptions(**options))
     # Between the residuals that the two precisions have, whatever the library.
     monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-10)
-    operator = CHAIN.operator(statistics, **options)
-    flagged = CHAIN.operator(statistics, check="status", **options)
+    operator = kc.operator_of(CHAIN, statistics, kc.RefreshOptions(**options))
+    flagged = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(check="status", **options)
+    )
 
     fallback = {"float64": "working", "float32": "float64"}[dtype]
     flags = {"float64": kc.Status.OK, "float32": kc.Status.INACCURATE}[dtype]
@@ -475,7 +506,11 @@ def test_layers_of_any_width_are_ordinary(backend, rng):
         for name, a, b in zip(layers, x, g, strict=True)
     }
 
-    operator = pair.operator(statistics_of(pair, batches), damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        pair,
+        statistics_of(pair, batches),
+        kc.RefreshOptions(damping=0.2, rule="factored"),
+    )
     dense = backend.to_numpy(operator.to_dense())
     inverse = inverse_of(backend, operator)
 
@@ -499,7 +534,12 @@ def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
     bad = fed(backend, xs, gs)
 
     with np.errstate(all="ignore"):
-        kept = CHAIN.update(statistics, bad, conventions=SUM, decay=0.5, check="status")
+        kept = kc.update_block(
+            CHAIN,
+            statistics,
+            bad,
+            kc.UpdateOptions(conventions=SUM, decay=0.5, check="status"),
+        )
 
     assert int(kept.status) == kc.Status.OUTPUT_GRADS_NOT_FINITE
     same = []
@@ -513,7 +553,13 @@ def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
     assert len(same) > 20
     assert all(same)
     with pytest.raises(kc.NotFiniteError, match=r"'chain'.*`output_grads`"):
-        CHAIN.update(statistics, bad, conventions=SUM, decay=0.5, name="chain")
+        kc.update_block(
+            CHAIN,
+            statistics,
+            bad,
+            kc.UpdateOptions(conventions=SUM, decay=0.5),
+            name="chain",
+        )
 
 
 def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
@@ -524,9 +570,11 @@ def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
     bad = replaced(statistics, averages=statistics.averages | nan)
 
     with pytest.raises(kc.NotFiniteError, match="first"):
-        CHAIN.operator(bad, damping=0.2, rule="factored")
+        kc.operator_of(CHAIN, bad, kc.RefreshOptions(damping=0.2, rule="factored"))
     with np.errstate(all="ignore"):
-        made = CHAIN.operator(bad, damping=0.2, rule="factored", check="status")
+        made = kc.operator_of(
+            CHAIN, bad, kc.RefreshOptions(damping=0.2, rule="factored", check="status")
+        )
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(made.status()))
 
 
@@ -569,7 +617,9 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
         )
         for name, b in batches.items()
     }
-    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+    )
     V = column(backend, rng.normal(size=EDGES[-1]))
     conv = kc.Conv(
         in_channels=1,
@@ -582,20 +632,22 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
     )
 
     with pytest.raises(kc.UnknownBlockError, match=r"`batches`.*'third'"):
-        CHAIN.update(statistics, some, **options)
+        kc.update_block(CHAIN, statistics, some, kc.UpdateOptions(**options))
     with pytest.raises(kc.ShapeError, match=r"'second'.*\(30, 2\), got \(9, 2\)"):
-        CHAIN.update(statistics, short, **options)
+        kc.update_block(CHAIN, statistics, short, kc.UpdateOptions(**options))
     with pytest.raises(kc.ShapeError, match=r"'first'.*2 shared positions"):
-        CHAIN.update(statistics, shared, **options)
+        kc.update_block(CHAIN, statistics, shared, kc.UpdateOptions(**options))
     with pytest.raises(kc.UnsupportedError, match="no exact damping"):
-        CHAIN.operator(statistics, damping=0.2, rule="exact")
+        kc.operator_of(CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="exact"))
     with pytest.raises(kc.ConventionError, match="`rule`"):
-        CHAIN.operator(statistics, damping=0.2, rule="none")
+        kc.operator_of(CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="none"))
     with pytest.raises(kc.DampingError, match="damping"):
-        CHAIN.operator(statistics, damping=-1.0, rule="factored")
+        kc.operator_of(
+            CHAIN, statistics, kc.RefreshOptions(damping=-1.0, rule="factored")
+        )
     several = batches | {"second": [batches["second"]] * 2}
     with pytest.raises(kc.UnsupportedError, match=r"'second'.*one `Batch`"):
-        CHAIN.update(statistics, several, **options)
+        kc.update_block(CHAIN, statistics, several, kc.UpdateOptions(**options))
     with pytest.raises(kc.ShapeError, match=r"\(36, 1\)"):
         operator.multiply_inverse(V[:9, :])
     with pytest.raises(kc.UnsupportedError, match="share no eigenvectors"):
@@ -640,11 +692,16 @@ def test_it_runs_inside_a_compiled_program(requires_backend, rng):
     v = rng.normal(size=EDGES[-1])
 
     def step(statistics, batches, V, decay):
-        statistics = chain.update(
-            statistics, batches, conventions=SUM, decay=decay, check="status"
+        statistics = kc.update_block(
+            chain,
+            statistics,
+            batches,
+            kc.UpdateOptions(conventions=SUM, decay=decay, check="status"),
         )
-        operator = chain.operator(
-            statistics, damping=0.1, rule="factored", check="status"
+        operator = kc.operator_of(
+            chain,
+            statistics,
+            kc.RefreshOptions(damping=0.1, rule="factored", check="status"),
         )
         return operator.multiply_inverse(V), operator.status() | statistics.status
 

@@ -55,14 +55,18 @@ def kronecker_block(
         mask=None if mask is None else backend.asarray(mask),
         sources=M,
     )
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(fed.inputs),
         fed,
-        conventions=kc.Conventions(reduction=loss, sources=sources),
-        decay=0.0,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction=loss, sources=sources), decay=0.0
+        ),
     )
-    operator = block.operator(
-        statistics, damping=0.0, rule="exact", factorizations=("eigenbasis",)
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=0.0, rule="exact", factorizations=("eigenbasis",)),
     )
     return backend.to_numpy(operator.to_dense(damped=False))
 
@@ -227,12 +231,15 @@ def test_eigenvalue_correction_changes_nothing_on_a_factorial_design(backend, rn
     block = kc.Block(layer, eigen)
     fed = kc.Batch(backend.asarray(x), backend.asarray(g))
     conventions = kc.Conventions(reduction="sum", sources="sum")
-    start = block.update(
-        block.initial(fed.like), fed, conventions=conventions, decay=0.0
+    start = kc.update_block(
+        block,
+        block.initial(fed.like),
+        fed,
+        kc.UpdateOptions(conventions=conventions, decay=0.0),
     )
 
     statistics = eigen.corrected(
-        eigen.rebased(start, moments="zero", check="raise"),
+        kc.rebase_block(block, start, "zero", "raise"),
         layer.rows(fed),
         conventions=conventions,
         decay=0.0,
@@ -284,13 +291,17 @@ def other_block(backend, approximation, x, g, *, bias):
     layer = kc.Dense(in_features=IN, out_features=OUT, bias=bias, weight_layout="io")
     block = kc.Block(layer, approximation)
     fed = kc.Batch(backend.asarray(x), backend.asarray(g))
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(fed.like),
         fed,
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.0,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
+        ),
     )
-    operator = block.operator(
-        statistics, damping=0.0, rule="factored", factorizations=()
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
     )
     return backend.to_numpy(operator.to_dense(damped=False))

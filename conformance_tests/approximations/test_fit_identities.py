@@ -66,13 +66,17 @@ def statistics_of(backend, batch, *, iterations=CONVERGED, layer=LAYER, **option
     """Return a block, and its statistics after one update."""
     block = kc.Block(layer, KFOC(iterations=iterations))
     settings = {"conventions": SUM, "decay": 0.9} | options
-    return block, block.update(block.initial(batch.like), batch, **settings)
+    return block, kc.update_block(
+        block, block.initial(batch.like), batch, kc.UpdateOptions(**settings)
+    )
 
 
 def dense_of(backend, block, statistics):
     """Return the undamped block on the host."""
-    operator = block.operator(
-        statistics, damping=0.0, rule="factored", factorizations=()
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
     )
     return backend.to_numpy(operator.to_dense(damped=False))
 
@@ -122,8 +126,11 @@ def test_no_fit_is_worse_than_kfac(backend, rng, iterations):
     x, g = draw(rng)
     batch = fed(backend, x, g)
     block = kc.Block(LAYER, kc.Kronecker())
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
     F = block_of(x, g)
     kfac = np.linalg.norm(F - dense_of(backend, block, statistics))
@@ -149,7 +156,9 @@ def test_both_factors_are_positive_semidefinite(
     batch = fed(backend, x, g, dtype)
     block, statistics = statistics_of(backend, batch, iterations=iterations)
     later = fed(backend, *draw(rng, shared), dtype)
-    statistics = block.update(statistics, later, conventions=SUM, decay=0.9)
+    statistics = kc.update_block(
+        block, statistics, later, kc.UpdateOptions(conventions=SUM, decay=0.9)
+    )
 
     for factor in statistics.averages["block"].value(debias=True).values():
         A = backend.to_numpy(factor)
@@ -191,7 +200,9 @@ def test_factorial_statistics_are_exact_at_once(backend, rng):
     statistics = block.initial(batches[0].like)
 
     for batch in batches:
-        statistics = block.update(statistics, batch, conventions=SUM, decay=1.0)
+        statistics = kc.update_block(
+            block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=1.0)
+        )
 
     # Each batch has the same inputs, so that the past is a product always.
     got = dense_of(backend, block, statistics)
@@ -205,8 +216,11 @@ def test_one_batch_again_and_again_changes_nothing(backend, rng):
     first = dense_of(backend, block, statistics)
 
     for decay, weight in ((0.9, 1.0), (1.0, 3.0)):
-        statistics = block.update(
-            statistics, batch, conventions=SUM, decay=decay, weight=weight
+        statistics = kc.update_block(
+            block,
+            statistics,
+            batch,
+            kc.UpdateOptions(conventions=SUM, decay=decay, weight=weight),
         )
 
     got = dense_of(backend, block, statistics)
@@ -219,8 +233,11 @@ def test_an_update_is_the_best_product_of_past_fit_and_batch(backend, dtype, rng
     y[..., 1] *= 3.0
     block, statistics = statistics_of(backend, fed(backend, x, g, dtype))
 
-    statistics = block.update(
-        statistics, fed(backend, y, h, dtype), conventions=SUM, decay=0.5, weight=2.0
+    statistics = kc.update_block(
+        block,
+        statistics,
+        fed(backend, y, h, dtype),
+        kc.UpdateOptions(conventions=SUM, decay=0.5, weight=2.0),
     )
 
     before, new = block_of(x, g), block_of(y, h)
@@ -243,8 +260,11 @@ def test_inputs_that_the_past_never_saw_are_found(backend, rng):
     batch = fed(backend, x, g)
     block, statistics = statistics_of(backend, batch, layer=layer)
 
-    statistics = block.update(
-        statistics, fed(backend, y, 10 * h), conventions=SUM, decay=0.5
+    statistics = kc.update_block(
+        block,
+        statistics,
+        fed(backend, y, 10 * h),
+        kc.UpdateOptions(conventions=SUM, decay=0.5),
     )
 
     past, _ = best_product(block_of(x, g, bias=False), 4)
@@ -260,7 +280,9 @@ def test_damped_products_are_the_dense_ones(backend, dtype, rng, rule):
     block, statistics = statistics_of(backend, batch)
     V = rng.normal(size=LAYER.matrix_shape)
 
-    operator = block.operator(statistics, damping=0.3, rule=rule)
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.3, rule=rule)
+    )
     got = backend.to_numpy(operator.multiply_inverse(backend.asarray(V, dtype)))
 
     A, G = factors_of(backend, statistics.averages["block"])
@@ -268,16 +290,6 @@ def test_damped_products_are_the_dense_ones(backend, dtype, rng, rule):
     value = np.linalg.solve(F, V.ravel()).reshape(V.shape)
     assert_close(got, value, "inverse", dtype)
     assert_close(np.linalg.norm(A), np.linalg.norm(G), "identity", dtype)
-
-
-def test_nothing_is_remembered_of_factors_that_do_not_last(backend, rng):
-    """Shared factors are remembered by identity; those of a fit are new each time."""
-    block, statistics = statistics_of(backend, fed(backend, *draw(rng)), iterations=1)
-    memo = {}
-
-    block.operator(statistics, damping=0.3, rule="exact", memo=memo)
-
-    assert memo == {}
 
 
 def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
@@ -288,7 +300,9 @@ def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
 
     dense = [
         backend.to_numpy(
-            block.operator(statistics, debias=debias, **options).to_dense(damped=False)
+            kc.operator_of(
+                block, statistics, kc.RefreshOptions(debias=debias, **options)
+            ).to_dense(damped=False)
         )
         for debias in (True, False)
     ]
@@ -359,12 +373,18 @@ def test_batches_of_nothing_add_nothing(backend, rng):
     block, statistics = statistics_of(backend, batch)
     first = dense_of(backend, block, statistics)
 
-    same = block.update(statistics, empty, conventions=SUM, decay=1.0)
+    same = kc.update_block(
+        block, statistics, empty, kc.UpdateOptions(conventions=SUM, decay=1.0)
+    )
     _, nothing = statistics_of(backend, still)
-    half = block.update(nothing, batch, conventions=SUM, decay=1.0)
+    half = kc.update_block(
+        block, nothing, batch, kc.UpdateOptions(conventions=SUM, decay=1.0)
+    )
 
     assert_close(dense_of(backend, block, same), first, "identity", "float64")
-    operator = block.operator(nothing, damping=0.5, rule="factored")
+    operator = kc.operator_of(
+        block, nothing, kc.RefreshOptions(damping=0.5, rule="factored")
+    )
     dense = backend.to_numpy(operator.to_dense())
     assert_close(dense, 0.5 * np.eye(len(dense)), "identity", "float64")
     assert_close(dense_of(backend, block, half), first / 2, "identity", "float64")
@@ -420,13 +440,20 @@ def test_rows_that_are_not_finite_change_nothing(backend, rng):
     bad = fed(backend, x, g)
 
     with np.errstate(all="ignore"):
-        kept = block.update(statistics, bad, conventions=SUM, decay=0.5, check="status")
+        kept = kc.update_block(
+            block,
+            statistics,
+            bad,
+            kc.UpdateOptions(conventions=SUM, decay=0.5, check="status"),
+        )
 
     assert int(kept.status) == kc.Status.INPUTS_NOT_FINITE
     before, after = (dense_of(backend, block, part) for part in (statistics, kept))
     assert np.array_equal(before, after)
     with pytest.raises(kc.NotFiniteError, match="`inputs`"):
-        block.update(statistics, bad, conventions=SUM, decay=0.5)
+        kc.update_block(
+            block, statistics, bad, kc.UpdateOptions(conventions=SUM, decay=0.5)
+        )
 
 
 def test_an_estimator_holds_it_and_restores_it(backend, rng):
@@ -459,12 +486,15 @@ def test_an_estimator_holds_it_and_restores_it(backend, rng):
 def test_parts_of_a_batch_are_refused_with_the_reason(backend, rng):
     """The best product of a sum is not made of those of its parts."""
     block = kc.Block(LAYER, KFOC(iterations=2))
-    parts = [block.moments(fed(backend, *draw(rng)), conventions=SUM) for _ in range(2)]
+    parts = [
+        kc.batch_moments(block, fed(backend, *draw(rng)), conventions=SUM)
+        for _ in range(2)
+    ]
 
     with pytest.raises(kc.UnsupportedError, match="whole batches"):
-        block.merge(*parts)
+        parts[0].merged(parts[1])
     with pytest.raises(kc.UnsupportedError, match="whole batches"):
-        block.absorb(*parts, decay=0.9)
+        kc.absorb_block(block, *parts, 0.9)
 
 
 def test_what_makes_no_sense_is_refused():
@@ -487,15 +517,16 @@ def test_it_runs_inside_a_compiled_program(requires_backend, rng):
     V = jax.numpy.asarray(rng.normal(size=LAYER.matrix_shape))
 
     def step(statistics, x, g, decay):
-        statistics = block.update(
+        statistics = kc.update_block(
+            block,
             statistics,
             kc.Batch(x, g, sources=2),
-            conventions=SUM,
-            decay=decay,
-            check="status",
+            kc.UpdateOptions(conventions=SUM, decay=decay, check="status"),
         )
-        operator = block.operator(
-            statistics, damping=0.1, rule="factored", check="status"
+        operator = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=0.1, rule="factored", check="status"),
         )
         return operator.multiply_inverse(V), operator.status() | statistics.status
 

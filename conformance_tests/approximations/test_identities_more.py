@@ -31,20 +31,24 @@ def update(backend, block, x, g, **options):
     """Return the statistics of one batch."""
     batch = kc.Batch(backend.asarray(x), backend.asarray(g))
     start = block.initial(batch.inputs)
-    return block.update(start, batch, conventions=SUM, decay=0.0, **options)
+    return kc.update_block(
+        block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.0, **options)
+    )
 
 
 def eigen_operator(backend, statistics, x, g):
     """Return EKFAC's operator with the moments of one batch in the bases as they are."""
     rows = LAYER.rows(kc.Batch(backend.asarray(x), backend.asarray(g)))
     fresh = EIGEN.corrected(statistics, rows, conventions=SUM, decay=0.0, weight=1.0)
-    return kc.Block(LAYER, EIGEN).operator(fresh, damping=0.1, rule="exact")
+    return kc.operator_of(
+        kc.Block(LAYER, EIGEN), fresh, kc.RefreshOptions(damping=0.1, rule="exact")
+    )
 
 
 def eigen_bases(backend, x, g):
     """Return EKFAC's statistics in the bases of one batch, without moments."""
     statistics = update(backend, kc.Block(LAYER, EIGEN), x, g)
-    return EIGEN.rebased(statistics, moments="zero", check="raise")
+    return kc.rebase_block(kc.Block(LAYER, EIGEN), statistics, "zero", "raise")
 
 
 def correlated_rows(rng):
@@ -111,11 +115,10 @@ def test_a_rotation_in_an_eigenspace_changes_ekfac_and_not_kfac(backend, rng):
     R = rotation(rng, backend.to_numpy(basis.eigenvalues))
     bases = statistics.bases | {"input": rotated_basis(backend, basis, R)}
     block = kc.Block(LAYER, kc.Kronecker())
-    kfac = block.operator(
+    kfac = kc.operator_of(
+        block,
         update(backend, block, x, g),
-        damping=0.1,
-        rule="exact",
-        factorizations=("eigenbasis",),
+        kc.RefreshOptions(damping=0.1, rule="exact", factorizations=("eigenbasis",)),
     )
     own = kfac.input
     R = rotation(rng, backend.to_numpy(own.eigenvalues))
@@ -185,8 +188,10 @@ def test_the_curvature_is_invariant_under_reparametrization(backend, rng, name):
     blocks = []
     for rows in ((x, g), (x @ omega, g @ phi.T)):
         statistics = update(backend, block, *rows)
-        made = block.operator(
-            statistics, damping=0.0, rule="factored", factorizations=()
+        made = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
         )
         blocks.append(backend.to_numpy(made.to_dense(damped=False)))
 
@@ -211,7 +216,9 @@ def test_the_step_is_invariant_without_damping(backend, rng, rule, damping):
     steps = []
     for rows in ((x, g), (x @ omega, g @ phi.T)):
         statistics = update(backend, block, *rows)
-        operator = block.operator(statistics, damping=damping, rule=rule)
+        operator = kc.operator_of(
+            block, statistics, kc.RefreshOptions(damping=damping, rule=rule)
+        )
         batch = kc.Batch(*map(backend.asarray, rows))
         gradient = block.mean_gradient(batch, conventions=SUM)
         steps.append(backend.to_numpy(operator.multiply_inverse(gradient)))
@@ -234,8 +241,10 @@ def test_without_damping_kfac_is_descent_in_whitened_coordinates(backend, rng):
     batch = kc.Batch(*map(backend.asarray, rows))
     gradient = block.mean_gradient(batch, conventions=SUM)
 
-    operator = block.operator(
-        update(backend, block, *rows), damping=0.0, rule="factored"
+    operator = kc.operator_of(
+        block,
+        update(backend, block, *rows),
+        kc.RefreshOptions(damping=0.0, rule="factored"),
     )
 
     step = backend.to_numpy(operator.multiply_inverse(gradient))

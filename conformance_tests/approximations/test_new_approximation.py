@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.execution import Executor, plain
 from kfac_core.execution.costs import block_costs
 from kfac_core.execution.stacked import Stacked
 from kfac_core_conformance.dense import ggn_blocks
@@ -129,11 +130,16 @@ def test_a_dense_layer_is_that_of_dense_sums(backend, dtype, rng, bias, masked):
     block = block_of(bias=bias)
     batch = batch_of(backend, dtype, x, g, mask)
 
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
-    operator = block.operator(
-        statistics, damping=DAMPING, rule="factored", factorizations=EVERYTHING
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=DAMPING, rule="factored", factorizations=EVERYTHING),
     )
 
     A = second_moment(x, bias=bias, mask=mask)
@@ -175,18 +181,22 @@ def test_a_convolution_is_that_of_dense_sums(backend, dtype, rng, kind, masked):
     batch = batch_of(backend, dtype, x, g, mask)
     block = kc.Block(layer, IdentityGradients())
 
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
-    )
-    operator = block.operator(
-        statistics, damping=DAMPING, rule="exact", factorizations=EVERYTHING
-    )
-    chunked = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(batch.like),
         batch,
-        conventions=SUM,
-        decay=0.0,
-        max_patch_elements=100,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
+    )
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=DAMPING, rule="exact", factorizations=EVERYTHING),
+    )
+    chunked = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0, max_patch_elements=100),
     )
 
     rows, _ = conv_reference.group_rows(x, g, geometry)
@@ -199,7 +209,9 @@ def test_a_convolution_is_that_of_dense_sums(backend, dtype, rng, kind, masked):
             F[:, j, :, j] = part + DAMPING * np.eye(width)
     F = F.reshape(width * outputs, -1)
     assert_operator_is(operator, F, backend, dtype, rng)
-    again = block.operator(chunked, damping=DAMPING, rule="exact").to_dense()
+    again = kc.operator_of(
+        block, chunked, kc.RefreshOptions(damping=DAMPING, rule="exact")
+    ).to_dense()
     assert_close(backend.to_numpy(again), F, "product", dtype)
 
 
@@ -215,10 +227,15 @@ def test_neither_sources_nor_the_reduction_matter(backend, rng):
             (others, kc.Kronecker()),
         ):
             block = kc.Block(dense_layer(), approximation)
-            new = block.update(
-                block.initial(batch.like), batch, conventions=conventions, decay=0.0
+            new = kc.update_block(
+                block,
+                block.initial(batch.like),
+                batch,
+                kc.UpdateOptions(conventions=conventions, decay=0.0),
             )
-            made = block.operator(new, damping=DAMPING, rule="exact")
+            made = kc.operator_of(
+                block, new, kc.RefreshOptions(damping=DAMPING, rule="exact")
+            )
             results.append(backend.to_numpy(made.to_dense(damped=False)))
 
     assert_close(found[0], found[1], "roundoff", "float64")
@@ -235,20 +252,25 @@ def test_averages_decay_and_parts_merge(backend, dtype, rng):
     whole = merged = block.initial(backend.asarray(x[0], dtype))
     for i in range(2):
         batch = batch_of(backend, dtype, x[i], g, mask[i])
-        whole = block.update(whole, batch, conventions=SUM, decay=decay)
+        whole = kc.update_block(
+            block, whole, batch, kc.UpdateOptions(conventions=SUM, decay=decay)
+        )
         parts = [
-            block.moments(
+            kc.batch_moments(
+                block,
                 batch_of(backend, dtype, x[i, part], g[:, part], mask[i, part]),
                 conventions=SUM,
             )
             for part in (slice(0, 2), slice(2, None))
         ]
-        merged = block.absorb(merged, block.merge(*parts), decay=decay)
+        merged = kc.absorb_block(block, merged, parts[0].merged(parts[1]), decay)
 
     moments = [second_moment(x[i], mask=mask[i]) for i in range(2)]
     A = (decay * moments[0] + moments[1]) / (decay + 1)
     for statistics in (whole, merged):
-        made = block.operator(statistics, damping=DAMPING, rule="factored")
+        made = kc.operator_of(
+            block, statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
+        )
         assert_close(backend.to_numpy(made.to_dense()), damped(A), "product", dtype)
 
 
@@ -282,15 +304,15 @@ def matrix(backend, parameters):
     return np.concatenate([weight, bias[None]])
 
 
-class Counting:
+class Counting(Executor):
     """The plain executor, which notes how many tasks it was given."""
 
     def __init__(self):
         self.counts = []
 
-    def __call__(self, function, tasks):
+    def __call__(self, stage, tasks):
         self.counts.append(len(tasks))
-        return {name: function(name, *task) for name, task in tasks.items()}
+        return plain(stage, tasks)
 
 
 def test_equal_blocks_are_one_stack_with_the_same_results(backend, dtype, rng):
@@ -437,12 +459,22 @@ def test_what_does_not_go_together_is_refused(backend, rng):
         bad[argument][..., 0] = np.inf
         batch = batch_of(backend, "float64", bad["inputs"], bad["output_grads"])
         with pytest.raises(kc.NotFiniteError, match=argument):
-            block.update(block.initial(batch.like), batch, conventions=SUM, decay=0.0)
+            kc.update_block(
+                block,
+                block.initial(batch.like),
+                batch,
+                kc.UpdateOptions(conventions=SUM, decay=0.0),
+            )
     statistics = block.initial(backend.asarray(x))
     with pytest.raises(kc.DampingError):
-        block.operator(statistics, damping=-1.0, rule="exact")
+        kc.operator_of(block, statistics, kc.RefreshOptions(damping=-1.0, rule="exact"))
     with pytest.raises(kc.FactorizationError, match="input"):
-        block.operator(statistics, damping=0.0, rule="exact", name="layer")
+        kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=0.0, rule="exact"),
+            name="layer",
+        )
 
 
 def test_stages_are_compiled_by_jax(requires_backend, rng):

@@ -48,15 +48,19 @@ def damped(A, G, S, rule):
 def block_operator(backend, dtype, approximation, x, g, rule, *, layer=LAYER):
     block = kc.Block(layer, approximation)
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(batch.inputs),
         batch,
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.0,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
+        ),
     )
     if approximation.has_bases:
-        statistics = block.rebased(statistics, moments="kronecker")
-    return block.operator(statistics, damping=LAMBDA, rule=rule)
+        statistics = kc.rebase_block(block, statistics, "kronecker")
+    return kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=LAMBDA, rule=rule)
+    )
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

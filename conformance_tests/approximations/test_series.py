@@ -21,15 +21,17 @@ n, m, DAMPING = 3, 2, 0.1
 
 
 def made(backend, dtype, variant, x, g, mask=None, *, damping=DAMPING, **options):
-    """Return the operator of one batch without a bias; options as `Block.operator`."""
+    """Return the operator of one batch without a bias; options as `RefreshOptions`."""
     layer = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
     steps = {"steps": x.shape[1]} if variant == "symmetric" else {}
     block = kc.Block(layer, Series(variant=variant, **steps))
     mask = None if mask is None else backend.asarray(mask)
     x, g = backend.asarray(x, dtype), backend.asarray(g, dtype)
-    statistics = block.moments(kc.Batch(x, g, mask), conventions=SUM)
+    statistics = kc.batch_moments(block, kc.Batch(x, g, mask), conventions=SUM)
     options = {"rule": "factored"} | options
-    return block.operator(statistics, damping=damping, **options)
+    return kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=damping, **options)
+    )
 
 
 def data(rng, T, correlation, *, N=25):
@@ -256,12 +258,16 @@ def test_variants_do_not_change_each_other_defect_tfkfac_9_8(backend, rng):
     symmetric = kc.Block(layer, Series(variant="symmetric", steps=4))
     infinite = kc.Block(layer, Series(variant="infinite"))
     batch = kc.Batch(backend.asarray(x), backend.asarray(g))
-    statistics = symmetric.moments(batch, conventions=SUM)
+    statistics = kc.batch_moments(symmetric, batch, conventions=SUM)
     averages = {k: v for k, v in statistics.averages.items() if k != "lengths"}
     same = kc.Statistics(averages, statistics.status)
 
-    symmetric.operator(statistics, damping=DAMPING, rule="factored")
-    after = infinite.operator(same, damping=DAMPING, rule="factored")
+    kc.operator_of(
+        symmetric, statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
+    )
+    after = kc.operator_of(
+        infinite, same, kc.RefreshOptions(damping=DAMPING, rule="factored")
+    )
 
     F = dense_of("infinite", x, g)
     assert_close(backend.to_numpy(after.to_dense()), F, "product", "float64")

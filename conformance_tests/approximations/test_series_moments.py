@@ -53,7 +53,9 @@ def test_moments_are_the_loops_over_steps(backend, dtype, rng, bias, masked):
     batch = batch_of(backend, x, g, dtype, mask)
 
     start = block.initial(batch.inputs)
-    statistics = block.update(start, batch, conventions=SUM, decay=0.9)
+    statistics = kc.update_block(
+        block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.9)
+    )
 
     assert_moments(backend, statistics, moments(x, g, bias=bias, mask=mask), dtype)
 
@@ -67,8 +69,11 @@ def test_both_lags_share_one_weight(backend, dtype, rng):
         batch = batch_of(backend, x, g, dtype)
         if statistics is None:
             statistics = block.initial(batch.inputs)
-        statistics = block.update(
-            statistics, batch, conventions=SUM, decay=decay, weight=weight
+        statistics = kc.update_block(
+            block,
+            statistics,
+            batch,
+            kc.UpdateOptions(conventions=SUM, decay=decay, weight=weight),
         )
         new = moments(x, g, bias=True) | {"w": 1.0}
         old = expected or dict.fromkeys(new, 0.0)
@@ -89,14 +94,18 @@ def test_parts_of_a_batch_merge_into_the_whole(backend, dtype, rng):
     # A part that keeps nothing is left out, its examples with it.
     mask[[0, 1, 4], 0], mask[5] = True, False
     block = block_of()
-    whole = block.moments(batch_of(backend, x, g, dtype, mask), conventions=SUM)
+    whole = kc.batch_moments(
+        block, batch_of(backend, x, g, dtype, mask), conventions=SUM
+    )
 
     parts = [
-        block.moments(batch_of(backend, x[i], g[:, i], dtype, mask[i]), conventions=SUM)
+        kc.batch_moments(
+            block, batch_of(backend, x[i], g[:, i], dtype, mask[i]), conventions=SUM
+        )
         for i in (slice(0, 1), slice(1, 4), slice(4, N))
     ]
-    merged = block.merge(block.merge(parts[0], parts[1]), parts[2])
-    absorbed = block.absorb(whole, merged, decay=0.9, weight=0.5)
+    merged = parts[0].merged(parts[1]).merged(parts[2])
+    absorbed = kc.absorb_block(block, whole, merged, 0.9, 0.5)
 
     for name in (*NAMES.values(), "repeats", "lengths"):
         expected = value_of(backend, whole, name)
@@ -111,7 +120,7 @@ def test_a_mean_loss_scales_both_lags_of_the_output(backend, rng):
     block = block_of("infinite")
     mean = kc.Conventions(reduction="mean", sources="sum")
 
-    statistics = block.moments(batch, conventions=mean)
+    statistics = kc.batch_moments(block, batch, conventions=mean)
 
     assert_moments(backend, statistics, moments(x, g, bias=True), "float64")
 
@@ -121,8 +130,8 @@ def test_lengths_are_a_histogram_of_a_prefix_mask(backend):
     mask = np.arange(T) < np.array([0, 1, 3, 3, 5])[:, None]
     x, g = np.ones((5, T, n)), np.ones((1, 5, T, m))
 
-    statistics = block_of(steps=7).moments(
-        batch_of(backend, x, g, "float64", mask), conventions=SUM
+    statistics = kc.batch_moments(
+        block_of(steps=7), batch_of(backend, x, g, "float64", mask), conventions=SUM
     )
 
     got = value_of(backend, statistics, "lengths")
@@ -134,8 +143,8 @@ def test_lengths_count_pairs_of_a_mask_with_gaps(backend, rng):
     mask = rng.random((N, T)) < 0.6
     x, g = np.ones((N, T, n)), np.ones((1, N, T, m))
 
-    statistics = block_of().moments(
-        batch_of(backend, x, g, "float64", mask), conventions=SUM
+    statistics = kc.batch_moments(
+        block_of(), batch_of(backend, x, g, "float64", mask), conventions=SUM
     )
 
     p = value_of(backend, statistics, "lengths")
@@ -150,10 +159,14 @@ def test_a_batch_without_a_kept_row_adds_nothing(backend, rng, variant):
     """Neither to a sum nor to a weight."""
     x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
     block = block_of(variant)
-    before = block.moments(batch_of(backend, x, g, "float64"), conventions=SUM)
+    before = kc.batch_moments(
+        block, batch_of(backend, x, g, "float64"), conventions=SUM
+    )
     nothing = batch_of(backend, x, g, "float64", np.zeros((N, T), bool))
 
-    after = block.update(before, nothing, conventions=SUM, decay=1.0)
+    after = kc.update_block(
+        block, before, nothing, kc.UpdateOptions(conventions=SUM, decay=1.0)
+    )
 
     for name, average in before.averages.items():
         assert float(after.averages[name].weight) == float(average.weight)
@@ -166,7 +179,7 @@ def test_one_step_has_no_lag(backend, dtype, rng):
     x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
 
-    statistics = block_of(steps=1).moments(batch, conventions=SUM)
+    statistics = kc.batch_moments(block_of(steps=1), batch, conventions=SUM)
 
     assert not np.any(value_of(backend, statistics, "lagged_input"))
     assert not np.any(value_of(backend, statistics, "lagged_output"))
@@ -176,9 +189,13 @@ def test_three_axes_are_read_batch_first_defect_tfkfac_9_9(backend, rng):
     """Inputs (N, T, n) have factors of n(+1) rows; TensorFlow's K-FAC took T for n."""
     x, g = rng.normal(size=(N, T, n)), rng.normal(size=(1, N, T, m))
     block = block_of()
-    statistics = block.moments(batch_of(backend, x, g, "float64"), conventions=SUM)
+    statistics = kc.batch_moments(
+        block, batch_of(backend, x, g, "float64"), conventions=SUM
+    )
 
-    operator = block.operator(statistics, damping=0.1, rule="factored")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.1, rule="factored")
+    )
 
     assert operator.vector_shape == (n + 1, m)
     V = backend.asarray(rng.normal(size=(n + 1, m)))
@@ -190,7 +207,7 @@ def test_longer_sequences_than_stated_are_refused(backend):
     batch = batch_of(backend, np.ones((N, T, n)), np.ones((1, N, T, m)), "float64")
 
     with pytest.raises(ShapeError, match="at most 4 steps"):
-        block_of(steps=4).moments(batch, conventions=SUM)
+        kc.batch_moments(block_of(steps=4), batch, conventions=SUM)
 
 
 def test_two_shared_axes_are_refused(backend):
@@ -200,13 +217,13 @@ def test_two_shared_axes_are_refused(backend):
         backend.asarray(np.ones((N, 2, T, n))),
         backend.asarray(np.ones((N, 2, T, m))),
     )
-    kc.Block(layer, Series(variant="independent")).moments(
-        kc.Batch(x, g), conventions=SUM
+    kc.batch_moments(
+        kc.Block(layer, Series(variant="independent")), kc.Batch(x, g), conventions=SUM
     )
 
     with pytest.raises(ShapeError, match="one shared axis"):
-        kc.Block(layer, Series(variant="infinite")).moments(
-            kc.Batch(x, g), conventions=SUM
+        kc.batch_moments(
+            kc.Block(layer, Series(variant="infinite")), kc.Batch(x, g), conventions=SUM
         )
 
 

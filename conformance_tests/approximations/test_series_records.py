@@ -33,11 +33,16 @@ def fed(backend, document, tensors, name):
     steps = {"steps": x.shape[1]} if variant == "symmetric" else {}
     block = kc.Block(kc.Dense(**fields), Series(variant=variant, **steps))
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), sources=g.shape[0])
-    statistics = block.update(
-        block.initial(batch.inputs), batch, conventions=SUM, decay=0.95
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.inputs),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.95),
     )
-    operator = block.operator(
-        statistics, damping=document["damping"], rule=document["damping_rule"]
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=document["damping"], rule=document["damping_rule"]),
     )
     return block, statistics, operator
 

@@ -40,7 +40,7 @@ def data(rng):
 
 def statistics_of(backend, variant, data, dtype="float64"):
     x, g = (backend.asarray(a, dtype) for a in data)
-    return BLOCKS[variant].moments(kc.Batch(x, g), conventions=SUM)
+    return kc.batch_moments(BLOCKS[variant], kc.Batch(x, g), conventions=SUM)
 
 
 def dense_of(variant, data, damping=DAMPING):
@@ -55,8 +55,10 @@ def test_unit_pi_damps_both_sides_alike(backend, data, variant):
     """The other factored rule goes through the same split."""
     statistics = statistics_of(backend, variant, data)
 
-    made = BLOCKS[variant].operator(
-        statistics, damping=DAMPING, rule="factored_unit_pi"
+    made = kc.operator_of(
+        BLOCKS[variant],
+        statistics,
+        kc.RefreshOptions(damping=DAMPING, rule="factored_unit_pi"),
     )
 
     root = np.sqrt(DAMPING / T)
@@ -71,12 +73,15 @@ def test_status_gives_what_raise_gives(backend, dtype, data, rng, variant):
     V = rng.normal(size=(n, m))
     v = backend.asarray(V, dtype)
 
-    made = BLOCKS[variant].operator(
+    made = kc.operator_of(
+        BLOCKS[variant],
         statistics,
-        damping=DAMPING,
-        rule="factored",
-        check="status",
-        factorizations=("inverse", "cholesky", "eigenbasis"),
+        kc.RefreshOptions(
+            damping=DAMPING,
+            rule="factored",
+            check="status",
+            factorizations=("inverse", "cholesky", "eigenbasis"),
+        ),
     )
 
     F = dense_of(variant, data)
@@ -97,8 +102,10 @@ def test_float32_statistics_may_be_computed_in_float64(backend, data, rng, varia
     V = rng.normal(size=(n, m))
     precision = kc.Precision(compute="float64", apply="float64")
 
-    made = BLOCKS[variant].operator(
-        statistics, damping=DAMPING, rule="factored", precision=precision
+    made = kc.operator_of(
+        BLOCKS[variant],
+        statistics,
+        kc.RefreshOptions(damping=DAMPING, rule="factored", precision=precision),
     )
 
     got = backend.to_numpy(made.multiply_inverse(backend.asarray(V)))
@@ -116,15 +123,19 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     statistics = statistics_of(backend, variant, data, "float32")
     V = rng.normal(size=(n, m))
 
-    made = BLOCKS[variant].operator(statistics, damping=DAMPING, rule="factored")
+    made = kc.operator_of(
+        BLOCKS[variant], statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
+    )
 
     assert fallback_of(made) == Fallback.FLOAT64
     assert made.scale.dtype == backend.dtype("float32")
     got = backend.to_numpy(made.multiply_inverse(backend.asarray(V, "float32")))
     expected = np.linalg.solve(dense_of(variant, data), V.ravel()).reshape(n, m)
     assert_close(got, expected, "gram", "float32", condition=10.0)
-    flagged = BLOCKS[variant].operator(
-        statistics, damping=DAMPING, rule="factored", check="status"
+    flagged = kc.operator_of(
+        BLOCKS[variant],
+        statistics,
+        kc.RefreshOptions(damping=DAMPING, rule="factored", check="status"),
     )
     assert kc.Status.INACCURATE in kc.Status(int(flagged.status()))
 
@@ -140,11 +151,16 @@ def test_operators_are_made_inside_jit(requires_backend, data, rng, variant):
     @jax.jit
     def solved(x, g, v, damping):
         statistics = block.initial(x)
-        statistics = block.update(
-            statistics, kc.Batch(x, g), conventions=SUM, decay=0.9, check="status"
+        statistics = kc.update_block(
+            block,
+            statistics,
+            kc.Batch(x, g),
+            kc.UpdateOptions(conventions=SUM, decay=0.9, check="status"),
         )
-        made = block.operator(
-            statistics, damping=damping, rule="factored", check="status"
+        made = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=damping, rule="factored", check="status"),
         )
         return made.multiply_inverse(v), made.multiply(v), made.status()
 
@@ -193,14 +209,20 @@ def test_operators_are_snapshots(backend, data, variant):
     statistics = statistics_of(backend, variant, data)
     before = {path: backend.to_numpy(a).copy() for path, a in leaves(statistics)}
 
-    made = BLOCKS[variant].operator(statistics, damping=DAMPING, rule="factored")
+    made = kc.operator_of(
+        BLOCKS[variant], statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
+    )
 
     for path, after in leaves(statistics):
         assert np.array_equal(backend.to_numpy(after), before[path]), path
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.scale = None
     independent = statistics_of(backend, "independent", data)
-    kfac = BLOCKS["independent"].operator(independent, damping=DAMPING, rule="factored")
+    kfac = kc.operator_of(
+        BLOCKS["independent"],
+        independent,
+        kc.RefreshOptions(damping=DAMPING, rule="factored"),
+    )
     assert_differs(
         backend.to_numpy(made.to_dense()), backend.to_numpy(kfac.to_dense()), by=0.1
     )

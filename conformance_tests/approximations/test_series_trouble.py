@@ -38,7 +38,7 @@ def data(rng):
 
 def statistics_of(backend, variant, data, dtype="float64"):
     x, g = (backend.asarray(a, dtype) for a in data)
-    return BLOCKS[variant].moments(kc.Batch(x, g), conventions=SUM)
+    return kc.batch_moments(BLOCKS[variant], kc.Batch(x, g), conventions=SUM)
 
 
 def changed(statistics, name, function):
@@ -56,9 +56,17 @@ def test_exact_damping_is_refused(backend, data, variant):
     statistics = statistics_of(backend, variant, data)
 
     with pytest.raises(UnsupportedError, match="no exact damping"):
-        BLOCKS[variant].operator(statistics, damping=DAMPING, rule="exact")
+        kc.operator_of(
+            BLOCKS[variant],
+            statistics,
+            kc.RefreshOptions(damping=DAMPING, rule="exact"),
+        )
     independent = statistics_of(backend, "independent", data)
-    made = BLOCKS["independent"].operator(independent, damping=DAMPING, rule="exact")
+    made = kc.operator_of(
+        BLOCKS["independent"],
+        independent,
+        kc.RefreshOptions(damping=DAMPING, rule="exact"),
+    )
     assert isinstance(made, kc.operators.SpectralOperator)
 
 
@@ -69,9 +77,13 @@ def test_lags_of_different_rows_are_refused(backend, data, variant):
     wrong = changed(statistics, "lagged_input", lambda x: 50.0 * x)
 
     with pytest.raises(FactorizationError, match=r"lag|correlated"):
-        BLOCKS[variant].operator(wrong, damping=1e-6, rule="factored")
-    flagged = BLOCKS[variant].operator(
-        wrong, damping=1e-6, rule="factored", check="status"
+        kc.operator_of(
+            BLOCKS[variant], wrong, kc.RefreshOptions(damping=1e-6, rule="factored")
+        )
+    flagged = kc.operator_of(
+        BLOCKS[variant],
+        wrong,
+        kc.RefreshOptions(damping=1e-6, rule="factored", check="status"),
     )
     assert kc.Status.INACCURATE in kc.Status(int(flagged.status()))
     if variant == "symmetric":
@@ -87,7 +99,9 @@ def test_roundoff_above_one_is_clipped(backend, data):
             statistics, f"lagged_{side}", lambda _, z=zero: z * (1 + 1e-9)
         )
 
-    made = BLOCKS["symmetric"].operator(statistics, damping=0.0, rule="factored")
+    made = kc.operator_of(
+        BLOCKS["symmetric"], statistics, kc.RefreshOptions(damping=0.0, rule="factored")
+    )
 
     assert 0.0 < float(made.chain.clipped) < 1e-8
     W = backend.to_numpy(made.chain.weights)
@@ -101,9 +115,13 @@ def test_moments_that_are_not_finite_are_refused(backend, data, variant):
     wrong = changed(statistics, "lagged_output", lambda x: x * float("nan"))
 
     with pytest.raises(NotFiniteError, match="lag 1"):
-        BLOCKS[variant].operator(wrong, damping=DAMPING, rule="factored")
-    flagged = BLOCKS[variant].operator(
-        wrong, damping=DAMPING, rule="factored", check="status"
+        kc.operator_of(
+            BLOCKS[variant], wrong, kc.RefreshOptions(damping=DAMPING, rule="factored")
+        )
+    flagged = kc.operator_of(
+        BLOCKS[variant],
+        wrong,
+        kc.RefreshOptions(damping=DAMPING, rule="factored", check="status"),
     )
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(flagged.status()))
 
@@ -115,9 +133,15 @@ def test_a_damping_that_is_none_is_refused(backend, data, variant):
     unfit = backend.asarray(np.array(np.nan))
 
     with pytest.raises(DampingError):
-        BLOCKS[variant].operator(statistics, damping=unfit, rule="factored")
-    flagged = BLOCKS[variant].operator(
-        statistics, damping=unfit, rule="factored", check="status"
+        kc.operator_of(
+            BLOCKS[variant],
+            statistics,
+            kc.RefreshOptions(damping=unfit, rule="factored"),
+        )
+    flagged = kc.operator_of(
+        BLOCKS[variant],
+        statistics,
+        kc.RefreshOptions(damping=unfit, rule="factored", check="status"),
     )
     assert int(flagged.status()) != 0
 
@@ -131,10 +155,14 @@ def test_what_was_not_prepared_is_made_outside_of_traced_programs(
     v = backend.asarray(np.ones((n, m)))
     options = {"damping": DAMPING, "rule": "factored"}
 
-    made = BLOCKS[variant].operator(statistics, check="status", **options)
+    made = kc.operator_of(
+        BLOCKS[variant], statistics, kc.RefreshOptions(check="status", **options)
+    )
 
-    expected = BLOCKS[variant].operator(
-        statistics, factorizations=("cholesky", "eigenbasis"), **options
+    expected = kc.operator_of(
+        BLOCKS[variant],
+        statistics,
+        kc.RefreshOptions(factorizations=("cholesky", "eigenbasis"), **options),
     )
     for product in (
         lambda op: op.multiply_cholesky(v),
@@ -151,11 +179,14 @@ def test_large_blocks_have_no_dense_functions(backend, data, variant, monkeypatc
     statistics = statistics_of(backend, variant, data)
     v = backend.asarray(np.ones((n, m)))
 
-    made = BLOCKS[variant].operator(
+    made = kc.operator_of(
+        BLOCKS[variant],
         statistics,
-        damping=DAMPING,
-        rule="factored",
-        factorizations=("inverse", "cholesky", "eigenbasis"),
+        kc.RefreshOptions(
+            damping=DAMPING,
+            rule="factored",
+            factorizations=("inverse", "cholesky", "eigenbasis"),
+        ),
     )
 
     for refused in (
@@ -177,7 +208,11 @@ def test_what_no_precision_can_certify_is_refused(backend, data, variant, monkey
     statistics = statistics_of(backend, variant, data)
 
     with pytest.raises(FactorizationError, match="Increase `damping`"):
-        BLOCKS[variant].operator(statistics, damping=DAMPING, rule="factored")
+        kc.operator_of(
+            BLOCKS[variant],
+            statistics,
+            kc.RefreshOptions(damping=DAMPING, rule="factored"),
+        )
 
 
 @pytest.mark.parametrize("radius", [0.0, 0.5, 0.999, 1 - 1e-5])

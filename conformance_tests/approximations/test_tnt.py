@@ -33,8 +33,11 @@ def fed(backend, rng, shape, N=7, M=5):
     V = rng.normal(size=(M, *shape))
     block = kc.Block(kc.Parameters(shapes={"w": shape}), kc.TNT())
     batch = kc.GradientBatch({"w": backend.asarray(V)}, N, sources=M)
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
     F = []
     for axis, n in enumerate(shape):
@@ -48,7 +51,9 @@ def fed(backend, rng, shape, N=7, M=5):
 def test_every_product_is_that_of_the_dense_block(backend, rng, shape, rule):
     """One to four factors: each product is the dense matrix's."""
     block, statistics, F = fed(backend, rng, shape)
-    operator = block.operator(statistics, damping=0.4, rule=rule)
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.4, rule=rule)
+    )
     S = np.trace(F[0]) ** (1.0 - len(F))
     dense = dense_of(F, S, 0.4, rule)
     V = rng.normal(size=(len(dense), 1))
@@ -116,11 +121,16 @@ def test_positions_may_be_examples(backend, rng, masked):
     blocks = []
     for positions in ("independent", "summed"):
         block = kc.Block(layer, kc.TNT(positions=positions))
-        statistics = block.update(
-            block.initial(batch.like), batch, conventions=SUM, decay=0.0
+        statistics = kc.update_block(
+            block,
+            block.initial(batch.like),
+            batch,
+            kc.UpdateOptions(conventions=SUM, decay=0.0),
         )
-        operator = block.operator(
-            statistics, damping=0.0, rule="factored", factorizations=()
+        operator = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
         )
         blocks.append(backend.to_numpy(operator.to_dense(damped=False)))
 
@@ -136,7 +146,9 @@ def test_positions_may_be_examples(backend, rng, masked):
 def test_exact_damping_of_many_factors_has_no_cholesky_factor(backend, rng):
     """What has no structure is refused with what to take instead."""
     block, statistics, _ = fed(backend, rng, (2, 3))
-    operator = block.operator(statistics, damping=0.1, rule="exact")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.1, rule="exact")
+    )
 
     with pytest.raises(kc.UnsupportedError, match="factored rule"):
         operator.multiply_cholesky(backend.asarray(np.ones((6, 1))))

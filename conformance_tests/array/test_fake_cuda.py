@@ -154,15 +154,18 @@ def test_pure_functions_stay_on_the_device(torch, dtype, rule, kind, masked):
     with fake_cuda(torch):
         rows, V = batch(torch, dtype, masked=masked)
         start = block(kind).initial(rows.inputs)
-        statistics = block(kind).update(
-            start, rows, conventions=SUMMED, decay=0.9, check="status"
+        statistics = kc.update_block(
+            block(kind),
+            start,
+            rows,
+            kc.UpdateOptions(conventions=SUMMED, decay=0.9, check="status"),
         )
-        op = block(kind).operator(
+        op = kc.operator_of(
+            block(kind),
             statistics,
-            damping=0.1,
-            rule=rule,
-            factorizations=EVERYTHING,
-            check="status",
+            kc.RefreshOptions(
+                damping=0.1, rule=rule, factorizations=EVERYTHING, check="status"
+            ),
         )
         found = [
             op.multiply(V),
@@ -190,9 +193,9 @@ def test_moments_merge_and_absorb_stay_on_the_device(torch, dtype):
     """Accumulating micro-batches does not wait for the device."""
     with fake_cuda(torch):
         rows, _ = batch(torch, dtype)
-        part = block().moments(rows, conventions=SUMMED, check="status")
-        whole = block().merge(part, part)
-        got = block().absorb(part, whole, decay=0.5)
+        part = kc.batch_moments(block(), rows, conventions=SUMMED, check="status")
+        whole = part.merged(part)
+        got = kc.absorb_block(block(), part, whole, 0.5)
 
     assert got.like.device.type == "cuda"
     assert got.averages["input"].sum.array.device.type == "cuda"

@@ -58,15 +58,22 @@ def arrays(rng, dtype):
 
 def products(kind, rule, x, g, mask, V):
     """Return every product after one update, without looking at a value."""
-    statistics = block(kind).update(
+    statistics = kc.update_block(
+        block(kind),
         block(kind).initial(x),
         kc.Batch(x, g, mask),
-        conventions=kc.Conventions(reduction="mean", sources="sum"),
-        decay=0.9,
-        check="status",
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="mean", sources="sum"),
+            decay=0.9,
+            check="status",
+        ),
     )
-    op = block(kind).operator(
-        statistics, damping=0.1, rule=rule, factorizations=EVERYTHING, check="status"
+    op = kc.operator_of(
+        block(kind),
+        statistics,
+        kc.RefreshOptions(
+            damping=0.1, rule=rule, factorizations=EVERYTHING, check="status"
+        ),
     )
     return {
         "status": op.status() | statistics.status,
@@ -166,19 +173,23 @@ NATIVE = {
 def test_factorizations_are_native(to_cupy, rng, factorization):
     """Each factorization calls CuPy's own functions and those of no other."""
     x, g, _, _ = map(to_cupy, arrays(rng, "float32"))
-    statistics = block("full").moments(
+    statistics = kc.batch_moments(
+        block("full"),
         kc.Batch(x, g),
         conventions=kc.Conventions(reduction="sum", sources="sum"),
         check="status",
     )
     fake_cupy.CALLS.clear()
 
-    block("full").operator(
+    kc.operator_of(
+        block("full"),
         statistics,
-        damping=0.1,
-        rule="factored",
-        factorizations=(factorization,),
-        check="status",
+        kc.RefreshOptions(
+            damping=0.1,
+            rule="factored",
+            factorizations=(factorization,),
+            check="status",
+        ),
     )
 
     every = set().union(*NATIVE.values())

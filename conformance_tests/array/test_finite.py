@@ -120,9 +120,7 @@ def test_rows_whose_squares_overflow_are_told_from_rows_of_nan(backend, d):
     conventions = kc.Conventions(reduction="sum", sources="sum")
 
     with np.errstate(over="ignore"):
-        new = block.update(
-            *(block.initial(x), batch),
-            **{"conventions": conventions, "decay": 0.9, "check": "status"},
-        )
+        options = kc.UpdateOptions(conventions, 0.9, check="status")
+        new = kc.update_block(block, block.initial(x), batch, options)
 
     assert int(new.status) == kc.Status.OVERFLOWED

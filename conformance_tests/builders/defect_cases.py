@@ -18,8 +18,11 @@ def dense_block(**options):
 
 def fed(block, batch):
     """Return statistics after one update."""
-    return block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.9, weight=1.0
+    return kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.9, weight=1.0),
     )
 
 

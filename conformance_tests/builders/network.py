@@ -290,11 +290,16 @@ def feed(
     conventions = kc.Conventions(reduction=loss, sources=sources)
     fed = batches(backend, net, x, reduced(vectors, loss, net.outputs(x)))
     for block, batch in zip(blocks_of(net, sharing=sharing), fed, strict=True):
-        statistics = block.update(
-            block.initial(batch.inputs), batch, conventions=conventions, decay=0.0
+        statistics = kc.update_block(
+            block,
+            block.initial(batch.inputs),
+            batch,
+            kc.UpdateOptions(conventions=conventions, decay=0.0),
         )
-        operator = block.operator(
-            statistics, damping=0.0, rule="factored", factorizations=()
+        operator = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
         )
         arrays = (
             operator.to_dense(damped=False),

@@ -50,8 +50,10 @@ class Case:
 
     def operator(self) -> Any:
         """Return the operator with a damping that must not matter."""
-        return self.block.operator(
-            self.statistics, damping=0.3, rule="exact", factorizations=()
+        return kc.operator_of(
+            self.block,
+            self.statistics,
+            kc.RefreshOptions(damping=0.3, rule="exact", factorizations=()),
         )
 
     def batch(self, output_grads: np.ndarray, *, sources: int | None = None) -> Any:
@@ -126,11 +128,13 @@ def _make_case(backend: Any, dtype: str, kind: str) -> Case:
     batch = case.batch(g)
     start = block.initial(batch.like)
     options = {"conventions": SUM, "decay": 0.0}
-    statistics = block.update(start, batch, **options)
+    statistics = kc.update_block(block, start, batch, kc.UpdateOptions(**options))
     if kind == "eigen":
         eigen = block.approximation
-        statistics = eigen.rebased(statistics, moments="zero", check="raise")
-        statistics = block.update(statistics, batch, **options)
+        statistics = kc.rebase_block(eigen, statistics, "zero", "raise")
+        statistics = kc.update_block(
+            block, statistics, batch, kc.UpdateOptions(**options)
+        )
     return dataclasses.replace(case, statistics=statistics)
 
 

@@ -138,8 +138,8 @@ def test_parts_of_a_batch_are_absorbed_as_the_whole(backend, rng, parts):
 
     for start, stop in itertools.pairwise(np.cumsum([0, *parts])):
         part = fed(backend, [x[start:stop] for x in xs], [g[:, start:stop] for g in gs])
-        new = block.moments(part, conventions=estimator.conventions)
-        moments = new if moments is None else block.merge(moments, new)
+        new = kc.batch_moments(block, part, conventions=estimator.conventions)
+        moments = new if moments is None else moments.merged(new)
     estimator.absorb({"chain": moments})
 
     for one in (whole, estimator):

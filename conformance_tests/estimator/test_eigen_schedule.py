@@ -174,11 +174,14 @@ def test_bases_descend_and_carry_their_certificates(backend, dtype, rng):
     x, g = draw(rng)
     block = dense()
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
 
-    made = block.approximation.rebased(statistics, moments="zero", check="raise")
+    made = kc.rebase_block(block, statistics, "zero", "raise")
 
     for side, factor in zip(("input", "output"), factors(x, g), strict=True):
         basis = made.bases[side]
@@ -236,10 +239,10 @@ def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
     approximation = dense().approximation
     if check == "raise":
         with pytest.raises(kc.NotFiniteError, match="input"):
-            approximation.rebased(broken, moments="carried", check=check)
+            approximation.rebased(broken, dense().layer, moments="carried", check=check)
         return
 
-    made = approximation.rebased(broken, moments="carried", check=check)
+    made = approximation.rebased(broken, dense().layer, moments="carried", check=check)
 
     assert int(made.status) != 0
     for side in ("input", "output"):
@@ -363,8 +366,13 @@ def test_parts_of_a_batch_merge_to_the_whole(backend, rng):
     x, g = draw(rng)
     block = dense(moment_decay=0.5)
     whole = batch_of(backend, x, g)
-    start = block.update(block.initial(whole.like), whole, conventions=SUM, decay=0.0)
-    start = block.approximation.rebased(start, moments="kronecker", check="raise")
+    start = kc.update_block(
+        block,
+        block.initial(whole.like),
+        whole,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
+    )
+    start = kc.rebase_block(block, start, "kronecker", "raise")
     cut = [
         batch_of(backend, x[rows], g[rows]) for rows in (slice(0, 4), slice(4, None))
     ]
@@ -377,9 +385,11 @@ def test_parts_of_a_batch_merge_to_the_whole(backend, rng):
         for part in cut
     ]
 
-    merged = block.absorb(start, block.merge(*parts), decay=0.9)
+    merged = kc.absorb_block(block, start, parts[0].merged(parts[1]), 0.9)
 
-    expected = block.update(start, whole, conventions=SUM, decay=0.9)
+    expected = kc.update_block(
+        block, start, whole, kc.UpdateOptions(conventions=SUM, decay=0.9)
+    )
     for name in ("input", "output", "block"):
         got, value = (s.averages[name].value(debias=True) for s in (merged, expected))
         if name != "block":
@@ -404,9 +414,13 @@ def test_gradients_of_the_examples_are_never_all_formed():
     block = kc.Block(layer, kc.Eigen())
     batch = kc.Batch(x, g)
     statistics = block.initial(x)
-    block.update(statistics, batch, conventions=SUM, decay=0.0)
+    kc.update_block(
+        block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=0.0)
+    )
     tracemalloc.start()
-    block.update(statistics, batch, conventions=SUM, decay=0.0)
+    kc.update_block(
+        block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=0.0)
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
@@ -430,15 +444,15 @@ def test_parts_of_a_batch_have_their_moments_in_the_bases(backend, rng):
         found = None
         for rows in (slice(0, 5), slice(5, 12)):
             batch = kc.Batch(backend.asarray(x[1][rows]), backend.asarray(g[1][rows]))
-            own = block.moments(batch, conventions=summed, **options)
-            found = own if found is None else block.merge(found, own)
+            own = kc.batch_moments(block, batch, conventions=summed, **options)
+            found = own if found is None else found.merged(own)
         return found
 
-    with pytest.raises(kc.ConventionError, match=r"Block 'a': .*`Block.moments\("):
+    with pytest.raises(kc.ConventionError, match=r"Block 'a': .*`batch_moments\("):
         estimator.absorb({"a": parts()})
     held = estimator.state["a"].statistics
     with pytest.raises(kc.ConventionError, match="other bases"):
-        block.merge(held, parts())
+        held.merged(parts())
     estimator.absorb({"a": parts(statistics=held)})
     estimator.refresh()
 

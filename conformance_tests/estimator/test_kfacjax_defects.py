@@ -21,7 +21,9 @@ def test_kfacjax_6_1_roots_of_the_factored_block_work(backend, rng, exponent):
     x, g = dense_data(rng)
     block = dense_block()
     statistics = fed(block, kc.Batch(backend.asarray(x), backend.asarray(g)))
-    operator = block.operator(statistics, damping=0.2, rule="factored")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+    )
     V = rng.normal(size=(5, 3))
 
     got = backend.to_numpy(operator.multiply_matpower(backend.asarray(V), exponent))
@@ -63,7 +65,9 @@ def test_kfacjax_6_3_eigenvalues_are_one_flat_list(backend, rng):
     block = dense_block()
     statistics = fed(block, kc.Batch(backend.asarray(x), backend.asarray(g)))
 
-    got = block.operator(statistics, damping=0.2, rule="factored").eigenvalues()
+    got = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
+    ).eigenvalues()
 
     A, G, S = reference.kronecker_factors(x, g[None], bias=True)
     F = reference.damped_block(A, G, S, damping=0.2, rule="factored")
@@ -105,7 +109,9 @@ def test_kfacjax_6_10_every_damping_argument_is_used(backend, rng):
 
     for rule in ("factored", "factored_unit_pi", "exact"):
         results = [
-            block.operator(statistics, damping=lam, rule=rule).multiply_inverse(V)
+            kc.operator_of(
+                block, statistics, kc.RefreshOptions(damping=lam, rule=rule)
+            ).multiply_inverse(V)
             for lam in (0.1, 0.4)
         ]
         assert_differs(*map(backend.to_numpy, results))
@@ -118,7 +124,9 @@ def test_kfacjax_6_5_a_diagonal_blocks_sums_are_sums(backend, rng):
     v = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     batch = kc.GradientBatch({name: backend.asarray(x) for name, x in v.items()}, 2)
 
-    operator = block.operator(fed(block, batch), damping=0.5, rule="exact")
+    operator = kc.operator_of(
+        block, fed(block, batch), kc.RefreshOptions(damping=0.5, rule="exact")
+    )
 
     entries = np.concatenate([x.ravel() for x in v.values()]) ** 2 / 2 + 0.5
     assert_close(float(operator.trace()), entries.sum(), "product", "float64")

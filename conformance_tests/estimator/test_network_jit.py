@@ -192,7 +192,7 @@ def test_what_an_estimator_held_can_be_donated(jax, jax_backend, rng):
     held.rebase(moments="kronecker")
     held.refresh(check="status")
     network = held.network
-    state = network.in_form_of(held.state, first(network, jax_backend))
+    state = held.state.in_form_of(first(network, jax_backend))
 
     def update(state):
         return network.update(state, batches, decay=0.5, **STATUS)

@@ -214,7 +214,7 @@ def test_it_goes_to_an_estimator_and_back(backend, rng, n):
     held, fresh = estimator_of(n), estimator_of(n)
     held.state = state
     fresh.load_state_dict(held.state_dict())
-    back = network.in_form_of(fresh.state, start)
+    back = fresh.state.in_form_of(start)
 
     assert "1" in str(held.report())
     assert fresh.state["a"].updates == 1
@@ -225,18 +225,18 @@ def test_a_state_of_another_form_is_refused(backend, rng):
     """A state without operators, or with those of a fallback, is refused."""
     network, held = network_of(), estimator_of()
     start = network.initial(like(backend, "float64"), damping=0.2)
-    assert same(backend, network.in_form_of(held.state, start), start)
+    assert same(backend, held.state.in_form_of(start), start)
 
     held.update(batches(backend, "float64", rows_of(rng)))
     with pytest.raises(kc.StateError, match=r"'a'.*no operator"):
-        network.in_form_of(held.state, start)
+        held.state.in_form_of(start)
     other = estimator_of(damping_rule="exact")
     other.update(batches(backend, "float64", rows_of(rng)))
     other.refresh(check="status")
     with pytest.raises(kc.StateError, match=r"'a'.*form"):
-        network.in_form_of(other.state, start)
+        other.state.in_form_of(start)
     held.refresh(check="status")
-    assert int(network.in_form_of(held.state, start)["b"].refreshes) == 1
+    assert int(held.state.in_form_of(start)["b"].refreshes) == 1
 
 
 def test_bases_are_renewed_in_the_state(backend, rng):

@@ -29,8 +29,10 @@ def test_tfkfac_9_2_uncorrelated_input_is_in_the_weights_order(backend, rng, bia
     block = kc.Block(small_conv(bias=bias), kc.Kronecker(input="uncorrelated"))
     x, g, batch = conv_batch(backend, rng)
 
-    operator = block.operator(
-        fed(block, batch), damping=0.3, rule="factored", factorizations=("inverse",)
+    operator = kc.operator_of(
+        block,
+        fed(block, batch),
+        kc.RefreshOptions(damping=0.3, rule="factored", factorizations=("inverse",)),
     )
 
     pixels = x.reshape(-1, 2)
@@ -110,8 +112,10 @@ def test_tfkfac_9_6_shared_one_hots_are_biased_for_summed_gradients(backend, rng
 
     got = []
     for block, batch in blocks:
-        operator = block.operator(
-            fed(block, batch), damping=0.0, rule="exact", factorizations=()
+        operator = kc.operator_of(
+            block,
+            fed(block, batch),
+            kc.RefreshOptions(damping=0.0, rule="exact", factorizations=()),
         )
         got.append(backend.to_numpy(operator.to_dense(damped=False)))
 
@@ -166,7 +170,9 @@ def test_tfkfac_9_12_a_python_damping_keeps_its_64_bits(backend, rng, rule):
     block = dense_block()
     statistics = fed(block, kc.Batch(backend.asarray(x), backend.asarray(g)))
 
-    operator = block.operator(statistics, damping=0.1, rule=rule)
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.1, rule=rule)
+    )
 
     A, G, S = reference.kronecker_factors(x, g[None], bias=True)
     F = reference.damped_block(A, G, S, damping=0.1, rule=rule)
@@ -185,8 +191,8 @@ def test_tfkfac_9_13_shards_of_unequal_size_are_weighted_right(backend, rng):
         for part in (slice(0, 2), slice(2, 12))
     ]
 
-    parts = [block.moments(shard, conventions=SUM) for shard in shards]
-    merged = block.merge(*parts)
+    parts = [kc.batch_moments(block, shard, conventions=SUM) for shard in shards]
+    merged = parts[0].merged(parts[1])
 
     A, _, _ = reference.kronecker_factors(x, g[None], bias=True)
     got = backend.to_numpy(merged.averages["input"].value(debias=True).full())
@@ -204,7 +210,9 @@ def test_tfkfac_9_15_the_diagonal_is_damped_once(backend, rng):
     _, _, batch = conv_batch(backend, rng)
     statistics = fed(block, batch)
 
-    operator = block.operator(statistics, damping=0.7, rule="factored")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.7, rule="factored")
+    )
 
     added = operator.to_dense() - operator.to_dense(damped=False)
     assert_close(backend.to_numpy(added), 0.7 * np.eye(16), "product", "float64")
@@ -219,7 +227,9 @@ def test_tfkfac_9_16_several_parameters_make_one_block(backend, rng, approximati
     batch = kc.GradientBatch(
         {name: backend.asarray(v) for name, v in gradients.items()}, 4
     )
-    operator = block.operator(fed(block, batch), damping=0.5, rule="exact")
+    operator = kc.operator_of(
+        block, fed(block, batch), kc.RefreshOptions(damping=0.5, rule="exact")
+    )
 
     v = np.concatenate([gradients["w"].ravel(), gradients["b"]])
     F = np.outer(v, v) / 4
@@ -263,7 +273,9 @@ def test_tfkfac_9_19_a_zero_trace_has_a_finite_split(backend, rng, which):
         g = 0 * g
     statistics = fed(block, kc.Batch(backend.asarray(x), backend.asarray(g)))
 
-    operator = block.operator(statistics, damping=0.25, rule="factored")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.25, rule="factored")
+    )
 
     assert float(operator.input.shift) == 0.5
     assert float(operator.output.shift) == 0.5
@@ -276,7 +288,9 @@ def test_tfkfac_9_20_depthwise_powers_are_consistent(backend, rng, rule):
     layer = small_conv(in_channels=3, out_channels=6, groups=3, bias=True)
     block = kc.Block(layer, kc.Kronecker())
     _, _, batch = conv_batch(backend, rng, out=6, channels=3)
-    operator = block.operator(fed(block, batch), damping=0.3, rule=rule)
+    operator = kc.operator_of(
+        block, fed(block, batch), kc.RefreshOptions(damping=0.3, rule=rule)
+    )
     V = rng.normal(size=layer.matrix_shape)
 
     there = operator.multiply(backend.asarray(V))

@@ -61,15 +61,20 @@ def test_a_block_runs_inside_a_compiled_program(requires_backend, rng, pair):
 
     def step(statistics, x, g, V, damping, decay):
         traces.append(1)
-        statistics = block.update(
+        statistics = kc.update_block(
+            block,
             statistics,
             kc.Batch(x, g),
-            conventions=kc.Conventions(reduction="mean", sources="sum"),
-            decay=decay,
-            check="status",
+            kc.UpdateOptions(
+                conventions=kc.Conventions(reduction="mean", sources="sum"),
+                decay=decay,
+                check="status",
+            ),
         )
-        operator = block.operator(
-            statistics, damping=damping, rule="factored", check="status"
+        operator = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=damping, rule="factored", check="status"),
         )
         flags = operator.status() | statistics.status
         return statistics, operator.multiply_inverse(V), flags

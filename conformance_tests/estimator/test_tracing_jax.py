@@ -39,24 +39,24 @@ def arrays(jax, rng):
 
 def updated(statistics, x, g, decay=0.9, weight=1.0):
     """Return the statistics after one update that looks at no value."""
-    return BLOCK.update(
+    return kc.update_block(
+        BLOCK,
         statistics,
         kc.Batch(x, g),
-        conventions=SUMMED,
-        decay=decay,
-        weight=weight,
-        check="status",
+        kc.UpdateOptions(
+            conventions=SUMMED, decay=decay, weight=weight, check="status"
+        ),
     )
 
 
 def operator(statistics, damping, rule, factorizations=EVERYTHING):
     """Return the operator, made without looking at a value."""
-    return BLOCK.operator(
+    return kc.operator_of(
+        BLOCK,
         statistics,
-        damping=damping,
-        rule=rule,
-        factorizations=factorizations,
-        check="status",
+        kc.RefreshOptions(
+            damping=damping, rule=rule, factorizations=factorizations, check="status"
+        ),
     )
 
 
@@ -120,14 +120,18 @@ def test_moments_merge_and_absorb_under_jit(jax, arrays):
     @jax.jit
     def in_parts(start, x, g, decay):
         parts = [
-            BLOCK.moments(kc.Batch(x[s], g[s]), conventions=SUMMED, check="status")
+            kc.batch_moments(
+                BLOCK, kc.Batch(x[s], g[s]), conventions=SUMMED, check="status"
+            )
             for s in (slice(0, 5), slice(5, None))
         ]
-        return BLOCK.absorb(start, BLOCK.merge(*parts), decay=decay)
+        return kc.absorb_block(BLOCK, start, parts[0].merged(parts[1]), decay)
 
     got = in_parts(start, x, g, 0.7)
 
-    whole = BLOCK.update(start, kc.Batch(x, g), conventions=SUMMED, decay=0.7)
+    whole = kc.update_block(
+        BLOCK, start, kc.Batch(x, g), kc.UpdateOptions(conventions=SUMMED, decay=0.7)
+    )
     for path, expected in host(whole.averages).items():
         actual = host(got.averages)[path]
         if actual.ndim == 2:  # one triangle is what is promised
@@ -239,8 +243,10 @@ def test_bad_moments_are_absorbed_as_nothing(jax, arrays):
 
     @jax.jit
     def absorb(start, x):
-        part = BLOCK.moments(kc.Batch(x, g), conventions=SUMMED, check="status")
-        return BLOCK.absorb(start, part, decay=0.5)
+        part = kc.batch_moments(
+            BLOCK, kc.Batch(x, g), conventions=SUMMED, check="status"
+        )
+        return kc.absorb_block(BLOCK, start, part, 0.5)
 
     got = absorb(start, x.at[0, 0].set(np.nan))
 

@@ -47,15 +47,21 @@ def tensors(torch, rng):
 
 def step(statistics, x, g, V, damping, decay, rule):
     """Return new statistics, some products and all flags, looking at no value."""
-    statistics = BLOCK.update(
-        statistics, kc.Batch(x, g), conventions=SUMMED, decay=decay, check="status"
-    )
-    op = BLOCK.operator(
+    statistics = kc.update_block(
+        BLOCK,
         statistics,
-        damping=damping,
-        rule=rule,
-        factorizations=("inverse", "cholesky", "eigenbasis"),
-        check="status",
+        kc.Batch(x, g),
+        kc.UpdateOptions(conventions=SUMMED, decay=decay, check="status"),
+    )
+    op = kc.operator_of(
+        BLOCK,
+        statistics,
+        kc.RefreshOptions(
+            damping=damping,
+            rule=rule,
+            factorizations=("inverse", "cholesky", "eigenbasis"),
+            check="status",
+        ),
     )
     products = {
         "multiply": op.multiply(V),
@@ -131,8 +137,11 @@ def test_looking_at_a_value_breaks_the_graph(torch, tensors):
 
     @compiler_of("torch")
     def update(x, g):
-        return BLOCK.update(
-            BLOCK.initial(x), kc.Batch(x, g), conventions=SUMMED, decay=0.9
+        return kc.update_block(
+            BLOCK,
+            BLOCK.initial(x),
+            kc.Batch(x, g),
+            kc.UpdateOptions(conventions=SUMMED, decay=0.9),
         ).status
 
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
@@ -228,19 +237,21 @@ def test_vmap_of_a_convolution_is_a_loop(torch, rng, groups, data_layout):
     vectors = torch.tensor(rng.normal(size=(2, *layer.matrix_shape)))
 
     def products(x, g, V):
-        statistics = block.update(
+        statistics = kc.update_block(
+            block,
             block.initial(x),
             kc.Batch(x, g),
-            conventions=SUMMED,
-            decay=0.9,
-            check="status",
+            kc.UpdateOptions(conventions=SUMMED, decay=0.9, check="status"),
         )
-        operator = block.operator(
+        operator = kc.operator_of(
+            block,
             statistics,
-            damping=0.1,
-            rule="factored",
-            factorizations=("inverse", "eigenbasis"),
-            check="status",
+            kc.RefreshOptions(
+                damping=0.1,
+                rule="factored",
+                factorizations=("inverse", "eigenbasis"),
+                check="status",
+            ),
         )
         spectral = operator.spectral()
         coordinates = spectral.to_basis(V)

@@ -1,12 +1,13 @@
 """Independent problems on threads."""
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.block import Product
+from kfac_core import stages
 from kfac_core.execution.threaded import in_threads
 
 from ..builders.estimators import make_estimator
@@ -310,7 +311,8 @@ def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypa
     monkeypatch.setattr("kfac_core.execution.threaded.in_threads", spied)
     found = []
     for workers, worth in ((1, 0), (2, 0), (2, 10**12)):
-        monkeypatch.setattr(Product, "worth_threads", worth)
+        stage = dataclasses.replace(stages.APPLY, worth_threads=worth)
+        monkeypatch.setattr("kfac_core.network.APPLY", stage)
         kept = estimator_of(sizes, 170, workers=workers)
         kept.update(batch)
         kept.refresh()

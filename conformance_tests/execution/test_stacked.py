@@ -12,8 +12,8 @@ from kfac_core.execution import stacked as stacks
 from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
-from kfac_core.network import plain
 from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.stages import Executor, plain
 
 from ..builders.reference import kronecker_factors
 from ..builders.tolerances import assert_close
@@ -28,16 +28,17 @@ PRODUCTS = {
 }
 
 
-class Seen:
-    """The plain executor, and how many blocks each call of a function had."""
+class Seen(Executor):
+    """The plain executor, and how many blocks each call of a stage had."""
 
     def __init__(self):
         self.sizes = []
 
-    def __call__(self, function, tasks, /):
-        several = hasattr(function, "_function")
-        self.sizes += [task[-1] if several else 1 for task in tasks.values()]
-        return plain(function, tasks)
+    def __call__(self, stage, tasks, /):
+        for task in tasks.values():
+            (count,) = getattr(task[0].layer, "leading", ()) or (1,)
+            self.sizes.append(count)
+        return plain(stage, tasks)
 
     def taken(self):
         sizes, self.sizes = sorted(self.sizes), []

@@ -70,12 +70,11 @@ def test_updates_are_the_decayed_sum(backend, dtype, rng, debias):
     for decay, w in steps:
         x, g = data(rng)
         fed = batch(backend, dtype, x, g)
-        statistics = made.update(
+        statistics = kc.update_block(
+            made,
             made.initial(fed.inputs) if statistics is None else statistics,
             fed,
-            conventions=SUM,
-            decay=decay,
-            weight=w,
+            kc.UpdateOptions(conventions=SUM, decay=decay, weight=w),
         )
         new_A, new_G, _ = reference.kronecker_factors(x, g[None], bias=True)
         A, G = decay * A + w * new_A, decay * G + w * new_G
@@ -95,12 +94,11 @@ def test_a_plain_mean_needs_no_debiasing_by_the_paper(backend, dtype, rng):
         x, g = data(rng, 2)
         fed = batch(backend, dtype, x, g)
         decay = min(1.0 - 1.0 / k, 0.95)
-        statistics = made.update(
+        statistics = kc.update_block(
+            made,
             made.initial(fed.inputs) if statistics is None else statistics,
             fed,
-            conventions=SUM,
-            decay=decay,
-            weight=1.0 - decay,
+            kc.UpdateOptions(conventions=SUM, decay=decay, weight=1.0 - decay),
         )
         seen.append(reference.kronecker_factors(x, g[None], bias=True))
         if k == 20:
@@ -126,10 +124,10 @@ def test_shards_of_any_size_are_the_whole(backend, dtype, rng, cuts, masked, sha
         for part in zip(*(np.split(a, cuts) for a in (x, g, mask)), strict=True)
     ]
 
-    merged = made.moments(parts[0], conventions=SUM)
+    merged = kc.batch_moments(made, parts[0], conventions=SUM)
     for part in parts[1:]:
-        merged = made.merge(merged, made.moments(part, conventions=SUM))
-    absorbed = made.absorb(made.initial(parts[0].inputs), merged, decay=0.9, weight=3.0)
+        merged = merged.merged(kc.batch_moments(made, part, conventions=SUM))
+    absorbed = kc.absorb_block(made, made.initial(parts[0].inputs), merged, 0.9, 3.0)
 
     expected = reference.kronecker_factors(
         x, g[None], bias=True, mask=mask, sharing=sharing
@@ -145,11 +143,13 @@ def test_a_shard_of_padding_counts_its_examples(backend, dtype, rng, sharing):
     mask = np.ones((N, S), bool)
     mask[8:] = False
     shards = [
-        made.moments(batch(backend, dtype, x[r], g[r], mask[r]), conventions=SUM)
+        kc.batch_moments(
+            made, batch(backend, dtype, x[r], g[r], mask[r]), conventions=SUM
+        )
         for r in (slice(0, 8), slice(8, N))
     ]
 
-    merged = made.merge(*shards)
+    merged = shards[0].merged(shards[1])
 
     expected = reference.kronecker_factors(
         x, g[None], bias=True, mask=mask, sharing=sharing
@@ -162,15 +162,19 @@ def test_absorbing_moments_is_one_update(backend, dtype, rng):
     made, first, second = block(), data(rng), data(rng, 5)
     fed = batch(backend, dtype, *second)
     options = {"decay": 0.8, "weight": 2.0}
-    start = made.update(
+    start = kc.update_block(
+        made,
         made.initial(fed.inputs),
         batch(backend, dtype, *first),
-        conventions=SUM,
-        decay=0.8,
+        kc.UpdateOptions(conventions=SUM, decay=0.8),
     )
 
-    updated = made.update(start, fed, conventions=SUM, **options)
-    absorbed = made.absorb(start, made.moments(fed, conventions=SUM), **options)
+    updated = kc.update_block(
+        made, start, fed, kc.UpdateOptions(conventions=SUM, **options)
+    )
+    absorbed = kc.absorb_block(
+        made, start, kc.batch_moments(made, fed, conventions=SUM), *options.values()
+    )
 
     for debias in (True, False):
         expected = values(backend, updated, debias=debias)
@@ -182,10 +186,17 @@ def test_the_dtype_of_coefficients_changes_no_dtype(backend, dtype, rng, kind):
     """Decay and weight as NumPy scalars leave statistics in their own dtype."""
     made, fed = block(), batch(backend, dtype, *data(rng))
     options = {"decay": kind(0.5), "weight": kind(1.0)}
-    moments = made.moments(fed, conventions=SUM)
+    moments = kc.batch_moments(made, fed, conventions=SUM)
 
-    updated = made.update(made.initial(fed.inputs), fed, conventions=SUM, **options)
-    absorbed = made.absorb(made.initial(fed.inputs), moments, **options)
+    updated = kc.update_block(
+        made,
+        made.initial(fed.inputs),
+        fed,
+        kc.UpdateOptions(conventions=SUM, **options),
+    )
+    absorbed = kc.absorb_block(
+        made, made.initial(fed.inputs), moments, *options.values()
+    )
 
     for statistics in (updated, absorbed):
         assert statistics.averages["input"].sum.array.dtype == backend.dtype(dtype)
@@ -196,12 +207,12 @@ def test_the_order_of_micro_batches_does_not_matter(backend, dtype, rng):
     """C8: merging in any order gives the same, to roundoff."""
     made = block()
     parts = [
-        made.moments(batch(backend, dtype, *data(rng, n)), conventions=SUM)
+        kc.batch_moments(made, batch(backend, dtype, *data(rng, n)), conventions=SUM)
         for n in (1, 7, 3, 5)
     ]
 
-    forward = made.merge(made.merge(made.merge(*parts[:2]), parts[2]), parts[3])
-    paired = made.merge(made.merge(parts[3], parts[1]), made.merge(parts[2], parts[0]))
+    forward = parts[0].merged(parts[1]).merged(parts[2]).merged(parts[3])
+    paired = parts[3].merged(parts[1]).merged(parts[2].merged(parts[0]))
 
     assert_same(values(backend, paired), values(backend, forward), dtype)
 
@@ -211,16 +222,20 @@ def test_the_order_of_micro_batches_does_not_matter(backend, dtype, rng):
 def test_a_batch_of_padding_adds_nothing(backend, dtype, rng, sharing, debias):
     """A batch that is masked throughout leaves averages as they were, with decay 1."""
     made, (x, g) = block(sharing=sharing), data(rng)
-    start = made.update(
+    start = kc.update_block(
+        made,
         made.initial(backend.asarray(x, dtype)),
         batch(backend, dtype, x, g),
-        conventions=SUM,
-        decay=1.0,
+        kc.UpdateOptions(conventions=SUM, decay=1.0),
     )
     padding = batch(backend, dtype, x * np.nan, g * np.nan, np.zeros((N, S), bool))
 
-    once = made.update(start, padding, conventions=SUM, decay=1.0)
-    decayed = made.update(start, padding, conventions=SUM, decay=0.5)
+    once = kc.update_block(
+        made, start, padding, kc.UpdateOptions(conventions=SUM, decay=1.0)
+    )
+    decayed = kc.update_block(
+        made, start, padding, kc.UpdateOptions(conventions=SUM, decay=0.5)
+    )
 
     expected = values(backend, start, debias=debias)
     assert_same(values(backend, once, debias=debias), expected, dtype)
@@ -268,6 +283,8 @@ def test_bad_coefficients_are_refused(backend, dtype, rng, options):
     start = made.initial(fed.inputs)
 
     with pytest.raises(DecayError):
-        made.update(start, fed, conventions=SUM, **options)
+        kc.update_block(made, start, fed, kc.UpdateOptions(conventions=SUM, **options))
     with pytest.raises(DecayError):
-        made.absorb(start, made.moments(fed, conventions=SUM), **options)
+        kc.absorb_block(
+            made, start, kc.batch_moments(made, fed, conventions=SUM), *options.values()
+        )

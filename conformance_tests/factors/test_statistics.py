@@ -41,12 +41,15 @@ def statistics_of(
 ):
     """Return the statistics of one update with arrays of the backend."""
     batch = kc.Batch(x, g, mask, sources)
-    return made.update(
+    return kc.update_block(
+        made,
         made.initial(x),
         batch,
-        conventions=kc.Conventions(reduction=loss, sources=combine),
-        decay=decay,
-        weight=weight,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction=loss, sources=combine),
+            decay=decay,
+            weight=weight,
+        ),
     )
 
 
@@ -256,11 +259,13 @@ def test_the_storage_dtype_is_the_one_asked_for(backend, rng, data_dtype, storag
     fed = kc.Batch(backend.asarray(x, data_dtype), backend.asarray(g[0], data_dtype))
     precision = kc.Precision(storage=storage)
 
-    got = made.update(
+    got = kc.update_block(
+        made,
         made.initial(fed.inputs, precision=precision),
         fed,
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.0,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
+        ),
     )
 
     rounded = [np.asarray(a, data_dtype).astype(np.float64) for a in (x, g)]

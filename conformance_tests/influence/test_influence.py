@@ -155,8 +155,11 @@ def test_the_budget_is_kept(requires_backend, rng, positions, storage):
     batch = kc.Batch(
         rng.normal(size=(count, *shared, n)), rng.normal(size=(count, *shared, m))
     )
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
     influence = Influence.of_statistics({"0": block}, {"0": statistics}, damping=0.5)
     asked = {"0": kc.Batch(batch.inputs[:30], batch.output_grads[:30])}
@@ -327,8 +330,11 @@ def test_progress_is_told(plain):
 def test_a_block_that_saw_nothing_is_refused(plain):
     """Zero curvature and no damping has no inverse; a status says so instead."""
     block, nothing = plain.block, plain.batch(np.zeros((EXAMPLES, 3)))
-    zero = block.update(
-        block.initial(nothing.like), nothing, conventions=SUM, decay=0.0
+    zero = kc.update_block(
+        block,
+        block.initial(nothing.like),
+        nothing,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
     given = {"0": block}, {"0": zero}
 

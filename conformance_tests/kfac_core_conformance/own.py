@@ -61,8 +61,10 @@ class Own:
         """Return each layer's dense block."""
         return [
             kc.to_numpy(
-                block.operator(
-                    statistics, damping=0.0, rule="exact", factorizations=()
+                kc.operator_of(
+                    block,
+                    statistics,
+                    kc.RefreshOptions(damping=0.0, rule="exact", factorizations=()),
                 ).to_dense(damped=False)
             )
             for block, statistics in self._updated(problem)
@@ -76,8 +78,10 @@ class Own:
             self._applied(
                 block,
                 parameters,
-                block.operator(
-                    statistics, damping=0.0, rule="exact", factorizations=()
+                kc.operator_of(
+                    block,
+                    statistics,
+                    kc.RefreshOptions(damping=0.0, rule="exact", factorizations=()),
                 ),
                 inverse=False,
             )
@@ -100,7 +104,9 @@ class Own:
             self._applied(
                 block,
                 parameters,
-                block.operator(statistics, damping=damping, rule=rule),
+                kc.operator_of(
+                    block, statistics, kc.RefreshOptions(damping=damping, rule=rule)
+                ),
                 inverse=True,
             )
             for (block, statistics), parameters in zip(
@@ -142,13 +148,15 @@ class Own:
                         reduction=problem.reduction, sources=rows.sources
                     )
                     block, _ = found[k]
-                    new = block.moments(self._batch(rows), conventions=conventions)
+                    new = kc.batch_moments(
+                        block, self._batch(rows), conventions=conventions
+                    )
                     if len(moments) <= k:
                         moments.append(new)
                     else:
-                        moments[k] = block.merge(moments[k], new)
+                        moments[k] = moments[k].merged(new)
             found = [
-                (block, block.absorb(statistics, new, decay=problem.decay))
+                (block, kc.absorb_block(block, statistics, new, problem.decay))
                 for (block, statistics), new in zip(found, moments, strict=True)
             ]
         if any(block.approximation.has_bases for block, _ in found):
@@ -162,9 +170,7 @@ class Own:
         found = []
         for k, (block, statistics) in enumerate(updated):
             approximation: Any = block.approximation
-            statistics = approximation.rebased(
-                statistics, moments="zero", check="raise"
-            )
+            statistics = kc.rebase_block(block, statistics, "zero")
             for data in problem.updates:
                 rows = problem.rows(data)[k]
                 statistics = approximation.corrected(

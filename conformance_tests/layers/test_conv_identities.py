@@ -42,14 +42,18 @@ def block_of(backend, x, g, *, bias, sharing):
     )
     block = kc.Block(layer, kc.Kronecker(sharing=sharing))
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), sources=len(g))
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(batch.like),
         batch,
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.0,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
+        ),
     )
-    operator = block.operator(
-        statistics, damping=0.0, rule="factored", factorizations=()
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
     )
     return backend.to_numpy(operator.to_dense(damped=False))
 

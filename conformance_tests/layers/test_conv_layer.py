@@ -230,13 +230,17 @@ def test_block_is_that_of_the_patches(backend, dtype, groups, masked, rng):
     batch = batch_of(backend, x, g, "channels_last", dtype, mask)
     V = rng.normal(size=block.layer.matrix_shape)
 
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(batch.inputs),
         batch,
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.5,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.5
+        ),
     )
-    operator = block.operator(statistics, damping=0.3, rule="factored")
+    operator = kc.operator_of(
+        block, statistics, kc.RefreshOptions(damping=0.3, rule="factored")
+    )
     got = backend.to_numpy(operator.multiply_inverse(backend.asarray(V, dtype)))
 
     A, G, S = naive.kronecker_factors(x, g, geometry, bias=True, mask=mask)

@@ -55,11 +55,13 @@ def test_chunks_give_what_the_whole_batch_gives(
         "decay": 0.7,
         "weight": 2.0,
     }
-    start = block.update(start, batch, **options)
+    start = kc.update_block(block, start, batch, kc.UpdateOptions(**options))
 
-    whole = block.update(start, batch, **options)
+    whole = kc.update_block(block, start, batch, kc.UpdateOptions(**options))
     one = 9 * 4 * 2
-    parts = block.update(start, batch, **options, max_patch_elements=2 * one + 1)
+    parts = kc.update_block(
+        block, start, batch, kc.UpdateOptions(**options, max_patch_elements=2 * one + 1)
+    )
 
     expected = values_of(backend, whole)
     for name, got in values_of(backend, parts).items():
@@ -100,12 +102,15 @@ def test_a_budget_below_one_example_is_refused(backend, rng):
     )
 
     with pytest.raises(kc.ShapeError, match=r"`max_patch_elements`.*72"):
-        block.update(
+        kc.update_block(
+            block,
             block.initial(batch.like),
             batch,
-            conventions=kc.Conventions(reduction="sum", sources="sum"),
-            decay=0.9,
-            max_patch_elements=71,
+            kc.UpdateOptions(
+                conventions=kc.Conventions(reduction="sum", sources="sum"),
+                decay=0.9,
+                max_patch_elements=71,
+            ),
         )
 
 
@@ -119,8 +124,11 @@ def test_selected_rows_keep_the_batchs_scale(backend, rng, loss):
     results = []
     for rows in (None, row_indices):
         batch = kc.Batch(backend.asarray(x), backend.asarray(g), row_indices=rows)
-        statistics = block.update(
-            block.initial(batch.like), batch, conventions=conventions, decay=0.0
+        statistics = kc.update_block(
+            block,
+            block.initial(batch.like),
+            batch,
+            kc.UpdateOptions(conventions=conventions, decay=0.0),
         )
         results.append(values_of(backend, statistics))
 
@@ -147,9 +155,13 @@ def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
         x, g, row_indices=kc.layers.choose_patches((6, 9), keep=(3, 9), seed=1)
     )
 
-    block.update(start, examples, conventions=conventions, decay=0.0)
+    kc.update_block(
+        block, start, examples, kc.UpdateOptions(conventions=conventions, decay=0.0)
+    )
     with pytest.raises(kc.UnsupportedError, match="positions"):
-        block.update(start, some, conventions=conventions, decay=0.0)
+        kc.update_block(
+            block, start, some, kc.UpdateOptions(conventions=conventions, decay=0.0)
+        )
 
 
 def test_only_a_convolution_has_rows_to_choose(rng):

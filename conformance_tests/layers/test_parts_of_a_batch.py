@@ -30,12 +30,13 @@ def in_parts(estimator, x, g):
     """Absorb a batch in parts of several sizes."""
     block, total = estimator.blocks["fc"], None
     for cut in CUTS:
-        part = block.moments(
+        part = kc.batch_moments(
+            block,
             kc.Batch(x[cut, :], g[cut, :]),
             conventions=estimator.conventions,
             precision=estimator.network.precision,
         )
-        total = part if total is None else block.merge(total, part)
+        total = part if total is None else total.merged(part)
     estimator.absorb({"fc": total})
 
 
@@ -67,8 +68,8 @@ def test_an_unknown_block_changes_nothing(rng):
     """Not even the blocks beside it."""
     estimator = made()
     x, g = rng.normal(size=(9, 4)), rng.normal(size=(9, 3))
-    moments = estimator.blocks["fc"].moments(
-        kc.Batch(x, g), conventions=estimator.conventions
+    moments = kc.batch_moments(
+        estimator.blocks["fc"], kc.Batch(x, g), conventions=estimator.conventions
     )
 
     with pytest.raises(kc.UnknownBlockError):

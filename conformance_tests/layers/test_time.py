@@ -13,8 +13,11 @@ SUM = kc.Conventions(reduction="sum", sources="sum")
 
 def factors_of(backend, block, batch):
     """Return A, G and S after one update with a batch, or several uses."""
-    statistics = block.update(
-        block.initial(block.rows(batch).like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(block.rows(batch).like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
     averages = statistics.averages
     values = [averages[side].value(debias=True).full() for side in ("input", "output")]

@@ -31,12 +31,12 @@ class Case:
     S: float
 
     def operator(self, rule, damping=DAMPING, factorizations=(), **options):
-        return self.block.operator(
+        return kc.operator_of(
+            self.block,
             self.statistics,
-            damping=damping,
-            rule=rule,
-            factorizations=factorizations,
-            **options,
+            kc.RefreshOptions(
+                damping=damping, rule=rule, factorizations=factorizations, **options
+            ),
         )
 
     def dense(self, rule, damping=DAMPING):
@@ -72,11 +72,13 @@ def make_case(backend, dtype, *, S=1, kinds=("full", "full"), n=3, m=3, bias=Tru
     layer = kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
     block = kc.Block(layer, kc.Kronecker(input=kinds[0], output=kinds[1]))
     fed = kc.Batch(backend.asarray(x, dtype), backend.asarray(g[0], dtype))
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(fed.inputs),
         fed,
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.0,
+        kc.UpdateOptions(
+            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
+        ),
     )
     A, G, count = reference.kronecker_factors(x, g, bias=bias)
     A = np.diag(np.diag(A)) if kinds[0] == "diagonal" else A

@@ -10,7 +10,7 @@ from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import solve_triangular
-from kfac_core.network import plain
+from kfac_core.stages import plain
 
 from ..builders.tolerances import assert_close
 

@@ -82,15 +82,22 @@ def output_factor(backend, made, *, sources=None):
     block = kc.Block(layer, kc.Kronecker())
     dtype = "float32" if made.vectors.dtype == backend.xp.float32 else "float64"
     inputs = backend.asarray(np.ones((*rows, 1)), dtype)
-    statistics = block.update(
+    statistics = kc.update_block(
+        block,
         block.initial(inputs),
         kc.Batch(inputs, made.vectors, sources=made.sources),
-        conventions=kc.Conventions(
-            reduction="sum", sources=sources or made.source_reduction
+        kc.UpdateOptions(
+            conventions=kc.Conventions(
+                reduction="sum", sources=sources or made.source_reduction
+            ),
+            decay=0.0,
         ),
-        decay=0.0,
     )
-    operator = block.operator(statistics, damping=1.0, rule="exact", factorizations=())
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=1.0, rule="exact", factorizations=()),
+    )
     return backend.to_numpy(operator.to_dense(damped=False))
 
 

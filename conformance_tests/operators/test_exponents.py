@@ -100,13 +100,20 @@ def test_half_precision_rows_of_a_scale_are_widened_first(backend):
     block = kc.Block(kc.ScaleShift(scale_shape=(n,), shift_shape=(n,)), kc.Full())
     conventions = kc.Conventions(reduction="sum", sources="sum")
 
-    statistics = block.update(
-        block.initial(x), kc.Batch(x, g), conventions=conventions, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(x),
+        kc.Batch(x, g),
+        kc.UpdateOptions(conventions=conventions, decay=0.0),
     )
 
     X, G = (backend.to_numpy(a).astype(np.float64) for a in (x, g))
     rows = np.concatenate([X * G, G], axis=1)
-    operator = block.operator(statistics, damping=1.0, rule="exact", factorizations=())
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=1.0, rule="exact", factorizations=()),
+    )
     got = backend.to_numpy(operator.to_dense(damped=False))
     expected = rows.T @ rows / len(rows)
     assert np.linalg.norm(got - expected) <= 1e-6 * np.linalg.norm(expected)

@@ -153,9 +153,16 @@ def test_a_spectrum_beyond_the_range_is_refused(backend):
     block = kc.Block(LAYER, kc.Kronecker())
     summed = kc.Conventions(reduction="sum", sources="sum")
     with np.errstate(all="ignore"):
-        statistics = block.update(
-            block.initial(batch.inputs), batch, conventions=summed, decay=0.0
+        statistics = kc.update_block(
+            block,
+            block.initial(batch.inputs),
+            batch,
+            kc.UpdateOptions(conventions=summed, decay=0.0),
         )
-        operator = block.operator(statistics, damping=1.0, rule="exact", check="status")
+        operator = kc.operator_of(
+            block,
+            statistics,
+            kc.RefreshOptions(damping=1.0, rule="exact", check="status"),
+        )
 
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(operator.status()))

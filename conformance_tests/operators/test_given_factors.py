@@ -124,7 +124,9 @@ def test_no_factor_gets_less_than_the_least_shift(backend, dtype, rng, rule, lea
     assert_is(estimator.operator("fc"), F, backend, dtype, rng)
     statistics = estimator.state["fc"].statistics
     block = estimator.blocks["fc"]
-    made = block.operator(statistics, least_shift=least, **options)
+    made = kc.operator_of(
+        block, statistics, kc.RefreshOptions(least_shift=least, **options)
+    )
     assert_is(made, F, backend, dtype, rng)
 
 

@@ -44,12 +44,18 @@ def operator_of(backend, rng, kind, rule, *, dtype="float64", prepared=PREPARED)
         batch = fed(backend, rng, layer)
     block = kc.Block(layer, approximation)
     like = backend.asarray(np.ones(1), dtype)
-    statistics = block.update(block.initial(like), batch, conventions=SUM, decay=0.0)
+    statistics = kc.update_block(
+        block, block.initial(like), batch, kc.UpdateOptions(conventions=SUM, decay=0.0)
+    )
     if approximation.has_bases:
-        statistics = block.rebased(statistics, moments="kronecker")
-        statistics = block.update(statistics, batch, conventions=SUM, decay=0.5)
-    return block.operator(
-        statistics, damping=LAMBDA, rule=rule, factorizations=prepared
+        statistics = kc.rebase_block(block, statistics, "kronecker")
+        statistics = kc.update_block(
+            block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=0.5)
+        )
+    return kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=LAMBDA, rule=rule, factorizations=prepared),
     )
 
 

@@ -78,7 +78,12 @@ def operator_of(backend, kind, smallest):
         batch = kc.GradientBatch({"w": backend.asarray(D)}, batch_size=9, sources=9)
     summed = kc.Conventions(reduction="sum", sources="sum")
     like = x if layer is DENSE else batch.gradients["w"]
-    statistics = block.update(block.initial(like), batch, conventions=summed, decay=0.0)
+    statistics = kc.update_block(
+        block,
+        block.initial(like),
+        batch,
+        kc.UpdateOptions(conventions=summed, decay=0.0),
+    )
     matrices, averages = {}, dict(statistics.averages)
     for seed, (name, average) in enumerate(averages.items()):
         if not isinstance(average.sum, SymmetricMatrix):
@@ -90,8 +95,12 @@ def operator_of(backend, kind, smallest):
         array = backend.asarray(weight * matrices[name])
         averages[name] = replaced(average, sum=SymmetricMatrix(array, True))
     made = replaced(statistics, averages=averages)
-    operator = block.operator(
-        made, damping=DAMPING, rule=rule, factorizations=("inverse", "eigenbasis")
+    operator = kc.operator_of(
+        block,
+        made,
+        kc.RefreshOptions(
+            damping=DAMPING, rule=rule, factorizations=("inverse", "eigenbasis")
+        ),
     )
     return operator, matrices
 

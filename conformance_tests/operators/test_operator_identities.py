@@ -196,8 +196,10 @@ def test_what_is_computed_wide_and_applied_narrow_is_accurate(backend, rule, app
     V = np.random.default_rng(1).normal(size=(4, 3))
     precision = kc.Precision(compute="float64", apply=apply)
 
-    operator = case.block.operator(
-        statistics, damping=1e-8, rule=rule, precision=precision
+    operator = kc.operator_of(
+        case.block,
+        statistics,
+        kc.RefreshOptions(damping=1e-8, rule=rule, precision=precision),
     )
     got = operator.multiply_inverse(backend.asarray(V, "float64"))
 
@@ -214,8 +216,12 @@ def test_nothing_to_invert_is_an_error_that_names_the_block(backend, dtype, rule
     V = np.ones((4, 3))
 
     with pytest.raises(FactorizationError, match=r"fc1.*Increase `damping`"):
-        case.block.operator(empty, damping=0.0, rule=rule, name="fc1")
-    operator = case.block.operator(empty, damping=0.5, rule=rule)
+        kc.operator_of(
+            case.block, empty, kc.RefreshOptions(damping=0.0, rule=rule), name="fc1"
+        )
+    operator = kc.operator_of(
+        case.block, empty, kc.RefreshOptions(damping=0.5, rule=rule)
+    )
 
     case.close(operator.multiply_inverse(case.vector(V)), 2.0 * np.eye(12), V)
 
@@ -239,10 +245,7 @@ def test_in_status_mode_a_bad_damping_is_flagged(plain, rule, damping):
 
     with np.errstate(all="ignore"):
         operator = plain.operator(
-            rule,
-            damping=plain.vector(damping),
-            factorizations=ALL,
-            check="status",
+            rule, damping=plain.vector(damping), factorizations=ALL, check="status"
         )
         try:
             product = plain.backend.to_numpy(operator.multiply_cholesky_inverse(V))

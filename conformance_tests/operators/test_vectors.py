@@ -36,14 +36,18 @@ def operator_of(backend, dtype, rng, approximation, *, groups=1, rule="exact"):
     x, g = rng.normal(size=(N, 1, IN * groups)), rng.normal(size=(N, 1, OUT))
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
     block = kc.Block(layer, approximation)
-    statistics = block.update(
-        block.initial(batch.inputs), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.inputs),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
-    return block.operator(
+    return kc.operator_of(
+        block,
         statistics,
-        damping=0.5,
-        rule=rule,
-        factorizations=("inverse", "cholesky", "eigenbasis"),
+        kc.RefreshOptions(
+            damping=0.5, rule=rule, factorizations=("inverse", "cholesky", "eigenbasis")
+        ),
     )
 
 

@@ -24,18 +24,19 @@ def statistics_of(blocks, batches):
     conventions = kc.Conventions(reduction="sum", sources="sum")
     found = {}
     for name, block in blocks.items():
-        found[name] = block.update(
+        found[name] = kc.update_block(
+            block,
             block.initial(batches[name].like),
             batches[name],
-            conventions=conventions,
-            decay=0.0,
+            kc.UpdateOptions(conventions=conventions, decay=0.0),
         )
         if isinstance(block.approximation, kc.Eigen):
-            rebased = block.approximation.rebased(
-                found[name], moments="zero", check="raise"
-            )
-            found[name] = block.update(
-                rebased, batches[name], conventions=conventions, decay=0.0
+            rebased = kc.rebase_block(block, found[name], "zero", "raise")
+            found[name] = kc.update_block(
+                block,
+                rebased,
+                batches[name],
+                kc.UpdateOptions(conventions=conventions, decay=0.0),
             )
     return found
 

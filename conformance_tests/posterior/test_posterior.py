@@ -100,11 +100,16 @@ def test_other_blocks_have_the_basis_of_their_dense_form(backend, rng, request, 
         backend.asarray(rng.normal(size=(*shape, 3))),
         backend.asarray(rng.normal(size=(*shape, 3))),
     )
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
-    operator = block.operator(
-        statistics, damping=0.4, rule="factored", factorizations=()
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=0.4, rule="factored", factorizations=()),
     )
 
     posterior = block_posterior(operator, examples=3.0, prior_precision=0.5)
@@ -240,10 +245,17 @@ def test_a_block_of_rank_one_has_a_posterior(backend, dtype):
     x, g = np.array([[1.0, 2.0, -1.0, 0.0]]), np.array([[0.5, 0.0, -1.0]])
     block = kc.Block(layer, kc.Kronecker())
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
-    statistics = block.update(
-        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.like),
+        batch,
+        kc.UpdateOptions(conventions=SUM, decay=0.0),
     )
-    operator = block.operator(statistics, damping=0.0, rule="exact", factorizations=())
+    operator = kc.operator_of(
+        block,
+        statistics,
+        kc.RefreshOptions(damping=0.0, rule="exact", factorizations=()),
+    )
 
     posterior = block_posterior(operator, examples=1, prior_precision=0.5)
 
@@ -394,7 +406,7 @@ def test_a_block_without_such_a_basis_is_refused_for_that_reason(
     block = kc.Block(layer, approximation)
     rows = [backend.asarray(rng.normal(size=(6, 2, width))) for width in (4, 3)]
     summed = kc.Conventions(reduction="sum", sources="sum")
-    statistics = block.moments(kc.Batch(*rows), conventions=summed)
+    statistics = kc.batch_moments(block, kc.Batch(*rows), conventions=summed)
     with pytest.raises(kc.UnsupportedError, match=r"Block 'a': expected .* eigenbasis"):
         Posterior.of_statistics(
             {"a": block}, {"a": statistics}, examples=N, prior_precision=TAU

@@ -173,8 +173,11 @@ def print_cost(size: int = 1000) -> None:
     block = kc.Block(layer, kc.Kronecker())
     rng = np.random.default_rng(0)
     x, g = (rng.normal(size=(2 * size, size)).astype(np.float32) for _ in range(2))
-    statistics = block.update(
-        block.initial(x), kc.Batch(x, g), conventions=grid.SUMMED, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(x),
+        kc.Batch(x, g),
+        kc.UpdateOptions(conventions=grid.SUMMED, decay=0.0),
     )
     rules: tuple[DampingRule, ...] = ("factored", "exact")
     for rule in rules:
@@ -184,7 +187,9 @@ def print_cost(size: int = 1000) -> None:
             for _ in range(5):
                 checks.clear()
                 started = time.perf_counter()
-                block.operator(statistics, damping=1.0, rule=rule)
+                kc.operator_of(
+                    block, statistics, kc.RefreshOptions(damping=1.0, rule=rule)
+                )
                 seconds.append(time.perf_counter() - started)
                 added.append(sum(checks))
         share = min(added) / min(seconds)

@@ -91,13 +91,16 @@ def _of_one_program(cases: list[grid.Case]) -> Iterator[tuple[grid.Case, str, st
     units = np.eye(vectors.shape[-1], dtype=dtype)
 
     def one(statistics: Any, damping: Any, given: Any) -> dict[str, Any]:
-        operator = kind.block.operator(
+        operator = kc.operator_of(
+            kind.block,
             statistics,
-            damping=damping,
-            rule=first.rule,
-            factorizations=grid.factorizations(first),
-            check="status",
-            precision=precision,
+            kc.RefreshOptions(
+                damping=damping,
+                rule=first.rule,
+                factorizations=grid.factorizations(first),
+                check="status",
+                precision=precision,
+            ),
         )
         found = {"status": operator.status()}
         # Where it needs a factorization that the other products do not.

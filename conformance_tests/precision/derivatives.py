@@ -101,15 +101,21 @@ def _evidence(damping: Any) -> Any:
     block = kc.Block(LAYER, kc.Kronecker())
     x, g = _like(X, damping), _like(G, damping)
     summed = kc.Conventions(reduction="sum", sources="sum")
-    statistics = block.update(
-        block.initial(x), kc.Batch(x, g), conventions=summed, decay=0.0, **STATUS
+    statistics = kc.update_block(
+        block,
+        block.initial(x),
+        kc.Batch(x, g),
+        kc.UpdateOptions(conventions=summed, decay=0.0, **STATUS),
     )
-    operator = block.operator(
+    operator = kc.operator_of(
+        block,
         statistics,
-        damping=damping[0],
-        rule="exact",
-        factorizations=("inverse", "eigenbasis"),
-        **STATUS,
+        kc.RefreshOptions(
+            damping=damping[0],
+            rule="exact",
+            factorizations=("inverse", "eigenbasis"),
+            **STATUS,
+        ),
     )
     return operator.logdet()
 

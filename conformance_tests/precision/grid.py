@@ -244,11 +244,14 @@ def _statistics(kind: str, rank: int, scale: float, dtype: str, backend: str) ->
     rows = _rows(kind, rank, scale, dtype)
     batch: Any = KINDS[kind].batch({k: kc.asarray(x) for k, x in rows.items()})
     like = kc.asarray(next(iter(rows.values())))
-    statistics = block.update(
-        block.initial(like), batch, conventions=SUMMED, decay=0.0, weight=1.0
+    statistics = kc.update_block(
+        block,
+        block.initial(like),
+        batch,
+        kc.UpdateOptions(conventions=SUMMED, decay=0.0, weight=1.0),
     )
     if block.approximation.has_bases:
-        statistics = block.rebased(statistics, moments="kronecker")
+        statistics = kc.rebase_block(block, statistics, "kronecker")
     return statistics
 
 
@@ -287,11 +290,14 @@ def factorizations(case: Case) -> tuple[Any, ...]:
 def operator_of(case: Case, backend: str) -> Any:
     """Return the operator of a case."""
     _, precision = PRECISIONS[case.precision]
-    return KINDS[case.kind].block.operator(
+    return kc.operator_of(
+        KINDS[case.kind].block,
         statistics_of(case, backend),
-        damping=case.damping,
-        rule=case.rule,
-        factorizations=factorizations(case),
-        check=case.check,
-        precision=precision,
+        kc.RefreshOptions(
+            damping=case.damping,
+            rule=case.rule,
+            factorizations=factorizations(case),
+            check=case.check,
+            precision=precision,
+        ),
     )

@@ -66,12 +66,15 @@ def test_a_traced_damping_that_a_dtype_cannot_hold_is_flagged(backend):
         "Kronecker", "factored", "float64, applied in float32", "status", 4, 1, 1
     )
     with kc.use_backend(backend.name):
-        operator = grid.KINDS["Kronecker"].block.operator(
+        operator = kc.operator_of(
+            grid.KINDS["Kronecker"].block,
             grid.statistics_of(case, backend.name),
-            damping=kc.asarray(np.asarray(1e-40)),
-            rule="factored",
-            check="status",
-            precision=kc.Precision(apply="float32"),
+            kc.RefreshOptions(
+                damping=kc.asarray(np.asarray(1e-40)),
+                rule="factored",
+                check="status",
+                precision=kc.Precision(apply="float32"),
+            ),
         )
 
     assert kc.Status.BAD_DAMPING in kc.Status(int(operator.status()))

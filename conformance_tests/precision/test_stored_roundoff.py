@@ -187,14 +187,19 @@ def test_a_flag_says_it_where_nothing_is_raised(backend):
     batch = kc.Batch(backend.asarray(x, "float32"), backend.asarray(g, "float32"))
     block = kc.Block(LAYER, kc.Kronecker())
     summed = kc.Conventions(reduction="sum", sources="sum")
-    statistics = block.update(
-        block.initial(batch.inputs), batch, conventions=summed, decay=0.0
+    statistics = kc.update_block(
+        block,
+        block.initial(batch.inputs),
+        batch,
+        kc.UpdateOptions(conventions=summed, decay=0.0),
     )
 
     flags = [
         int(
-            block.operator(
-                statistics, damping=damping, rule="exact", check="status"
+            kc.operator_of(
+                block,
+                statistics,
+                kc.RefreshOptions(damping=damping, rule="exact", check="status"),
             ).status()
         )
         for damping in (1e4, 1e-2)

@@ -225,7 +225,8 @@ class Sequence:
 
     def _moments(self, e: kc.Estimator, names: Any, batches: Any) -> dict[str, Any]:
         return {
-            n: e.blocks[n].moments(batches[n], conventions=e.conventions) for n in names
+            n: kc.batch_moments(e.blocks[n], batches[n], conventions=e.conventions)
+            for n in names
         }
 
     def _replace_twin(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.execution import Executor, plain
 
 from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
@@ -114,7 +115,14 @@ def test_a_change_within_a_change_is_refused(change):
     network = estimator.network
     found = []
 
-    def executor(function, tasks):
+    class Meanwhile(Executor):
+        """Runs a change in another thread before its stage."""
+
+        def __call__(self, stage, tasks, /):
+            meanwhile()
+            return plain(stage, tasks)
+
+    def meanwhile():
         def second():
             try:
                 change(estimator)
@@ -124,9 +132,8 @@ def test_a_change_within_a_change_is_refused(change):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
-        return {name: function(name, *task) for name, task in tasks.items()}
 
-    estimator._executor = executor
+    estimator._executor = Meanwhile()
     estimator.update(batch_of("kronecker", 2))
 
     assert [type(error) for error in found] == [kc.ConcurrentChangeError]

@@ -34,7 +34,9 @@ def trained(case, **options):
         held.update(batch_of(case, seed))
     if case not in ("chain", "kfoc"):
         block = held.blocks["a"]
-        parts = block.moments(batch_of(case, 3)["a"], conventions=held.conventions)
+        parts = kc.batch_moments(
+            block, batch_of(case, 3)["a"], conventions=held.conventions
+        )
         held.absorb({"a": parts})
     if any(block.approximation.has_bases for block in held.blocks.values()):
         held.rebase(moments="kronecker")

@@ -89,14 +89,14 @@ class IdentityGradients(kc.Approximation):
         if "input" in options.skip:
             return statistics
         rows.require_all_positions()
-        xp, shares = options.xp, options.shares(statistics, rows)
+        xp, shares = options.xp, options.shares(statistics, rows, per="example")
         x, ones, _ = rows.factor_rows("expand", statistics.dtype, xp=xp)
         A = FullFactor().updated(
             statistics.averages["input"],
             x,
             tail=ones,
             decay=options.decay,
-            scale=shares.examples,
+            scale=shares.scale,
             weight=shares.example_weight,
             xp=xp,
         )

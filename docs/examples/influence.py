@@ -133,12 +133,15 @@ def kfac_scores(weights, train, query, *, eigenvalues_corrected, **damping):
         )
         kind = kc.Eigen() if eigenvalues_corrected else kc.Kronecker()
         block = blocks[name] = kc.Block(layer, kind)
-        seen = block.moments(batches[name], conventions=conventions)
+        seen = kc.batch_moments(block, batches[name], conventions=conventions)
         if eigenvalues_corrected:
             # The bases of the factors, and then the second moments in them.
-            rebased = kind.rebased(seen, moments="zero", check="raise")
-            seen = block.update(
-                rebased, batches[name], conventions=conventions, decay=0.0
+            rebased = kc.rebase_block(kind, seen, "zero", "raise")
+            seen = kc.update_block(
+                block,
+                rebased,
+                batches[name],
+                kc.UpdateOptions(conventions=conventions, decay=0.0),
             )
         statistics[name] = seen
     influence = Influence.of_statistics(blocks, statistics, **damping)

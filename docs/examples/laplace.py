@@ -109,11 +109,14 @@ def posterior_of(kind, weights, x, tau):
             weight_layout="io",
         )
         block = blocks[name] = kc.Block(layer, kind)
-        moments = block.moments(seen[name], conventions=conventions)
+        moments = kc.batch_moments(block, seen[name], conventions=conventions)
         if isinstance(kind, kc.Eigen):
-            moments = kind.rebased(moments, moments="zero", check="raise")
-            moments = block.update(
-                moments, seen[name], conventions=conventions, decay=0.0
+            moments = kc.rebase_block(kind, moments, "zero", "raise")
+            moments = kc.update_block(
+                block,
+                moments,
+                seen[name],
+                kc.UpdateOptions(conventions=conventions, decay=0.0),
             )
         statistics[name] = moments
     # The curvature is that of half the squared error: the noise comes with N.

@@ -9,11 +9,16 @@ from typing import Any, ClassVar, Literal, Protocol
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.place import Place
+from kfac_core.array.status import Check
+from kfac_core.errors import UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
-__all__ = ["Approximation", "Reduction"]
+__all__ = ["Approximation", "MomentStart", "Reduction"]
+
+MomentStart = Literal["kronecker", "carried", "zero"]
+"""How EKFAC's second moments start after a change of basis; see `kfac_core.Eigen`."""
 
 Reduction = Literal["sum", "none"]
 """How statistics are put together; see `Approximation.reduction`."""
@@ -159,6 +164,39 @@ class Approximation(Protocol):
         Statistics
             New statistics with the same structure.
         """
+
+    def rebased(
+        self,
+        statistics: Statistics,
+        layer: Layer,
+        /,
+        *,
+        moments: MomentStart,
+        check: Check,
+    ) -> Statistics:
+        """Return the statistics in the eigenbases of their current factors.
+
+        For an approximation that ``has_bases``; the others refuse it.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Statistics whose factors are kept.
+        layer : Layer
+            Layer of the block.
+        moments : {"kronecker", "carried", "zero"}
+            How the second moments start in the new bases.
+        check : {"raise", "status"}
+            Whether a failed eigendecomposition raises, or sets a flag.
+
+        Returns
+        -------
+        Statistics
+            Statistics in new bases.
+        """
+        raise UnsupportedError(
+            f"{self.name} has no bases; only Eigen blocks have bases."
+        )
 
     def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
         """Return what the operator squares: finite, or an update is refused.

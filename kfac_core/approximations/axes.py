@@ -18,7 +18,7 @@ from kfac_core.array.place import Place
 from kfac_core.array.status import Status
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
-from kfac_core.factors.shares import UpdateShares
+from kfac_core.factors.shares import Shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.damped import damped_matrix
@@ -53,7 +53,7 @@ def updated_axes(
     statistics: Statistics,
     rows: Any,
     layer: Layer,
-    shares: UpdateShares,
+    shares: Shares,
     /,
     *,
     decay: Scalar,
@@ -69,7 +69,7 @@ def updated_axes(
         One vector a source.
     layer : Layer
         Layer of one parameter.
-    shares : UpdateShares
+    shares : Shares
         Shares of the update.
     decay : float or 0-d array
         What the old sums are multiplied with.
@@ -90,7 +90,7 @@ def updated_axes(
             unfolded,
             tail=None,
             decay=decay,
-            scale=shares.examples * shares.outer_products,
+            scale=shares.scale * shares.outer_products,
             weight=shares.example_weight,
             xp=xp,
         )

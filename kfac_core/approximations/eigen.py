@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, MomentStart
 from kfac_core.approximations.kronecker import (
     Bias,
     Kronecker,
@@ -49,7 +49,6 @@ from kfac_core.constraints import (
     require_options,
 )
 from kfac_core.conventions import Conventions
-from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
@@ -62,10 +61,7 @@ from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.groups import split_groups
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
-__all__ = ["Eigen", "MomentStart"]
-
-MomentStart = Literal["kronecker", "carried", "zero"]
-"""How E starts after a change of basis; see `Eigen.rebased`."""
+__all__ = ["Eigen"]
 
 _SIDES = ("input", "output")
 
@@ -209,18 +205,18 @@ class Eigen(Approximation):
         """
         factors = self._factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
-        own = options._replace(decay=decay)
+        own = replaced(options, decay=decay)
         averages = {**factors.averages, "block": self._moments(statistics, rows, own)}
         return Statistics(averages, statistics.status, statistics.bases)
 
     def rebased(
         self,
         statistics: Statistics,
+        layer: Layer,
         /,
         *,
         moments: MomentStart,
         check: Check,
-        layer: Layer | None = None,
     ) -> Statistics:
         """Return the statistics in the eigenbases of the factors as they are now.
 
@@ -228,6 +224,8 @@ class Eigen(Approximation):
         ----------
         statistics : Statistics
             Statistics whose factors are kept.
+        layer : Layer
+            Layer of the block.
         moments : {"kronecker", "carried", "zero"}
             How E starts in the new bases: ``S a g^T`` from the
             factors' eigenvalues, with the weight of the input factor, so that the
@@ -238,8 +236,6 @@ class Eigen(Approximation):
             As for `kfac_core.linalg.factorize.eigendecomposition`; with ``"status"`` the
             statistics stay as they are, but for their status, where no certified bases
             were found.
-        layer : Layer, optional
-            Layer of the block; needed with ``bias="separate"``.
 
         Returns
         -------
@@ -249,7 +245,7 @@ class Eigen(Approximation):
         Raises
         ------
         ConventionError
-            For an unknown `moments`, or without the `layer` where it is needed.
+            For an unknown `moments`.
         NotFiniteError, FactorizationError
             If a factor has no certified basis (``check="raise"``).
 
@@ -340,15 +336,9 @@ class Eigen(Approximation):
         )
         return replaced(operator, flags=operator.flags | flags)
 
-    def _separates_bias(self, layer: Layer | None) -> bool:
+    def _separates_bias(self, layer: Layer) -> bool:
         """Whether the layer has a bias that is to be a coordinate of its own."""
-        if self.bias == "joint":
-            return False
-        if layer is None:
-            raise ConventionError(
-                "With bias='separate', say of which `layer` the statistics are."
-            )
-        return "bias" in layer.parameter_shapes
+        return self.bias == "separate" and "bias" in layer.parameter_shapes
 
     @property
     def _factors(self) -> Kronecker:
@@ -358,7 +348,7 @@ class Eigen(Approximation):
         self, statistics: Statistics, rows: Any, options: UpdateOptions
     ) -> Average:
         """Return E's average after the update."""
-        shares = options.shares(statistics, rows)
+        shares = options.shares(statistics, rows, per="example")
         xp = options.xp
         old = statistics.averages["block"]
         bases = [
@@ -372,7 +362,7 @@ class Eigen(Approximation):
                 in_basis.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
             ),
             decay=options.decay,
-            scale=shares.examples * shares.outer_products,
+            scale=shares.scale * shares.outer_products,
             weight=shares.example_weight,
         )
 

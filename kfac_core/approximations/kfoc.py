@@ -98,8 +98,9 @@ class KFOC(Approximation):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.KFOC(iterations=20))
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> exact = kc.Block(layer, kc.Full())
     >>> exact = exact.operator(
     ...     exact.moments(batch, conventions=conventions), damping=0.1, rule="exact"
@@ -159,7 +160,7 @@ class KFOC(Approximation):
         examples' gradients are formed, ``M N n m`` numbers, and it is
         ``4 M N n m (n + m)``.
         """
-        shares = options.shares(statistics, rows)
+        shares = options.shares(statistics, rows, per="example")
         xp, decay = options.xp, options.decay
         average: Any = statistics.averages["block"]
         old: RunningProduct = average
@@ -170,7 +171,7 @@ class KFOC(Approximation):
         fit = kronecker_fit(
             [
                 ProductTerm(old.input, old.output, decay),
-                _term(rows, shares.examples * shares.outer_products, statistics, xp),
+                _term(rows, shares.scale * shares.outer_products, statistics, xp),
             ],
             past * old.input + (1.0 - past) * A,
             iterations=self.iterations,
@@ -193,8 +194,7 @@ class KFOC(Approximation):
         for side, value in product.value(debias=options.debias).items():
             factor = SymmetricMatrix(value, full_storage=True)
             averages[side] = Average(factor, one)
-        # What is remembered is so by the identity of an average; these do not last.
-        own = options._replace(debias=True, memo=None)
+        own = options._replace(debias=True)
         return _KRONECKER.operator(Statistics(averages, statistics.status), layer, own)
 
 

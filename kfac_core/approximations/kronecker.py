@@ -50,7 +50,6 @@ from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
@@ -279,7 +278,9 @@ class Kronecker(Approximation):
         """
         xp, old, new = options.xp, statistics.averages, dict(statistics.averages)
         x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
-        share = options.shares(statistics, rows).of(self.sharing)
+        share = options.shares(
+            statistics, rows, per="row" if self.sharing == "expand" else "example"
+        )
         step: dict[str, Any] = {
             "decay": options.decay,
             "weight": share.weight,
@@ -293,7 +294,11 @@ class Kronecker(Approximation):
         if "output" not in options.skip:
             # G <- decay G + weight c / R sum g g^T, c of the conventions
             new["output"] = factor_of(self.output, layer).updated(
-                old["output"], g, tail=None, scale=share.scale * share.outer, **step
+                old["output"],
+                g,
+                tail=None,
+                scale=share.scale * share.outer_products,
+                **step,
             )
         new["repeats"] = old["repeats"].plus(
             share.repeats, decay=options.decay, weight=share.example_weight
@@ -362,23 +367,18 @@ class Kronecker(Approximation):
                 least=options.least_shift,
                 xp=xp,
             )
-        memo = options.memo
         damped, made = [], []
         for side, value, shift in zip(kinds, values, shifts, strict=True):
             reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
             part: Any = kinds[side].damped(value, shift, **reporting, apply_dtype=apply)
             damped.append(part)
-            # The key is the identity of the average, which the statistics keep alive,
-            # so that blocks that share a factor share its basis.
-            key = ("basis", id(averages[side]), separate and side == "input")
-            if memo is not None and key in memo:
-                part = replaced(part, basis=memo[key])
+            if side in statistics.bases:
+                # A factor that another block gave, with its basis.
+                part = replaced(part, basis=statistics.bases[side])
             if not exact:
                 part = part.prepared(*options.factorizations, **reporting)
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
-            if memo is not None and isinstance(part, DampedMatrix) and part.basis:
-                memo[key] = part.basis
             made.append(part if exact else options.kept(part))
         scale = as_array(cast(xp, S, apply))
         operator = FactoredKronecker(made[0], made[1], scale)

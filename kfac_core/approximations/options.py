@@ -1,48 +1,76 @@
-"""Options of an update and of an operator."""
+"""Options of an update, of a refresh, and of the operator that a refresh makes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
+from kfac_core.array.structure import structure
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
-from kfac_core.factors.shares import UpdateShares
+from kfac_core.factors.shares import Shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.linalg.damped import DampedMatrix
-from kfac_core.linalg.factorizations import Factorization
+from kfac_core.linalg.factorizations import Factorization, Solving
 
-__all__ = ["OperatorOptions", "UpdateOptions"]
+__all__ = ["DampingScaling", "OperatorOptions", "RefreshOptions", "UpdateOptions"]
+
+DampingScaling = Literal["none", "mean_eigenvalue"]
+"""Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
 
 
-class UpdateOptions(NamedTuple):
-    """The options of one update of an approximation's statistics.
+@structure(
+    static=("conventions", "skip", "check", "max_patch_elements", "deferred", "xp")
+)
+class UpdateOptions:
+    """How one update changes the statistics of a block.
 
-    Attributes
+    Parameters
     ----------
     conventions : Conventions
-        How the output gradients are scaled.
+        Scaling of the output gradients.
     decay : float or 0-d array
-        What the old sums are multiplied with.
+        Factor on the old statistics, in [0, 1].
     weight : float, 0-d array or None
-        The weight of this update; None is its number of rows (and of examples, for
-        the mean number of repeats), so that averages of micro-batches merge exactly.
-    xp : namespace
-        Array API namespace of the arrays.
+        Weight of this batch, positive.  None is its number of rows (of examples, for the
+        mean number of repeats), so that averages of micro-batches merge exactly.
     skip : frozenset of str
-        The factors that are left as they are.
+        Factors, ``"input"`` or ``"output"``, to leave unchanged because another block
+        computes them.
+    check : {"raise", "status"}
+        ``"raise"`` raises on failure, and synchronizes with the device; ``"status"`` keeps
+        the old statistics and sets their ``status``.
+    max_patch_elements : int, optional
+        Bound on the number of elements of a convolution's patches.  The batch is
+        processed in chunks of examples, with the same result.
+    deferred : bool
+        Whether the caller reads the flags, as a network does for all its blocks at once.
+    xp : namespace, optional
+        Array API namespace of the statistics, for `Approximation.updated`; set by
+        `kfac_core.update_block`.
     """
 
     conventions: Conventions
     decay: Scalar
-    weight: Scalar | None
-    xp: Namespace
+    weight: Scalar | None = 1.0
     skip: frozenset[str] = frozenset()
+    check: Check = "raise"
+    max_patch_elements: int | None = None
+    deferred: bool = False
+    xp: Namespace = None
 
-    def shares(self, statistics: Statistics, rows: Any, /) -> UpdateShares:
+    def shares(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        /,
+        *,
+        per: Literal["row", "example"] = "row",
+    ) -> Shares:
         """Return the scales and weights of an update with these rows.
 
         Parameters
@@ -51,11 +79,13 @@ class UpdateOptions(NamedTuple):
             For the dtype.
         rows : Rows, IdRows or ExampleGradients
             Rows of the update.
+        per : {"row", "example"}
+            What a sum runs over.
 
         Returns
         -------
-        UpdateShares
-            Scales and weights for rows and for examples.
+        Shares
+            Scales and weights of such sums.
         """
         if self.conventions.reduction == "mean_rows":
             require_known_rows(rows, "mean_rows")
@@ -67,25 +97,90 @@ class UpdateOptions(NamedTuple):
         whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
         if not isinstance(all_rows, int):
             all_rows = cast(xp, all_rows, dtype)
-        scale = self.conventions.outer_product_scale(
+        outer_products = self.conventions.outer_product_scale(
             examples=whole, rows=all_rows, sources=rows.sources
         )
         repeats = all_rows / whole
-        if isinstance(kept, int):
-            some: Scalar = 1.0
-            nonzero: Scalar = kept
-        else:
+        # A fully masked part still counts toward N, and adds no weight.
+        some: Scalar = 1.0
+        nonzero: Scalar = kept
+        if not isinstance(kept, int):
             some = xp.astype(kept > 0, kept.dtype)
             nonzero = xp.where(kept > 0, kept, xp.ones_like(kept))
         if weight is None:
-            # The examples of a part of which nothing counts are examples all the same.
-            return UpdateShares(some, 1.0, kept, N, scale, repeats)
-        own = some * weight
-        return UpdateShares(own / nonzero, own / N, own, own, scale, repeats)
+            row_scale, row_weight = some, kept
+            example_scale: Scalar = 1.0
+            example_weight: Scalar = N
+        else:
+            row_weight = example_weight = some * weight
+            row_scale, example_scale = row_weight / nonzero, row_weight / N
+        if per == "row":
+            return Shares(
+                row_scale, row_weight, outer_products, repeats, example_weight
+            )
+        return Shares(
+            example_scale, example_weight, outer_products, 1.0, example_weight
+        )
+
+
+@structure(
+    static=(
+        "rule",
+        "damping_scaling",
+        "least_shift",
+        "debias",
+        "keep_matrices",
+        "factorizations",
+        "solving",
+        "precision",
+        "check",
+    )
+)
+class RefreshOptions:
+    """How a block's operator is made from its statistics.
+
+    Parameters
+    ----------
+    damping : float or 0-d array
+        Damping, finite and >= 0.
+    rule : {"factored", "factored_unit_pi", "exact"}
+        How the damping is applied: split between the factors, split evenly, or added to
+        the block; see `kfac_core.damping`.
+    factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
+        Factorizations to prepare now; the rest are prepared when needed
+        (``check="raise"`` only).
+    check : {"raise", "status"}
+        ``"raise"`` raises on failure, and synchronizes with the device; ``"status"`` sets
+        the operator's ``status()``.
+    debias : bool
+        Whether sums are divided by their weights.
+    damping_scaling : {"none", "mean_eigenvalue"}
+        See `kfac_core.Refreshing`.
+    least_shift : float
+        The least number that a factored rule adds to a factor.
+    keep_matrices : bool
+        See `kfac_core.Refreshing`.
+    solving : {"inverse", "triangular"}
+        Whether a factored block is solved with inverses of its factors, or with their
+        Cholesky factors.
+    precision : Precision
+        Dtypes of computing and applying.
+    """
+
+    damping: Scalar
+    rule: DampingRule
+    factorizations: tuple[Factorization, ...] = ("inverse",)
+    check: Check = "raise"
+    debias: bool = True
+    damping_scaling: DampingScaling = "none"
+    least_shift: float = 0.0
+    keep_matrices: bool = True
+    solving: Solving = "inverse"
+    precision: Precision = Precision()
 
 
 class OperatorOptions(NamedTuple):
-    """The options of `kfac_core.Block.operator`, which documents them.
+    """What `Approximation.operator` is given, checked and in the dtypes of computing.
 
     Attributes
     ----------
@@ -93,10 +188,6 @@ class OperatorOptions(NamedTuple):
         Damping ``lam``; an array is of the dtype `compute`.
     rule : {"factored", "factored_unit_pi", "exact"}
         How it is applied, where a block leaves a choice.
-    least_shift : float
-        The least number that a factored rule adds to a factor.
-    keep_matrices : bool
-        Whether full factors keep the matrices that their factorizations are of.
     debias : bool
         Whether sums are divided by their weights.
     factorizations : tuple of str
@@ -107,11 +198,12 @@ class OperatorOptions(NamedTuple):
         Dtypes of factorizing, and of the operator.
     name : str
         The block's name, for messages.
-    memo : dict or None
-        What operators that share factors have made already, by the identity of the
-        average that it was made from; None where no factor is shared.
     xp : namespace
         Array API namespace of the statistics.
+    least_shift : float
+        The least number that a factored rule adds to a factor.
+    keep_matrices : bool
+        Whether full factors keep the matrices that their factorizations are of.
     """
 
     damping: Scalar
@@ -122,7 +214,6 @@ class OperatorOptions(NamedTuple):
     compute: Any
     apply: Any
     name: str
-    memo: dict[Any, Any] | None
     xp: Namespace
     least_shift: float = 0.0
     keep_matrices: bool = True

@@ -43,8 +43,9 @@ class ScaledIdentity(Approximation):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.ScaledIdentity(scale=2.0))
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> float(F.trace(damped=False))
     16.0
     """

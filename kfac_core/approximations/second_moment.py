@@ -51,8 +51,9 @@ class Diagonal(Approximation):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.Diagonal())
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
     >>> squares = (x**2).T @ batch.output_grads**2 / 16
     >>> np.allclose(F.multiply_inverse(np.ones((4, 2))), 1 / (squares + 0.1))
@@ -79,14 +80,14 @@ class Diagonal(Approximation):
         ``2 N n m`` flops where nothing is shared, else the examples' gradients are
         formed.
         """
-        shares = options.shares(statistics, rows)
+        shares = options.shares(statistics, rows, per="example")
         xp = options.xp
         squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))
         average = DiagonalFactor().absorbed(
             statistics.averages["block"],
             squares,
             decay=options.decay,
-            scale=shares.examples * shares.outer_products,
+            scale=shares.scale * shares.outer_products,
             weight=shares.example_weight,
         )
         return Statistics({"block": average}, statistics.status)
@@ -128,8 +129,9 @@ class Full(Approximation):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.Full())
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
     >>> D = (x[:, :, None] * batch.output_grads[:, None, :]).reshape(16, 8)
     >>> np.allclose(F.to_dense(damped=False), D.T @ D / 16)
@@ -155,14 +157,14 @@ class Full(Approximation):
         -----
         ``M N (n m)^2`` flops; the examples' gradients are formed.
         """
-        shares = options.shares(statistics, rows)
+        shares = options.shares(statistics, rows, per="example")
         xp = options.xp
         average = FullFactor().updated(
             statistics.averages["block"],
             rows.vectors(statistics.dtype, xp=xp),
             tail=None,
             decay=options.decay,
-            scale=shares.examples * shares.outer_products,
+            scale=shares.scale * shares.outer_products,
             weight=shares.example_weight,
             xp=xp,
         )

@@ -37,6 +37,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
 from kfac_core.array.namespaces import cast
 from kfac_core.array.place import Place
+from kfac_core.array.structure import replaced
 from kfac_core.constraints import COUNT, one_of, optional, require_options
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.factors.average import Average
@@ -94,8 +95,9 @@ class Series(Approximation):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.Series(variant="symmetric", steps=5))
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="factored")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="factored")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> F.multiply_inverse(np.ones((4, 2))).shape
     (4, 2)
     """
@@ -184,7 +186,7 @@ class Series(Approximation):
         -----
         ``3 R (n^2 + M m^2)`` flops for R rows, or ``R (n^2 + M m^2)`` (independent).
         """
-        whole = options._replace(skip=frozenset())
+        whole = replaced(options, skip=frozenset())
         new = _LAG_0.updated(statistics, rows, layer, whole)
         if self.variant == "independent":
             return new
@@ -198,7 +200,7 @@ class Series(Approximation):
             x,
             tail=rows.tail(statistics.dtype, xp=xp),
             decay=decay,
-            scale=shares.rows,
+            scale=shares.scale,
             weight=averages["input"].weight,
             xp=xp,
         )
@@ -207,7 +209,7 @@ class Series(Approximation):
             g,
             tail=None,
             decay=decay,
-            scale=shares.rows * shares.outer_products,
+            scale=shares.scale * shares.outer_products,
             weight=averages["output"].weight,
             xp=xp,
         )

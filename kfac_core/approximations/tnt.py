@@ -81,8 +81,9 @@ class TNT(Approximation):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.TNT())
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
     >>> D = x[:, :, None] * batch.output_grads[:, None, :]
     >>> bool(np.isclose(F.trace(damped=False), np.mean(np.sum(D**2, axis=(1, 2)))))
@@ -135,27 +136,25 @@ class TNT(Approximation):
         ``M R (n^2 + m^2)`` flops for R gradients of one row each, which are not formed;
         elsewhere the examples' gradients are: ``M N n m`` numbers.
         """
-        shares = options.shares(statistics, rows)
         xp, decay = options.xp, options.decay
+        alone = self.positions == "independent" and layer.kind != "parameters"
+        shares = options.shares(statistics, rows, per="row" if alone else "example")
         if layer.kind == "parameters":
             return updated_axes(statistics, rows, layer, shares, decay=decay, xp=xp)
-        alone = self.positions == "independent"
         used = rows.per_position() if alone else rows
         columns, across = _gram_rows(used, statistics.dtype, xp)
-        share = shares.rows if alone else shares.examples
         common: dict[str, Any] = {
             "tail": None,
             "decay": decay,
-            "scale": share * shares.outer_products,
-            "weight": shares.row_weight if alone else shares.example_weight,
+            "scale": shares.scale * shares.outer_products,
+            "weight": shares.weight,
             "xp": xp,
         }
         A = FullFactor().updated(statistics.averages["input"], columns, **common)
         G = FullFactor().updated(statistics.averages["output"], across, **common)
         old = statistics.averages["repeats"]
-        repeats = shares.repeats if alone else 1.0
         S = Average(
-            old.sum * decay + repeats * shares.example_weight,
+            old.sum * decay + shares.repeats * shares.example_weight,
             old.decayed(decay, shares.example_weight),
         )
         averages = {"input": A, "output": G, "repeats": S}

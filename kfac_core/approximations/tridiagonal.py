@@ -136,7 +136,7 @@ class BlockTridiagonal(Approximation):
             found = _OF_A_LAYER.updated(old, seen, own, options).averages
             averages |= {f"{i}-{key}": average for key, average in found.items()}
         shares = options.shares(statistics, rows.layers[0])
-        scales = {"input": shares.rows, "output": shares.rows * shares.outer_products}
+        scales = {"input": shares.scale, "output": shares.scale * shares.outer_products}
         for i, (seen, following) in enumerate(itertools.pairwise(rows.layers)):
             moments = _moments_between(seen, following, statistics.dtype, options.xp)
             for key, moment in moments.items():
@@ -220,7 +220,6 @@ def _made(
         factorizations=("cholesky",),
         compute=dtype,
         apply=dtype,
-        memo=None,
     )
     layers: dict[str, Any] = {}
     for i, layer in enumerate(chain.layers):

@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from kfac_core.approximations.options import UpdateOptions
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import device_of, is_finite_number, own_namespace
 from kfac_core.array.structure import leaves, map_structure, replaced
-from kfac_core.block import UpdateBlock, emptied
 from kfac_core.distributed.agreement import (
     Agreement,
     error_as_data,
@@ -52,19 +52,14 @@ from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_a
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import is_empty, raise_for_flags
-from kfac_core.network import (
-    BlockState,
-    Executor,
-    Network,
-    NetworkState,
-    Tasks,
-    plain,
-)
+from kfac_core.network import Network
+from kfac_core.stages import Executor, Stage, Tasks, plain
+from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["DistributedExecutor", "vote_length"]
 
 
-class DistributedExecutor:
+class DistributedExecutor(Executor):
     """An executor that divides the blocks of a network among ranks.
 
     Made by `kfac_core.Estimator` from `Distributed`.  Collective: all ranks make one, and
@@ -126,9 +121,9 @@ class DistributedExecutor:
             "prepare": self._prepare,
         }
 
-    def __call__(self, function: Any, tasks: Tasks, /) -> dict[str, Any]:
-        """Return the function of each task, by name, as one process would have it."""
-        results: dict[str, Any] = self._stages[function.stage](function, tasks)
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, as one process would have it."""
+        results: dict[str, Any] = self._stages[stage.name](stage, tasks)
         return results
 
     def tell(
@@ -215,7 +210,7 @@ class DistributedExecutor:
         for name, block in state.blocks.items():
             statistics, operator = block.statistics, block.operator
             if statistics is not None and not self._has_sums:
-                statistics = emptied(statistics)
+                statistics = statistics.emptied()
             if operator is not None and not self._holds(name):
                 operator = self._remote(name, operator.like, int(operator.status()))
             blocks[name] = replaced(block, statistics=statistics, operator=operator)
@@ -263,7 +258,7 @@ class DistributedExecutor:
         require_same(self._communicator, of_all)
         require_same(self._group, of_holders)
 
-    def _update(self, function: UpdateBlock, tasks: Tasks) -> dict[str, Any]:
+    def _update(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics("update", tasks)
         batches = {n: task[2] for n, task in tasks.items() if not is_empty(task[2])}
         if counts_first(self.network, self.options.loss):
@@ -276,19 +271,20 @@ class DistributedExecutor:
             )
         local = {}
         for name, batch in batches.items():
-            block, statistics, _, _, _, skip = tasks[name]
-            local[name] = (block, emptied(statistics), batch, 0.0, None, skip)
-        moments, error = self._attempt(function, local)
-        return self._absorbed(function, tasks, moments, error)
+            block, statistics, _, options = tasks[name]
+            alone = replaced(options, decay=0.0, weight=None)
+            local[name] = (block, statistics.emptied(), batch, alone)
+        moments, error = self._attempt(stage, local)
+        return self._absorbed(stage, tasks, moments, error)
 
-    def _absorb(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+    def _absorb(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics("absorb", tasks)
         moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
-        return self._absorbed(function, tasks, moments, None)
+        return self._absorbed(stage, tasks, moments, None)
 
     def _absorbed(
         self,
-        function: Any,
+        stage: Stage,
         tasks: Tasks,
         moments: Mapping[str, Statistics],
         error: Exception | None,
@@ -296,16 +292,22 @@ class DistributedExecutor:
         """Return statistics after an update with this rank's part of the batch."""
         local = [_weights_of(task[1], moments.get(n)) for n, task in tasks.items()]
         # Traced coefficients cannot be compared.
-        coefficients = {c for t in tasks.values() for c in t[3:5] if type(c) is float}
+        coefficients = {name: _coefficients(task) for name, task in tasks.items()}
+        numbers = {
+            number
+            for pair in coefficients.values()
+            for number in pair
+            if type(number) is float
+        }
         dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
-        step = f"update with {sorted(coefficients)}; {', '.join(dtypes)}"
+        step = f"update with {sorted(numbers)}; {', '.join(dtypes)}"
         total = self._agreement.vote(step, np.concatenate(local), error=error)
         stops = np.cumsum([len(part) for part in local])[:-1]
         weights = dict(zip(tasks, np.split(total, stops), strict=True))
         with_rows = [name for name, numbers in weights.items() if numbers[0] > 0]
         if any(numbers[1] > 0 for numbers in weights.values()):
-            return self._flagged(function, with_rows, tasks, moments)
-        parts = {n: moments.get(n) or emptied(tasks[n][1]) for n in with_rows}
+            return self._flagged(stage, with_rows, tasks, moments)
+        parts = {n: moments.get(n) or tasks[n][1].emptied() for n in with_rows}
         totals: dict[str, dict[str, float] | None] = dict.fromkeys(with_rows)
         if self.options.reduce == "update":
             parts = self._summed_everywhere(parts)
@@ -317,8 +319,8 @@ class DistributedExecutor:
             name: absorbed_share(
                 tasks[name][1],
                 parts[name],
-                decay=tasks[name][3],
-                weight=tasks[name][4],
+                decay=coefficients[name][0],
+                weight=coefficients[name][1],
                 decays=tasks[name][0].approximation.decays,
                 totals=totals[name],
             )
@@ -327,7 +329,7 @@ class DistributedExecutor:
 
     def _flagged(
         self,
-        function: Any,
+        stage: Stage,
         names: Sequence[str],
         tasks: Tasks,
         moments: Mapping[str, Statistics],
@@ -335,7 +337,9 @@ class DistributedExecutor:
         """Raise for rows that are not finite on some rank, or return their flags."""
         local = [int(moments[n].status) if n in moments else 0 for n in names]
         of_ranks = self._agreement.gathered(np.asarray(local, np.int64))
-        if getattr(function, "check", "raise") == "raise":
+        # Merged moments were read before; an update says whether its flags are.
+        options = tasks[names[0]][3]
+        if not isinstance(options, UpdateOptions) or options.check == "raise":
             for rank, flags in zip(self._communicator.ranks, of_ranks, strict=True):
                 for name, flag in zip(names, flags.tolist(), strict=True):
                     if not flag:
@@ -351,12 +355,12 @@ class DistributedExecutor:
             flagged[name] = replaced(statistics, status=_int32(flag, statistics.like))
         return flagged
 
-    def _rebase(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+    def _rebase(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
         local = {name: task[1] for name, task in tasks.items()}
-        sums = self._sums_of_owned(f"rebase {names} {function.moments}", local)
-        owned = {name: (tasks[name][0], sums[name]) for name in sums}
-        rebased, error = self._attempt(function, owned)
+        sums = self._sums_of_owned(f"rebase {names} {sorted({task[2] for task in tasks.values()})}", local)
+        owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
+        rebased, error = self._attempt(stage, owned)
         self._agreement.vote("rebased", error=error)
         if not local:
             return {}
@@ -375,14 +379,15 @@ class DistributedExecutor:
             statistics[name] = Statistics(averages, status, bases)
         return statistics
 
-    def _refresh(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+    def _refresh(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
         local = {name: task[1] for name, task in tasks.items()}
-        dampings = {task[2] for task in tasks.values() if type(task[2]) is float}
+        dampings = {task[2].damping for task in tasks.values()}
+        dampings = {damping for damping in dampings if type(damping) is float}
         step = f"refresh {names} with {sorted(dampings)}"
         sums = self._sums_of_owned(step, local)
         owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
-        refreshed, error = self._attempt(function, owned)
+        refreshed, error = self._attempt(stage, owned)
         failed = {n: r for n, r in refreshed.items() if isinstance(r, KFACError)}
         operators = {n: r[0] for n, r in refreshed.items() if n not in failed}
         # Whether it failed, its status and its damping, of each block by its owner.
@@ -404,8 +409,9 @@ class DistributedExecutor:
         results: dict[str, Any] = {}
         for name in names:
             _, status, damping = numbers[name]
-            requested = tasks[name][2]
-            if type(requested) is float and function.damping_scaling == "none":
+            options = tasks[name][2]
+            requested = options.damping
+            if type(requested) is float and options.damping_scaling == "none":
                 damping = requested
             if name in errors:
                 results[name] = errors[name]
@@ -416,11 +422,12 @@ class DistributedExecutor:
                 results[name] = remote, damping
         return results
 
-    def _product(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+    def _product(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         if self.placement.holders == self._communicator.size:
-            return self._inner(function, tasks)
+            return self._inner(stage, tasks)
         vectors = {name: task[2] for name, task in tasks.items()}
-        self._agreement.meet(f"{function.product} of {sorted(vectors)}")
+        calls = sorted({task[3].product for task in tasks.values()})
+        self._agreement.meet(f"{calls} of {sorted(vectors)}")
         computed: dict[str, Any] = {}
         error: Exception | None = None
         started = []
@@ -429,7 +436,7 @@ class DistributedExecutor:
                 n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)
             }
             if error is None:
-                directions, error = self._attempt(function, local)
+                directions, error = self._attempt(stage, local)
                 computed |= directions
             started.append(
                 SentDirections(
@@ -452,18 +459,18 @@ class DistributedExecutor:
         return {name: computed.get(name) or received[name] for name in tasks}
 
     def _attempt(
-        self, function: Any, tasks: Tasks
+        self, stage: Stage, tasks: Tasks
     ) -> tuple[dict[str, Any], Exception | None]:
         """Return the results of this rank's tasks, or what they raised."""
         try:
-            return (self._inner(function, tasks) if tasks else {}), None
+            return (self._inner(stage, tasks) if tasks else {}), None
         except Exception as error:
             return {}, error
 
-    def _prepare(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+    def _prepare(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         local = {name: task for name, task in tasks.items() if self._holds(name)}
-        prepared, error = self._attempt(function, local)
-        step = f"prepare {list(tasks)} {function.factorization}"
+        prepared, error = self._attempt(stage, local)
+        step = f"prepare {list(tasks)} {sorted({task[2] for task in tasks.values()})}"
         self._agreement.vote(step, error=error)
         return {name: prepared.get(name, task[1]) for name, task in tasks.items()}
 
@@ -630,6 +637,13 @@ def _require_reducible(network: Network) -> None:
                 f"Block {name!r} ({approximation.name}) cannot be divided among processes: "
                 f"{approximation.reduction_problem}."
             )
+
+
+def _coefficients(task: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return decay and weight of an update, or of merged moments."""
+    if isinstance(task[3], UpdateOptions):
+        return task[3].decay, task[3].weight
+    return task[3], task[4]
 
 
 def _weights_of(

@@ -19,18 +19,17 @@ from typing import Any
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Status
-from kfac_core.array.structure import map_structure
-from kfac_core.block import emptied
+from kfac_core.array.structure import map_structure, replaced
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
-from kfac_core.network import Executor, Tasks, plain
+from kfac_core.stages import Executor, Stage, Tasks, plain
 
 __all__ = ["SummedOver"]
 
 
-class SummedOver:
+class SummedOver(Executor):
     """An executor for a program that runs on several devices, each with its own rows.
 
     ``network.update(..., check="status", executor=SummedOver(connect("jax")))`` is then,
@@ -52,11 +51,11 @@ class SummedOver:
     def __init__(self, communicator: Communicator, inner: Executor = plain) -> None:
         self._communicator, self._inner = communicator, inner
 
-    def __call__(self, function: Any, tasks: Tasks, /) -> dict[str, Any]:
-        """Return the function of each task, by name, for the rows of all devices."""
-        if function.stage != "update":
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, for the rows of all devices."""
+        if stage.name != "update":
             # Everything else is of what all devices have.
-            return self._inner(function, tasks)
+            return self._inner(stage, tasks)
         for name, (block, _, batch, *_) in tasks.items():
             reduction = block.approximation.reduction
             if reduction != "sum" or isinstance(batch, GradientBatch):
@@ -68,19 +67,24 @@ class SummedOver:
                     f"devices: {reason}."
                 )
         parts = {
-            name: (block, emptied(statistics), batch, 0.0, None, skip)
-            for name, (block, statistics, batch, _, _, skip) in tasks.items()
+            name: (
+                block,
+                statistics.emptied(),
+                batch,
+                replaced(options, decay=0.0, weight=None),
+            )
+            for name, (block, statistics, batch, options) in tasks.items()
         }
-        updated: dict[str, Any] = {}
-        for name, moments in self._inner(function, parts).items():
-            block, statistics, _, decay, weight, _ = tasks[name]
-            updated[name] = statistics.absorbed(
+        results: dict[str, Any] = {}
+        for name, moments in self._inner(stage, parts).items():
+            block, statistics, _, options = tasks[name]
+            results[name] = statistics.absorbed(
                 self._summed(moments),
-                decay=decay,
-                weight=weight,
+                decay=options.decay,
+                weight=options.weight,
                 decays=block.approximation.decays,
             )
-        return updated
+        return results
 
     def _psum(self, x: Array) -> Array:
         """Return the sum of an array over all devices."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from kfac_core.network import NetworkState
+from kfac_core.state import NetworkState
 
 __all__ = ["BackgroundRefresh"]
 

@@ -20,7 +20,7 @@ from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import is_plain, is_structure, rebuilt
 from kfac_core.constraints import implementation_of, require_range
-from kfac_core.network import Executor, Tasks, plain
+from kfac_core.stages import Executor, ProductCall, Stage, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
 
@@ -93,7 +93,7 @@ Known = dict[int, tuple[Any, Any]]
 """Objects, kept so that no identity is used again, and what takes their places."""
 
 
-class Hosted:
+class Hosted(Executor):
     """An executor that runs whole stages in NumPy, on the memory of the library's arrays.
 
     For small layers, where calls dominate the cost, this is faster than a library whose
@@ -117,43 +117,40 @@ class Hosted:
         """Return how a copy is made: what is remembered by identity is left behind."""
         return type(self), (self._inner,)
 
-    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
-        """Return the function of each task, by name."""
-        described: Any = function
-        xp = _namespace_of(tasks) if described.on_host else None
-        asked = None if xp is None else native_operation("host_computes", xp)
-        if asked is None or not asked(xp=xp):
-            return self._inner(function, tasks)
-        # What was only looked at is the library's own again.
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, by name."""
+        xp = _namespace_of(tasks) if stage.on_host else None
+        computes = None if xp is None else native_operation("host_computes", xp)
+        if computes is None or not computes(xp=xp):
+            return self._inner(stage, tasks)
+        # Arrays that results only pass on become the library's own again.
         owners: Known = {}
-        seen = _Mapped(_viewed_by(xp, owners), {}, once=described.shares)
+        as_views = _Mapped(_viewed_by(xp, owners), {})
         here: dict[str, tuple[Any, ...]] = {}
         for name, (block, first, *others) in tasks.items():
-            if described.is_product:
-                flops = described.work(block, first, *others)
+            if stage.is_product:
+                flops = stage.work(block)
                 large = {"flops": flops, "dtype": first.like.dtype}
                 if flops >= LARGE and not host_computes(xp=xp, **large):
                     continue
             known = self._held.get((name, type(first)))
-            recognized = (
-                known is not None and known[0] is first and not described.shares
-            )
+            recognized = known is not None and known[0] is first
             try:
-                view = known[1] if known and recognized else seen(first)
-                here[name] = (block, view, *map(seen, others))
+                view = known[1] if known and recognized else as_views(first)
+                here[name] = (block, view, *map(as_views, others))
             except _ElsewhereError:
                 continue
-            if described.kept and not recognized:
+            if stage.keeps_stacks and not recognized:
                 self._held[name, type(first)] = first, view
         elsewhere = {name: task for name, task in tasks.items() if name not in here}
-        found = self._inner(function, elsewhere) if elsewhere else {}
+        results = self._inner(stage, elsewhere) if elsewhere else {}
         if here:
-            own_array = partial(_native("from_host", from_host, xp), xp=xp)
-            returned = _Mapped(own_array, owners, once=described.shares)
-            for name, result in self._inner(function, here).items():
-                found[name] = own = returned(result)
-                self._remember(name, own, result)
-        return {name: found[name] for name in tasks}
+            to_library = partial(_native("from_host", from_host, xp), xp=xp)
+            returned = _Mapped(to_library, owners)
+            for name, result in self._inner(stage, here).items():
+                results[name] = returned(result)
+                self._remember(name, results[name], result)
+        return {name: results[name] for name in tasks}
 
     def _remember(self, name: str, own: Any, view: Any) -> None:
         """Keep a structure that was returned with its view, in the place of the last."""
@@ -177,18 +174,13 @@ class _Mapped:
         Function of one array.
     known : dict
         Some objects by their identity, each with what takes its place.
-    once : bool
-        Whether an object that several tasks have in common stays one: what is made of a
-        shared factor is remembered by its identity.
     """
 
     _arrays: ClassVar[set[type[Any]]] = set()
     """The classes of the arrays that were met."""
 
-    def __init__(
-        self, function: Callable[[Any], Any], known: Known, *, once: bool
-    ) -> None:
-        self._function, self._known, self._once = function, known, once
+    def __init__(self, function: Callable[[Any], Any], known: Known) -> None:
+        self._function, self._known = function, known
 
     def __call__(self, value: Any) -> Any:
         known = self._known.get(id(value))
@@ -196,21 +188,18 @@ class _Mapped:
             return known[1]
         cls = type(value)
         if cls in self._arrays:
-            made = self._function(value)
-        elif is_structure(value):
-            made = rebuilt(value, self)
-        elif isinstance(value, dict):
-            made = {name: self(part) for name, part in value.items()}
-        elif is_plain(value) or isinstance(value, Exception):
+            return self._function(value)
+        if is_structure(value):
+            return rebuilt(value, self)
+        if isinstance(value, dict):
+            return {name: self(part) for name, part in value.items()}
+        if is_plain(value) or isinstance(value, Exception | ProductCall):
             return value
-        elif isinstance(value, tuple):
+        if isinstance(value, tuple):
             return tuple(map(self, value))
-        else:
-            made = self._function(value)
-            self._arrays.add(cls)
-        if self._once:
-            self._known[id(value)] = value, made
-        return made
+        mapped = self._function(value)
+        self._arrays.add(cls)
+        return mapped
 
 
 def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:

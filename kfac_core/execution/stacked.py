@@ -14,6 +14,7 @@ stacking, up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any
@@ -28,9 +29,10 @@ from kfac_core.array.structure import (
     map_structure,
     taken_apart,
 )
+from kfac_core.block import Block
 from kfac_core.constraints import COUNT, implementation_of, require_range
 from kfac_core.errors import KFACError
-from kfac_core.network import Executor, Tasks, plain
+from kfac_core.stages import Executor, Stage, Tasks, plain
 
 __all__ = ["STACKED_UP_TO", "Stacked", "stacked", "unstacked"]
 
@@ -43,7 +45,7 @@ FEWEST = 4
 Names = tuple[str, ...]
 
 
-class Stacked:
+class Stacked(Executor):
     """An executor that runs equal small blocks as one stack.
 
     Arrays of equal blocks are copied into arrays with a leading axis, since calls dominate
@@ -63,8 +65,9 @@ class Stacked:
         self._inner, self._fewest = inner, fewest
         # The objects are kept with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
-        self._blocks: list[Any] = []
+        self._blocks: list[Block] = []
         self._forms: dict[Any, int] = {}
+        self._stacked_blocks: dict[tuple[Block, int], Block] = {}
         self._pieces: dict[int, tuple[Any, _Stack]] = {}
         self._last: dict[tuple[str, type[Any]], _Stack] = {}
 
@@ -72,17 +75,17 @@ class Stacked:
         """Return how a copy is made: what is remembered by identity is left behind."""
         return partial(type(self), self._inner, fewest=self._fewest), ()
 
-    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
-        """Return the function of each task, by name."""
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, by name."""
         if len(tasks) < 2:
-            return self._inner(function, tasks)
-        found = self._together(function, tasks)
-        rest = {name: task for name, task in tasks.items() if name not in found}
-        if rest:
-            found |= self._inner(function, rest)
-        return {name: found[name] for name in tasks}
+            return self._inner(stage, tasks)
+        results = self._together(stage, tasks)
+        alone = {name: task for name, task in tasks.items() if name not in results}
+        if alone:
+            results |= self._inner(stage, alone)
+        return {name: results[name] for name in tasks}
 
-    def _together(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+    def _together(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         """Return the results of equal tasks, if their stack has no flag."""
         kinds: dict[int, list[str]] = {}
         for name, task in tasks.items():
@@ -94,71 +97,81 @@ class Stacked:
         for kind, names in kinds.items():
             # Forms are looked at only where there are enough equal blocks.
             for name in names if len(names) >= self._fewest else ():
-                if function.stacks(*tasks[name]):
-                    form = (kind, *map(self._form, tasks[name][1:]))
+                if stage.stacks(*tasks[name]):
+                    form = (kind, *self._forms_of(stage, tasks[name]))
                     groups.setdefault(form, []).append(name)
         members = {
             f"{names[0]} and {len(names) - 1} equal blocks": tuple(names)
             for names in groups.values()
             if len(names) >= self._fewest
         }
-        stacks = {
-            label: self._stacked_task(function, tasks, own)
-            for label, own in members.items()
-        }
-        if not stacks:
+        if not members:
             return {}
-        found: dict[str, Any] = {}
-        for label, result in self._inner(_OfStack(function), stacks).items():
-            own = members[label]
-            if isinstance(result, KFACError) or not function.accepts(result):
+        stacks = {
+            label: self._stacked_task(stage, tasks, names)
+            for label, names in members.items()
+        }
+        counts = {task[0]: len(members[label]) for label, task in stacks.items()}
+        of_stacks = replace(
+            stage,
+            run=partial(_result_or_error, stage.run),
+            work=lambda block: counts[block] * stage.work(block),
+        )
+        results: dict[str, Any] = {}
+        for label, result in self._inner(of_stacks, stacks).items():
+            names_of = members[label]
+            if isinstance(result, KFACError) or not stage.accepts(result):
                 continue
-            pieces = unstacked(result, len(own))
-            self._remember(own, result, pieces)
-            found.update(zip(own, pieces, strict=True))
-        return found
+            pieces = unstacked(result, len(names_of))
+            self._remember(names_of, result, pieces)
+            results.update(zip(names_of, pieces, strict=True))
+        return results
 
-    def _kind(self, block: Any) -> int | None:
+    def _kind(self, block: Block) -> int | None:
         """Return a number that equal blocks have; None for one that is not stacked."""
         kind = None
-        if block.stacks and max(block.layer.matrix_shape) <= STACKED_UP_TO:
+        small = max(block.layer.matrix_shape) <= STACKED_UP_TO
+        if small and block.stacked(1) is not None:
             if block not in self._blocks:
                 self._blocks.append(block)
             kind = self._blocks.index(block)
         self._kinds[id(block)] = block, kind
         return kind
 
+    def _forms_of(self, stage: Stage, task: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what has to agree in the tasks of one stack, besides the block."""
+        arrays = [self._form(value) for value in task[1 : 1 + stage.arrays]]
+        # What is not stacked has to be the same numbers, or the same arrays.
+        others = [form_of(value, id) for value in task[1 + stage.arrays :]]
+        return (*arrays, *others)
+
     def _form(self, value: Any) -> Any:
-        """Return what has to agree in an argument of tasks of one stack."""
+        """Return what has to agree in a stacked argument of tasks."""
         piece = self._pieces.get(id(value))
         if piece is not None and piece[0] is value:
             stack = piece[1]
             if stack.form is None:
                 stack.form = self._form_of_arrays(value)
             return stack.form
-        if is_plain(value):
-            return value
-        if is_structure(value) or isinstance(value, dict):
-            return self._form_of_arrays(value)
-        # A scalar is not stacked: it has to be the same number, or the same array.
-        return form_of(value, id)
+        return self._form_of_arrays(value)
 
     def _form_of_arrays(self, value: Any) -> int:
         """Return a number that structures and dicts of one form have."""
         form = form_of(value, _array_form)
         return self._forms.setdefault(form, len(self._forms))
 
-    def _stacked_task(
-        self, function: Any, tasks: Tasks, names: Names
-    ) -> tuple[Any, ...]:
-        """Return the task of a stack: a block, stacked arguments, and their number."""
+    def _stacked_task(self, stage: Stage, tasks: Tasks, names: Names) -> Any:
+        """Return the task of a stack: a block for many, and stacked arguments."""
         several = [tasks[name] for name in names]
-        arguments = list(several[0])
-        for place in range(1, len(arguments)):
-            values = tuple(task[place] for task in several)
-            if is_structure(values[0]) or isinstance(values[0], dict):
-                arguments[place] = self._stack_of(names, values, place in function.kept)
-        return (*arguments, len(names))
+        block, *arguments = several[0]
+        for place in range(stage.arrays):
+            values = tuple(task[1 + place] for task in several)
+            keeps = place == 0 and stage.keeps_stacks
+            arguments[place] = self._stack_of(names, values, keeps)
+        key = block, len(names)
+        if key not in self._stacked_blocks:
+            self._stacked_blocks[key] = block.stacked(len(names))
+        return (self._stacked_blocks[key], *arguments)
 
     def _stack_of(self, names: Names, values: tuple[Any, ...], keep: bool) -> Any:
         """Return values as one: the stack that they were taken from, if it is that."""
@@ -204,29 +217,12 @@ class _Stack:
         return len(values) == len(self.pieces) and all(map(is_, values, self.pieces))
 
 
-class _OfStack:
-    """A function of one block, called with a stack; an error is its result."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-        self.on_host = function.on_host
-        self.is_product = function.is_product
-        self.shares = function.shares
-        self.kept = function.kept
-        self.worth_threads = function.worth_threads
-
-    def __call__(self, name: str, block: Any, *arguments: Any) -> Any:
-        *own, length = arguments
-        try:
-            return self._function(name, block, *own, stack=(length,))
-        except KFACError as error:
-            return error
-
-    def work(self, block: Any, *arguments: Any) -> int:
-        """Return the work of a stack."""
-        *own, length = arguments
-        work: int = self._function.work(block, *own)
-        return int(length) * work
+def _result_or_error(run: Callable[..., Any], *task: Any, name: str) -> Any:
+    """Return the result of a stack; an error is its result, not raised."""
+    try:
+        return run(*task, name=name)
+    except KFACError as error:
+        return error
 
 
 def stacked(values: tuple[Any, ...], /) -> Any:

@@ -19,7 +19,7 @@ from kfac_core.array.backend import Backend, backend_of
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import is_plain, leaves
 from kfac_core.constraints import COUNT, implementation_of, require_range
-from kfac_core.network import Executor, Tasks, plain
+from kfac_core.stages import Executor, Stage, Tasks, plain
 
 __all__ = ["Threaded", "in_bundles", "in_threads"]
 
@@ -31,7 +31,7 @@ _holders: dict[str, int] = {}
 _undo: dict[str, Callable[[], None]] = {}
 
 
-class Threaded:
+class Threaded(Executor):
     """An executor that divides blocks among threads.
 
     Each thread gets its share of the array library's own threads.  Only code that releases
@@ -50,24 +50,23 @@ class Threaded:
         require_range("inner", inner, implementation_of(Executor))
         self.workers, self._inner = workers, inner
 
-    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
-        """Return the function of each task, by name."""
-        described: Any = function
-        work = {name: described.work(*task) for name, task in tasks.items()}
-        if self.workers == 1 or sum(work.values()) < described.worth_threads:
-            return self._inner(function, tasks)
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, by name."""
+        work = {name: stage.work(task[0]) for name, task in tasks.items()}
+        if self.workers == 1 or sum(work.values()) < stage.worth_threads:
+            return self._inner(stage, tasks)
 
         def share(names: list[str]) -> dict[str, Any]:
-            return self._inner(function, {name: tasks[name] for name in names})
+            return self._inner(stage, {name: tasks[name] for name in names})
 
-        found = in_bundles(
+        results = in_bundles(
             share,
             list(tasks),
             work=work.__getitem__,
             workers=self.workers,
             library=_library_of(tasks),
         )
-        return {name: found[name] for name in tasks}
+        return {name: results[name] for name in tasks}
 
 
 def _library_of(tasks: Tasks) -> Backend | None:

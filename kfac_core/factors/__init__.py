@@ -10,7 +10,7 @@ from kfac_core.factors.damped import DampedFactor
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
 from kfac_core.factors.full import FullFactor
-from kfac_core.factors.shares import UpdateShares
+from kfac_core.factors.shares import Shares
 
 __all__ = [
     "Average",
@@ -19,6 +19,6 @@ __all__ = [
     "Factor",
     "FactorKind",
     "FullFactor",
-    "UpdateShares",
+    "Shares",
     "factor_of",
 ]

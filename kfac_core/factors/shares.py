@@ -13,72 +13,29 @@ from typing import NamedTuple
 
 from kfac_core.array.namespaces import Scalar
 
-__all__ = ["SharingShares", "UpdateShares"]
+__all__ = ["Shares"]
 
 
-class UpdateShares(NamedTuple):
+class Shares(NamedTuple):
     """Scales and weights of the sums in one update.
 
     Attributes
     ----------
-    rows, examples : float or 0-d array
-        ``weight / rows`` and ``weight / N``.
-    row_weight, example_weight : float or 0-d array
-        The weights that go with the two.
+    scale : float or 0-d array
+        ``weight / R`` for sums over the R rows that count, or ``weight / N`` for sums over
+        examples.
+    weight : float or 0-d array
+        Weight of these sums.
     outer_products : float or 0-d array
         What each ``g g^T`` is multiplied by; see `Conventions`.
     repeats : float or 0-d array
-        The mean number of rows that count in an example.
-    """
-
-    rows: Scalar
-    examples: Scalar
-    row_weight: Scalar
-    example_weight: Scalar
-    outer_products: Scalar
-    repeats: Scalar
-
-    def of(self, sharing: str, /) -> SharingShares:
-        """Return the shares of one way to treat shared positions.
-
-        Parameters
-        ----------
-        sharing : {"expand", "reduce"}
-            Whether each position is a row, or each example.
-
-        Returns
-        -------
-        SharingShares
-            With one repeat where positions are reduced.
-        """
-        if sharing == "reduce":
-            scale, weight, repeats = self.examples, self.example_weight, 1.0
-        else:
-            scale, weight, repeats = self.rows, self.row_weight, self.repeats
-        return SharingShares(
-            scale, weight, self.outer_products, repeats, self.example_weight
-        )
-
-
-class SharingShares(NamedTuple):
-    """Scales and weights of the two sums of a Kronecker product.
-
-    Attributes
-    ----------
-    scale : float or 0-d array
-        ``weight / R``, R the number of rows.
-    weight : float or 0-d array
-        Weight of the sum.
-    outer : float or 0-d array
-        What each ``g g^T`` is multiplied by besides.
-    repeats : float or 0-d array
-        The mean number of rows in an example.
+        The mean number of rows that count in an example; 1 for sums over examples.
     example_weight : float or 0-d array
-        The weight of an average over examples.
+        Weight of an average over examples.
     """
 
     scale: Scalar
     weight: Scalar
-    outer: Scalar
+    outer_products: Scalar
     repeats: Scalar
     example_weight: Scalar

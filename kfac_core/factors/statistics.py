@@ -8,8 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import Scalar, own_namespace
-from kfac_core.array.structure import map_structure, replaced, structure
+from kfac_core.array.structure import (
+    map_structure,
+    replaced,
+    structure,
+    without_scalars,
+)
+from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Eigendecomposition
 
@@ -41,7 +48,7 @@ class Statistics:
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.Kronecker())
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
     >>> sorted(statistics.averages)
     ['input', 'output', 'repeats']
     """
@@ -65,13 +72,26 @@ class Statistics:
         """The namespace of the arrays."""
         return own_namespace(self.like)
 
+    def emptied(self) -> Statistics:
+        """Return zero statistics in the same bases."""
+        zeros: Statistics = map_structure(lambda x: x * 0, self)
+        return replaced(zeros, bases=self.bases)
+
     def merged(self, other: Statistics, /) -> Statistics:
-        """Return the statistics of both data sets together, in the first's bases."""
+        """Return the statistics of both data sets together, taken in the same bases.
+
+        Raises
+        ------
+        ConventionError
+            For second moments in other bases, as far as the host can read them.
+        """
+        _require_same_bases(self, other)
         averages = {
             name: average.merged(other.averages[name])
             for name, average in self.averages.items()
         }
-        return Statistics(averages, self.status | other.status, self.bases)
+        merged = Statistics(averages, self.status | other.status, self.bases)
+        return without_scalars(merged)
 
     def absorbed(
         self,
@@ -86,7 +106,13 @@ class Statistics:
 
         If the status of `other` is not zero, the statistics are unchanged.
         `decays` names the averages that decay in a way of their own.
+
+        Raises
+        ------
+        ConventionError
+            For second moments in other bases, as far as the host can read them.
         """
+        _require_same_bases(self, other)
         averages = {
             name: average.absorbed(
                 other.averages[name], decay=decays.get(name, decay), weight=weight
@@ -95,5 +121,19 @@ class Statistics:
         }
         new = Statistics(averages, other.status, self.bases)
         xp, good = self.namespace, other.status == 0
-        kept = map_structure(lambda a, b: xp.where(good, a, b), new, self)
-        return replaced(kept, status=other.status)
+        chosen = map_structure(lambda a, b: xp.where(good, a, b), new, self)
+        return without_scalars(replaced(chosen, status=other.status))
+
+
+def _require_same_bases(first: Statistics, second: Statistics) -> None:
+    for side, basis in first.bases.items():
+        one, other = basis.eigenvectors, second.bases[side].eigenvectors
+        if one is other:
+            continue
+        xp = own_namespace(one)
+        if truth_of(xp.all(one == other), xp=xp) is False:
+            raise ConventionError(
+                f"The second moments were taken in other bases of {side!r} than those "
+                "that they are added to. Take them by `batch_moments(..., statistics=...)`,"
+                " with the block's statistics after its last rebase."
+            )

@@ -188,7 +188,7 @@ def batches_in_parts(
     """Return batches per block as `batches_of_calls`, in parts of equal shapes.
 
     Sequences of several lengths, and images of several sizes, are no single batch.  The
-    statistics of a block are `kfac_core.Block.moments` of its parts, merged.
+    statistics of a block are `kfac_core.batch_moments` of its parts, merged.
 
     Parameters
     ----------

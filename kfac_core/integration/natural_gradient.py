@@ -58,6 +58,7 @@ from kfac_core.integration.schedules import (
     require_positive,
     value_at,
 )
+from kfac_core.stages import batch_moments
 from kfac_core.steps.trust_region import TrustRegion, clip_of_product
 from kfac_core.steps.vectors import dot, widest
 
@@ -303,7 +304,7 @@ class NaturalGradient:
         NotReadyError
             If no output gradient came back.
         KFACError
-            As `kfac_core.Block.moments`.
+            As `kfac_core.batch_moments`.
         """
         used = self._used(calls)
         if not rows or not used:
@@ -325,9 +326,9 @@ class NaturalGradient:
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         for name, batch in batches.items():
             block = known.blocks[name]
-            held = self.estimator.state[name].statistics
-            own = block.moments(batch, **options, name=name, statistics=held)
-            found[name] = block.merge(found[name], own) if name in found else own
+            before = self.estimator.state[name].statistics
+            new = batch_moments(block, batch, **options, name=name, statistics=before)
+            found[name] = found[name].merged(new) if name in found else new
 
     def begin(self, calls: Iterable[LayerCall], /, *, rows: Scalar) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.

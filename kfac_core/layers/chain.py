@@ -96,7 +96,6 @@ class Chain:
 
     kind = "chain"
     groups = 1
-    stacks = False
 
     def __post_init__(self) -> None:
         require_range("names", self.names, tuple_of(TEXT))
@@ -190,6 +189,9 @@ class Chain:
             batch = replaced(batches[name], mask=xp.reshape(mask, shape))
             joined.append(layer.rows(batch))
         return ChainRows(tuple(joined))
+
+    def stacked(self, count: int, /) -> None:
+        """Return None: equal layers of this kind are not computed as one."""
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn the parameters of all layers into the column.

@@ -145,7 +145,6 @@ class Conv:
     data_layout: DataLayout
 
     kind = "conv"
-    stacks = False
 
     def __post_init__(self) -> None:
         kernel = _numbers("kernel_size", self.kernel_size)
@@ -313,6 +312,9 @@ class Conv:
             g = xp.where(mask[..., None], g, full_of(xp, 0.0, g))
         pixels = xp.reshape(x, (x.shape[0], -1, x.shape[-1]))
         return PixelRows(pixels, g, mask)
+
+    def stacked(self, count: int, /) -> None:
+        """Return None: equal layers of this kind are not computed as one."""
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn parameter-shaped arrays into the block's matrix.

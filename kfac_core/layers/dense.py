@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import (
@@ -79,7 +79,7 @@ class Dense:
 
     kind = "dense"
     groups = 1
-    stacks = True
+    leading: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
         require_options(
@@ -106,16 +106,13 @@ class Dense:
             shapes["bias"] = (self.out_features,)
         return shapes
 
-    def rows(self, batch: Batch, /, *, stack: tuple[int, ...] = ()) -> Rows:
+    def rows(self, batch: Batch, /) -> Rows:
         """Turn what the layer saw into rows.
 
         Parameters
         ----------
         batch : Batch
             Arrays of one library on one device, in any layout; not modified.
-        stack : tuple of int
-            The shape of leading axes that both arrays have in common: what as many equal
-            layers saw, without masks.
 
         Returns
         -------
@@ -136,11 +133,11 @@ class Dense:
         xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
         require_floating(xp, x, "inputs")
         require_floating(xp, g, "output_grads")
-        lead = self._leading_axes(batch, len(stack))
+        lead = self._row_axes(batch)
         rows = lead[0], math.prod(lead[1:])
-        x = reshaped(x, (*stack, *rows, self.in_features), xp=xp)
+        x = reshaped(x, (*self.leading, *rows, self.in_features), xp=xp)
         sources = batch.sources or 1
-        g = reshaped(g, (*stack, sources, *rows, self.out_features), xp=xp)
+        g = reshaped(g, (*self.leading, sources, *rows, self.out_features), xp=xp)
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
             # Padding may hold anything, NaN included, so it is replaced and not
@@ -151,9 +148,12 @@ class Dense:
         found = Rows(x, g, mask, self.bias)
         return found if batch.bias is None else with_some_biases(found, batch.bias)
 
-    def parameters_to_matrix(
-        self, parameters: Mapping[str, Array], /, *, stack: tuple[int, ...] = ()
-    ) -> Array:
+    def stacked(self, count: int, /) -> Dense:
+        """Return a layer for many equal ones, whose arrays have a leading axis of them."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _DenseStack(**options, count=count)
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn parameter-shaped arrays into the block's matrix.
 
         Parameters
@@ -161,8 +161,6 @@ class Dense:
         parameters : mapping of str to array
             ``"weight"`` and, where the layer has one, ``"bias"``, as
             `parameter_shapes` says.
-        stack : tuple of int
-            The shape of leading axes that all of them have in common.
 
         Returns
         -------
@@ -178,10 +176,7 @@ class Dense:
         MixedArraysError
             For arrays of several libraries or devices.
         """
-        shapes = self.parameter_shapes
-        if stack:
-            shapes = {name: (*stack, *shape) for name, shape in shapes.items()}
-        xp = require_parameters(parameters, shapes)
+        xp = require_parameters(parameters, self.parameter_shapes)
         return join_bias(
             parameters["weight"],
             parameters.get("bias"),
@@ -189,17 +184,13 @@ class Dense:
             xp=xp,
         )
 
-    def matrix_to_parameters(
-        self, matrix: Array, /, *, stack: tuple[int, ...] = ()
-    ) -> dict[str, Array]:
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
         """Turn a block's matrix back into parameter-shaped arrays.
 
         Parameters
         ----------
         matrix : array, shape (in(+1), out)
             Matrix from `parameters_to_matrix`.
-        stack : tuple of int
-            The shape of leading axes of a stack of matrices.
 
         Returns
         -------
@@ -212,16 +203,16 @@ class Dense:
             For another shape.
         """
         xp = namespace_of(matrix=matrix)
-        require_matrix(matrix, (*stack, *self.matrix_shape), "matrix")
+        require_matrix(matrix, (*self.leading, *self.matrix_shape), "matrix")
         weight, bias = split_bias(matrix, self.in_features)
         if self.weight_layout == "oi":
             weight = transposed(weight, xp=xp)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
-    def _leading_axes(self, batch: Batch, stacked: int) -> tuple[int, ...]:
+    def _row_axes(self, batch: Batch) -> tuple[int, ...]:
         """Return ``(N, *shared)``, after checking both arrays against it."""
-        inputs = tuple(batch.inputs.shape)[stacked:]
-        grads = tuple(batch.output_grads.shape)[stacked:]
+        inputs = tuple(batch.inputs.shape)[len(self.leading) :]
+        grads = tuple(batch.output_grads.shape)[len(self.leading) :]
         if len(inputs) < 2 or inputs[-1] != self.in_features:
             raise ShapeError(
                 f"Expected `inputs` to have shape (N, ..., {self.in_features}), got "
@@ -234,3 +225,22 @@ class Dense:
             hint = "The examples and shared axes must be those of `inputs`."
             raise misfit(grads, expected, inputs, otherwise=hint)
         return lead
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DenseStack(Dense):
+    """As many equal dense layers, whose arrays have a leading axis of them."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        """Check nothing again: the layers that it stands for were checked."""
+
+    @property
+    def leading(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.count,)
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = super().parameter_shapes
+        return {name: (self.count, *shape) for name, shape in shapes.items()}

@@ -72,7 +72,6 @@ class Embedding:
     duplicates: Duplicates = "binary"
 
     kind = "embedding"
-    stacks = False
     groups = 1
 
     def __post_init__(self) -> None:
@@ -145,6 +144,9 @@ class Embedding:
         ids = xp.reshape(ids, (examples, -1))
         binary = self.duplicates == "binary"
         return IdRows(ids, g, mask, self.num_embeddings, self.bag, binary)
+
+    def stacked(self, count: int, /) -> None:
+        """Return None: equal layers of this kind are not computed as one."""
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn the weight into the block's matrix; as `Dense.parameters_to_matrix`."""

@@ -22,10 +22,6 @@ class Layer(Protocol):
         """The number of groups whose rows are independent; nearly always 1."""
 
     @property
-    def stacks(self) -> bool:
-        """Whether its functions take a ``stack``: leading axes of equal layers."""
-
-    @property
     def matrix_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the block's matrix."""
 
@@ -35,6 +31,13 @@ class Layer(Protocol):
 
     def rows(self, batch: Any, /) -> Any:
         """Turn what the layer saw (a `Batch` or a `GradientBatch`) into rows."""
+
+    def stacked(self, count: int, /) -> Layer | None:
+        """Return a layer for many equal ones, whose arrays have a leading axis of them.
+
+        None where its functions keep no leading axis: equal layers are then computed one
+        by one.
+        """
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn parameter-shaped arrays into the block's matrix."""

@@ -50,7 +50,6 @@ class Parameters:
     shapes: Mapping[str, tuple[int, ...]]
 
     kind = "parameters"
-    stacks = False
     groups = 1
 
     def __post_init__(self) -> None:
@@ -118,6 +117,9 @@ class Parameters:
         return ExampleGradients(
             xp.concat(parts, axis=1), batch.batch_size, batch.sources or 1
         )
+
+    def stacked(self, count: int, /) -> None:
+        """Return None: equal layers of this kind are not computed as one."""
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Flatten parameter-shaped arrays into one column."""

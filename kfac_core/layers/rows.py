@@ -23,7 +23,6 @@ from kfac_core.array.finite import all_finite
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
-    device_of,
     namespace_of,
     reshaped,
     status_unless,
@@ -336,27 +335,29 @@ class Rows(OfOutputs):
         return xp.reshape(D, (self.sources * self.examples, -1))
 
     def status(
-        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+        self,
+        *,
+        xp: Namespace,
+        known: frozenset[str] = frozenset(),
+        stacked: int = 0,
     ) -> Array | int:
-        """Return which of the two arrays is not finite, 0-d int32 of `Status` flags.
+        """Return which of the two arrays is not finite, as int32 `Status` flags.
 
-        Those in `known` are finite and need not be read; 0 where that is both.
+        Parameters
+        ----------
+        xp : namespace
+            Array API namespace of the rows.
+        known : frozenset of str
+            Arguments that are finite and need not be read.
+        stacked : int
+            Number of leading axes of a stack of row sets: one flag for each set.
+
+        Returns
+        -------
+        int or array of int32
+            Flags of all rows, 0-d, or of each set; 0 where both are known.
         """
-        return _finite_status(self.inputs, self.output_grads, xp, known)
-
-    def status_of_stack(self, *, xp: Namespace, known: frozenset[str]) -> Array:
-        """Return the same flags for each of a stack of row sets, shape (L,)."""
-        x, g = self.inputs, self.output_grads
-        status = xp.zeros(x.shape[0], dtype=xp.int32, device=device_of(x))
-        for argument, array, flag in (
-            ("inputs", x, Status.INPUTS_NOT_FINITE),
-            ("output_grads", g, Status.OUTPUT_GRADS_NOT_FINITE),
-        ):
-            if argument not in known:
-                flat = xp.reshape(array, (array.shape[0], -1))
-                good = xp.all(xp.isfinite(flat), axis=-1)
-                status = status | status_unless(xp, good, flag)
-        return status
+        return _finite_status(self.inputs, self.output_grads, xp, known, stacked)
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n(+1))."""
@@ -569,15 +570,21 @@ class PixelRows(OfOutputs):
 
 
 def _finite_status(
-    x: Array, g: Array, xp: Namespace, known: frozenset[str]
+    x: Array, g: Array, xp: Namespace, known: frozenset[str], stacked: int = 0
 ) -> Array | int:
     status: Array | int = 0
-    if "inputs" not in known:
-        good = all_finite(x, xp=xp)
-        status = status_unless(xp, good, Status.INPUTS_NOT_FINITE)
-    if "output_grads" not in known:
-        good = all_finite(g, xp=xp)
-        status = status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE) | status
+    for argument, array, flag in (
+        ("inputs", x, Status.INPUTS_NOT_FINITE),
+        ("output_grads", g, Status.OUTPUT_GRADS_NOT_FINITE),
+    ):
+        if argument in known:
+            continue
+        if stacked:
+            axes = tuple(range(stacked, array.ndim))
+            good = xp.all(xp.isfinite(array), axis=axes)
+        else:
+            good = all_finite(array, xp=xp)
+        status = status_unless(xp, good, flag) | status
     return status
 
 

@@ -54,7 +54,6 @@ class ScaleShift:
     shift_shape: tuple[int, ...] | None
 
     kind = "scale_shift"
-    stacks = False
     groups = 1
 
     def __post_init__(self) -> None:
@@ -132,6 +131,9 @@ class ScaleShift:
         return ExampleGradients(
             xp.reshape(vectors, (count, -1)), examples, batch.sources or 1
         )
+
+    def stacked(self, count: int, /) -> None:
+        """Return None: equal layers of this kind are not computed as one."""
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Flatten scale and shift into one column."""

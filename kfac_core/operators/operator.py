@@ -141,8 +141,9 @@ class CurvatureOperator(LinearMap):
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     >>> block = kc.Block(layer, kc.Kronecker())
     >>> conventions = kc.Conventions(reduction="sum", sources="mean")
-    >>> statistics = block.moments(batch, conventions=conventions)
-    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
+    >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
+    >>> F = kc.operator_of(block, statistics, options)
     >>> V = np.ones((4, 2))
     >>> np.allclose(F.multiply(F.multiply_inverse(V)), V)
     True

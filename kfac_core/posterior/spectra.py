@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kfac_core.approximations.options import RefreshOptions
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.block import Block
@@ -16,6 +17,7 @@ from kfac_core.constraints import require_check, require_flag, require_kind
 from kfac_core.errors import UnknownBlockError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.spectral import SpectralOperator
+from kfac_core.stages import operator_of
 
 __all__ = ["require_same_blocks", "spectral_blocks"]
 
@@ -77,16 +79,15 @@ def spectral_blocks(
     for name, block in blocks.items():
         try:
             # No factorization: a block of low rank has none without damping.
-            operator = block.operator(
-                statistics[name],
+            options = RefreshOptions(
                 damping=0.0,
                 rule="exact",
                 debias=debias,
                 factorizations=(),
                 check=check,
                 precision=precision,
-                name=name,
             )
+            operator = operator_of(block, statistics[name], options, name=name)
             found[name] = operator.spectral(check=check, name=name)
         except UnsupportedError as error:
             raise UnsupportedError(

@@ -9,11 +9,17 @@ once a refresh.  Damped inverses are the taker's own, since its damping split is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kfac_core.block import Block
 from kfac_core.constraints import unknown_block
 from kfac_core.errors import ConventionError
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["SharedFactors"]
 
@@ -43,7 +49,7 @@ class SharedFactors:
             one, other = _parse(taker, blocks), _parse(giver, blocks)
             if _kind_and_size(one, blocks) != _kind_and_size(other, blocks):
                 raise ConventionError(
-                    f"`shared_factors`: {taker!r} and {giver!r} are factors of different "
+                    f"`Sharing.factors`: {taker!r} and {giver!r} are factors of different "
                     f"kinds or sizes: {_kind_and_size(one, blocks)} and "
                     f"{_kind_and_size(other, blocks)}."
                 )
@@ -51,8 +57,8 @@ class SharedFactors:
         chained = set(self.pairs) & set(self.pairs.values())
         if chained:
             raise ConventionError(
-                f"`shared_factors`: {sorted(chained)} both take and give a factor. Let all "
-                "takers name the one block that computes it."
+                f"`Sharing.factors`: {sorted(chained)} both take and give a factor. Let "
+                "all takers name the one block that computes it."
             )
 
     def taken_by(self, name: str, /) -> frozenset[str]:
@@ -90,18 +96,54 @@ class SharedFactors:
                 averages[side] = given.averages[other_side]
         return Statistics(averages, statistics.status, statistics.bases)
 
+    def bases(
+        self, name: str, refreshed: Mapping[str, Any], /
+    ) -> dict[str, Eigendecomposition]:
+        """Return the bases of the factors that a block takes, by its sides.
+
+        Parameters
+        ----------
+        name : str
+            The taker.
+        refreshed : mapping of str to tuple or KFACError
+            Operators of this refresh with their dampings, for blocks that give factors.
+
+        Returns
+        -------
+        dict of str to Eigendecomposition
+            Bases that the givers' operators hold.
+        """
+        bases: dict[str, Eigendecomposition] = {}
+        for side in self.taken_by(name):
+            giver, other_side = self.pairs[name, side]
+            result = refreshed.get(giver)
+            basis = _basis(result[0], other_side) if isinstance(result, tuple) else None
+            if basis is not None:
+                bases[side] = basis
+        return bases
+
+
+def _basis(operator: CurvatureOperator, side: str) -> Eigendecomposition | None:
+    """Return the basis of a factor, if an operator holds one."""
+    if isinstance(operator, SpectralOperator):
+        return operator.input if side == "input" else operator.output
+    if isinstance(operator, FactoredKronecker):
+        part = operator.input if side == "input" else operator.output
+        return part.basis if isinstance(part, DampedMatrix) else None
+    return None
+
 
 def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
     name, _, side = text.rpartition("/")
     if side not in ("input", "output"):
         raise ConventionError(
-            f"`shared_factors`: expected 'block/input' or 'block/output', got {text!r}."
+            f"`Sharing.factors`: expected 'block/input' or 'block/output', got {text!r}."
         )
     if name not in blocks:
-        raise unknown_block(name, blocks, option="shared_factors")
+        raise unknown_block(name, blocks, option="Sharing.factors")
     if side not in blocks[name].approximation.factor_kinds:
         raise ConventionError(
-            f"`shared_factors`: block {name!r} ({blocks[name].approximation.name}) has no "
+            f"`Sharing.factors`: block {name!r} ({blocks[name].approximation.name}) has no "
             f"{side} factor that could be shared."
         )
     return name, side

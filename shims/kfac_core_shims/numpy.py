@@ -335,7 +335,8 @@ class KFAC:
             ]
         network = self.estimator.network
         block = network.blocks[network.known(name)]
-        moments = block.moments(
+        moments = kc.batch_moments(
+            block,
             uses[0] if isinstance(batch, kc.Batch) else uses,
             conventions=network.conventions,
             precision=network.precision,
@@ -343,7 +344,7 @@ class KFAC:
             statistics=self.estimator.state[network.known(name)].statistics,
         )
         seen = self._seen.get(name)
-        self._seen[name] = block.merge(seen, moments) if seen else moments
+        self._seen[name] = seen.merged(moments) if seen else moments
 
     def update(self) -> None:
         """Accumulate the observed batches, and take no step: no parameter changes.

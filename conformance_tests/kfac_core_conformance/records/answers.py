@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+import kfac_core as kc
 from kfac_core.approximations.eigen import Eigen
 from kfac_core.array.backend import Array
 from kfac_core.array.selection import Selection
@@ -108,14 +109,18 @@ class Recomputation:
             batch = _batch(seen, self.place)
             if statistics is None:
                 statistics = block.initial(batch.like)
-            statistics = block.update(statistics, batch, **coefficients, name=self.name)
+            statistics = kc.update_block(
+                block,
+                statistics,
+                batch,
+                kc.UpdateOptions(**coefficients),
+                name=self.name,
+            )
         assert statistics is not None
         approximation = block.approximation
         if isinstance(approximation, Eigen):
             # The format defines all moments in the bases of the last factors.
-            statistics = approximation.rebased(
-                statistics, moments="zero", check="raise"
-            )
+            statistics = kc.rebase_block(block, statistics, "zero")
             for seen in recorded.updates:
                 rows = approximation.rows(block.layer, _batch(seen, self.place))
                 statistics = approximation.corrected(statistics, rows, **coefficients)
@@ -138,12 +143,15 @@ class Recomputation:
         if self._operator is None or self._operator[0] != key:
             self._operator = None
             damping, rule = key
-            made = self.recorded.block.operator(
+            made = kc.operator_of(
+                self.recorded.block,
                 self.statistics,
-                damping=damping,
-                rule=rule,
-                debias=self.record.document.ema.debias,
-                factorizations=(),
+                kc.RefreshOptions(
+                    damping=damping,
+                    rule=rule,
+                    debias=self.record.document.ema.debias,
+                    factorizations=(),
+                ),
                 name=self.name,
             )
             self._operator = key, made

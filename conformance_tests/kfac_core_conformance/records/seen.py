@@ -29,7 +29,7 @@ def tensors_of(
     Parameters
     ----------
     batch : Batch or GradientBatch
-        An argument of `kfac_core.Block.update`.
+        An argument of `kfac_core.update_block`.
     layer : Layer
         The layer, which validates the batch.
     conventions : Conventions

@@ -52,7 +52,9 @@ def fidelities(seen: Seen) -> list[Fidelity]:
         block = kc.Block(seen.layer, approximation)
         statistics = fed(block, seen)
         rule: Any = "factored" if isinstance(approximation, kc.Series) else "exact"
-        operator = block.operator(statistics, damping=float(lam), rule=rule)
+        operator = kc.operator_of(
+            block, statistics, kc.RefreshOptions(damping=float(lam), rule=rule)
+        )
         U = np.stack([operator.multiply_inverse(v) for v in V])
         found = operator.to_dense(damped=False)
         rows.append(
@@ -111,12 +113,14 @@ def fed(block: kc.Block, seen: Seen) -> kc.Statistics:
     """Return the statistics of one batch; EKFAC sees it twice, the second time in bases."""
     conventions = Conventions(reduction="sum", sources="sum")
     options: dict[str, Any] = {"conventions": conventions, "decay": 1.0}
-    statistics = block.update(block.initial(seen.inputs), seen.batch, **options)
+    statistics = kc.update_block(
+        block, block.initial(seen.inputs), seen.batch, kc.UpdateOptions(**options)
+    )
     if isinstance(block.approximation, kc.Eigen):
-        statistics = block.approximation.rebased(
-            statistics, moments="zero", check="raise"
+        statistics = kc.rebase_block(block, statistics, "zero", "raise")
+        statistics = kc.update_block(
+            block, statistics, seen.batch, kc.UpdateOptions(**options)
         )
-        statistics = block.update(statistics, seen.batch, **options)
     return statistics
 
 

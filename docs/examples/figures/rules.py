@@ -54,7 +54,9 @@ def compared(seen: Seen, *, dampings: Array) -> list[Damped]:
         exact = np.linalg.solve(M, v.ravel()).reshape(v.shape)
         size = np.linalg.norm(exact)
         for rule in RULES:
-            operator = block.operator(statistics, damping=damping * mean, rule=rule)
+            operator = kc.operator_of(
+                block, statistics, kc.RefreshOptions(damping=damping * mean, rule=rule)
+            )
             u = operator.multiply_inverse(v)
             error = np.linalg.norm(u - exact) / size
             length = np.linalg.norm(u) / size
@@ -74,7 +76,9 @@ def added(seen: Seen, *, damping: float) -> dict[str, tuple[Array, Array]]:
     eigenvalues = np.diag(Q.T @ F @ Q)
     found = {}
     for rule in RULES:
-        operator = block.operator(statistics, damping=lam, rule=rule)
+        operator = kc.operator_of(
+            block, statistics, kc.RefreshOptions(damping=lam, rule=rule)
+        )
         difference = operator.to_dense() - F
         found[rule] = eigenvalues / mean, np.diag(Q.T @ difference @ Q) / lam
     return found

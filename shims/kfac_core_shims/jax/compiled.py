@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,123 +13,100 @@ import kfac_core as kc
 __all__ = ["compiled", "compiler_options", "traced_once"]
 
 
-def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
-    """Run a function of several blocks as one compiled program: an executor.
+class _Compiled(kc.execution.Executor):
+    """Runs a stage of several blocks as one compiled program.
 
-    Pass it as ``kfac_core.Estimator(..., execution=compiled)``.  If a result is flagged,
-    the blocks are run one by one without the compiler, so that factorizations use the
-    fallback chain, and errors name the block.
-
-    Parameters
-    ----------
-    function : callable
-        Takes a name, a block and arguments.
-    tasks : mapping of str to tuple
-        For each name, the block and its arguments.
-
-    Returns
-    -------
-    dict of str to object
-        Results of the function, by name.
+    Pass `compiled` as ``kfac_core.Estimator(..., execution=compiled)``.  If a result is
+    flagged, the blocks are run one by one without the compiler, so that factorizations use
+    the fallback chain, and errors name the block.
     """
-    raises = getattr(function, "check", "status") == "raise"
-    traced = dataclasses.replace(function, check="status") if raises else function
-    fixed = tuple(
-        (name, tuple(part if isinstance(part, _FIXED) else None for part in task))
-        for name, task in tasks.items()
-    )
-    arrays = {
-        name: [None if isinstance(part, _FIXED) else part for part in task]
-        for name, task in tasks.items()
-    }
-    # A part of another program is compiled as that is; JAX refuses options for it.
-    inside = isinstance(jnp.zeros(()), jax.core.Tracer)
-    options = None if inside else compiler_options(jax.default_backend())
-    try:
-        hash(traced)
-    except TypeError:  # a product with arguments that no program can be known by
-        return _one_by_one(function, tasks)
-    try:
-        results = _program(options)(traced, fixed, arrays)
-    except kc.NotReadyError:  # a product prepares what it needs, and may raise
-        return _one_by_one(function, tasks)
-    if raises and not all(map(function.accepts, results.values())):
-        return _one_by_one(function, tasks)
-    return {name: results[name] for name in tasks}
 
-
-def traced_once(function: Any, tasks: Any, /) -> dict[str, Any]:
-    """Run a function of several blocks inside a program, traced once for equal blocks.
-
-    Also for the same function of the same shapes later, such as in another program.
-
-    Parameters
-    ----------
-    function : callable
-        Takes a name, a block and arguments, and reads no values.
-    tasks : mapping of str to tuple
-        For each name, the block and its arguments.
-
-    Returns
-    -------
-    dict of str to object
-        Results of the function, by name.
-    """
-    arrays = [id(x) for task in tasks.values() for x in jax.tree.leaves(task[1])]
-    if len(set(arrays)) < len(arrays):
-        # Blocks that share a factor share what is made of it.
-        return kc.execution.plain(function, tasks)
-    results: dict[str, Any] = {}
-    for name, task in tasks.items():
-        fixed = tuple(part if isinstance(part, _GIVEN) else ... for part in task)
-        traced = [None if isinstance(part, _GIVEN) else part for part in task]
+    def __call__(self, stage: Any, tasks: Any, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, by name."""
+        # A traced program cannot raise: it sets flags, which are read below.
+        quiet = {name: tuple(map(_in_status, task)) for name, task in tasks.items()}
+        raises = any(
+            one is not other
+            for name, task in tasks.items()
+            for one, other in zip(task, quiet[name], strict=True)
+        )
+        fixed, traced = _divided(quiet, (kc.Block, str))
+        # A part of another program is compiled as that is; JAX refuses options for it.
+        inside = isinstance(jnp.zeros(()), jax.core.Tracer)
+        options = None if inside else compiler_options(jax.default_backend())
         try:
-            results[name] = _part(function, fixed, traced)
-        except kc.KFACError:
-            # Again, for the error with the block's name.
-            results |= kc.execution.plain(function, {name: task})
-    return results
+            hash(fixed)
+        except TypeError:  # a product with arguments that no program can be known by
+            return kc.execution.plain(stage, tasks)
+        try:
+            results = _program(options)(stage, fixed, traced)
+        except kc.NotReadyError:  # a product prepares what it needs, and may raise
+            return kc.execution.plain(stage, tasks)
+        if raises and not all(map(stage.accepts, results.values())):
+            return kc.execution.plain(stage, tasks)
+        return {name: results[name] for name in tasks}
+
+
+class _TracedOnce(kc.execution.Executor):
+    """Runs a stage inside a program, traced once for equal blocks.
+
+    Also for the same stage of the same shapes later, such as in another program.
+    """
+
+    def __call__(self, stage: Any, tasks: Any, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, by name."""
+        results: dict[str, Any] = {}
+        for name, task in tasks.items():
+            # Numbers are checked where they are: they are a part of the program.
+            fixed, traced = _divided(task, (kc.Block, str, int, float))
+            try:
+                results[name] = _part(stage, fixed, traced)
+            except kc.KFACError:
+                # Again, for the error with the block's name.
+                results |= kc.execution.plain(stage, {name: task})
+        return results
+
+
+compiled = _Compiled()
+traced_once = _TracedOnce()
+
+
+def _in_status(part: Any) -> Any:
+    """Return options that say ``check="status"`` in the place of ``"raise"``."""
+    if part == "raise":
+        return "status"
+    if getattr(part, "check", None) == "raise":
+        return kc.array.replaced(part, check="status")
+    return part
+
+
+def _divided(value: Any, kinds: tuple[type, ...]) -> tuple[Any, list[Any]]:
+    """Return what is a part of a program, and the leaves that it is called with."""
+    leaves, form = jax.tree.flatten(value)
+    kept = (*kinds, kc.execution.ProductCall)
+    fixed = tuple(leaf if isinstance(leaf, kept) else ... for leaf in leaves)
+    return (form, fixed), [leaf for leaf in leaves if not isinstance(leaf, kept)]
+
+
+def _joined(parts: Any, traced: list[Any]) -> Any:
+    """Return the value that was divided, with traced leaves in their places."""
+    form, fixed = parts
+    rest = iter(traced)
+    return jax.tree.unflatten(form, [next(rest) if x is ... else x for x in fixed])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _part(function: Any, fixed: Any, arrays: Any) -> Any:
-    if hasattr(function, "memo"):
-        function = dataclasses.replace(function, memo={})
-    task = (
-        traced if part is ... else part
-        for part, traced in zip(fixed, arrays, strict=True)
-    )
-    return function("a block", *task)
-
-
-def _one_by_one(function: Any, tasks: Any) -> dict[str, Any]:
-    return {name: function(name, *task) for name, task in tasks.items()}
-
-
-_FIXED = (kc.Block, str, frozenset)
-"""What is a part of a program among a block's arguments."""
-
-
-_GIVEN = (*_FIXED, int, float, type(None))
-"""What is a part of a program beside those: numbers that are checked where they are."""
+def _part(stage: Any, fixed: Any, traced: list[Any]) -> Any:
+    return stage.run(*_joined(fixed, traced), name="a block")
 
 
 @functools.cache
 def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
     """Return the loop over blocks as a program for each form of its arguments."""
 
-    def run(function: Any, fixed: Any, arrays: Any) -> dict[str, Any]:
-        if hasattr(function, "memo"):
-            # What is remembered belongs to one trace.
-            function = dataclasses.replace(function, memo={})
-        tasks = {
-            name: tuple(
-                traced if part is None else part
-                for part, traced in zip(parts, arrays[name], strict=True)
-            )
-            for name, parts in fixed
-        }
-        return _one_by_one(function, tasks)
+    def run(stage: Any, fixed: Any, traced: list[Any]) -> dict[str, Any]:
+        tasks = _joined(fixed, traced)
+        return {name: stage.run(*task, name=name) for name, task in tasks.items()}
 
     known = None if options is None else dict(options)
     return jax.jit(run, static_argnums=(0, 1), compiler_options=known)

@@ -347,7 +347,7 @@ class KFAC:
         StateError
             If statistics or operators are of another form.
         """
-        return self.curvature.in_form_of(estimator.state, self.init(params))
+        return estimator.state.in_form_of(self.init(params))
 
     def optax(self) -> Any:
         """Return the optax transformation, to be chained with a learning rate.

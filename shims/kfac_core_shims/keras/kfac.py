@@ -674,8 +674,8 @@ class KFAC(kc.integration.NaturalGradient):
             return
         import jax
 
-        network, state = self._estimator.network, self._estimator.state
-        leaves = jax.tree.leaves(network.in_form_of(state, self._form))
+        state = self._estimator.state
+        leaves = jax.tree.leaves(state.in_form_of(self._form))
         for variable, leaf in zip(self._variables, (self._steps, *leaves), strict=True):
             variable.assign(ops.convert_to_numpy(leaf))
 

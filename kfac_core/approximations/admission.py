@@ -1,0 +1,204 @@
+"""Checks of what enters statistics: place, coefficients, ids, finiteness and overflow.
+
+Conventions.  These functions set flags (`Status`) and read no value but where that costs
+nothing, so that they run inside function compilers.  ``status`` has the shape ``()``, or
+``(L,)`` for the statistics of a stack of L equal blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.options import UpdateOptions
+from kfac_core.array.backend import Namespace
+from kfac_core.array.finite import all_finite, known_finite, known_true
+from kfac_core.array.namespaces import (
+    as_number,
+    as_scalar,
+    common_namespace,
+    namespace_of,
+    own_namespace,
+    same_place,
+    status_unless,
+)
+from kfac_core.array.status import Status
+from kfac_core.array.structure import leaves, map_structure, replaced
+from kfac_core.constraints import COUNT, require_check, require_kind, require_range
+from kfac_core.conventions import Conventions
+from kfac_core.errors import MixedArraysError
+from kfac_core.factors.average import Average, require_decay, require_weight
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.id_rows import IdRows
+from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
+
+__all__ = [
+    "accepted",
+    "entering_options",
+    "flags_of_update",
+    "overflow_flags",
+    "require_options",
+    "require_place",
+    "with_ids_inside",
+    "with_status",
+]
+
+
+def require_options(options: UpdateOptions, /) -> None:
+    """Raise for options of an update that a caller wrote and no network has checked."""
+    require_kind("options", options, UpdateOptions, "UpdateOptions")
+    require_kind("conventions", options.conventions, Conventions, "Conventions")
+    require_decay(options.decay)
+    if options.weight is not None:
+        require_weight(options.weight)
+    require_check(options.check)
+    if options.max_patch_elements is not None:
+        require_range("max_patch_elements", options.max_patch_elements, COUNT)
+
+
+def entering_options(
+    options: UpdateOptions, statistics: Statistics, /
+) -> tuple[UpdateOptions, Any]:
+    """Return options with coefficients in the statistics' dtype, and flags of these.
+
+    Python numbers were checked before; a 0-d array that is traced can only be flagged.
+    """
+    like = statistics.like
+    xp = own_namespace(like)
+    flags: Any = as_number(statistics.status) * 0
+    decay, weight = options.decay, options.weight
+    if type(decay) is not float:
+        decay = as_scalar(xp, decay, like.dtype, "decay")
+    if weight is not None and type(weight) is not float:
+        weight = as_scalar(xp, weight, like.dtype, "weight")
+    if not isinstance(decay, float):
+        same_place(statistics=like, decay=decay)
+        good = (decay >= 0) & (decay <= 1)
+        flags = flags | status_unless(xp, good, Status.BAD_DECAY)
+    if weight is not None and not isinstance(weight, float):
+        same_place(statistics=like, weight=weight)
+        good = (weight > 0) & xp.isfinite(weight)
+        flags = flags | status_unless(xp, good, Status.BAD_DECAY)
+    return replaced(options, decay=decay, weight=weight, xp=xp), flags
+
+
+def require_place(statistics: Statistics, rows: Any, /) -> None:
+    """Raise if a batch and the statistics differ in library or device."""
+    like, new = statistics.like, rows.like
+    if common_namespace(like, new) is not None:
+        return
+    try:
+        namespace_of(statistics=like, batch=new)
+    except MixedArraysError as error:
+        raise MixedArraysError(
+            f"{error} (The statistics stay where their first batch was.)"
+        ) from None
+
+
+def with_ids_inside(rows: Any, xp: Namespace, /) -> tuple[Any, Any]:
+    """Return rows whose ids, if they have any, are in range, and a flag of what was not."""
+    return rows.with_ids_inside(xp=xp) if isinstance(rows, IdRows) else (rows, 0)
+
+
+def flags_of_update(
+    earlier: Any,
+    approximation: Approximation,
+    rows: Any,
+    new: Statistics,
+    options: UpdateOptions,
+    /,
+) -> Any:
+    """Return earlier flags, and those of rows or sums of squares that are not finite.
+
+    Infer that a batch is finite from the traces of the updated Gram matrices, which are
+    sums of squares.  Arrays are read only without such a sum, or where that is not finite.
+    """
+    xp, stacked = options.xp, new.status.ndim
+    arguments: set[str] = set()
+    names: set[str] = set()
+    traces: Any = 0.0
+    for name, argument in approximation.sums_of_squares:
+        if name in options.skip:
+            continue
+        total = new.averages[name].sum
+        if isinstance(total, SymmetricMatrix):
+            trace = matrix_trace(total.array, xp=xp)
+        elif getattr(total, "ndim", 0) > stacked:
+            trace = xp.sum(total, axis=-1)
+        else:
+            continue
+        arguments.add(argument)
+        names.add(name)
+        traces = traces + trace
+    if not (arguments and known_finite(traces, xp=xp)):
+        arguments, names = set(), set()
+    reading: dict[str, Any] = {"stacked": stacked} if stacked else {}
+    flags = rows.status(xp=xp, known=frozenset(arguments), **reading)
+    return overflow_flags(earlier | flags, approximation, new, options, known=names)
+
+
+def overflow_flags(
+    flags: Any,
+    approximation: Approximation,
+    new: Statistics,
+    options: UpdateOptions,
+    /,
+    *,
+    known: Collection[str] = (),
+) -> Any:
+    """Return flags of an update, with one for sums of squares that are not finite.
+
+    Rows may be finite and their squares not.  Of a Gram matrix the diagonal is looked at;
+    averages in `known` are finite.
+    """
+    xp, stacked = options.xp, new.status.ndim
+    squares = [*approximation.squares(new, xp=xp)]
+    for name, average in new.averages.items():
+        if name in options.skip or name in known:
+            continue
+        total = getattr(average, "sum", average)
+        if getattr(total, "ndim", None) == 0:
+            continue
+        if isinstance(total, SymmetricMatrix):
+            total = total.diagonal()
+        for _, leaf in leaves(total):
+            if leaf.ndim > stacked and xp.isdtype(leaf.dtype, "real floating"):
+                squares.append(leaf)
+    good = None
+    for square in squares:
+        if stacked:
+            finite = xp.all(xp.isfinite(square), axis=tuple(range(1, square.ndim)))
+        else:
+            finite = all_finite(square, xp=xp)
+        if not known_true(finite, xp=xp):
+            good = finite if good is None else good & finite
+    if good is None:
+        return flags
+    overflow = status_unless(xp, good, Status.OVERFLOWED)
+    return flags | xp.where(
+        overflow * 0 + flags == 0, overflow, xp.zeros_like(overflow)
+    )
+
+
+def with_status(statistics: Statistics, status: Any, /) -> Statistics:
+    """Return statistics with other flags, and 0-d arrays in place of NumPy scalars."""
+    averages = statistics.averages
+    if isinstance(status, (np.generic, np.ndarray)):
+        # NumPy operations return scalars for 0-d arrays; a state holds arrays only.
+        status = np.asarray(status)
+        for average in averages.values():
+            plain = type(average) is Average and not isinstance(average.sum, np.generic)
+            if not plain or isinstance(average.weight, np.generic):
+                averages = map_structure(np.asarray, averages)
+                break
+    return replaced(statistics, averages=averages, status=status)
+
+
+def accepted(new: Statistics, old: Statistics, /) -> Statistics:
+    """Return the new statistics if no flag is set, else the old ones."""
+    xp, good = new.namespace, new.status == 0
+    chosen: Statistics = map_structure(lambda a, b: xp.where(good, a, b), new, old)
+    return replaced(chosen, status=new.status)

@@ -1,0 +1,844 @@
+"""The stages of a network: plain functions of one block, and how they are run for many.
+
+Conventions.  A stage takes a block, its statistics or its operator, and what it needs
+besides, and returns new statistics, an operator or a product; it modifies no argument.
+`update_block` and `refresh_block` are K-FAC's two lines (Martens and Grosse, 2015,
+Algorithm 2): running averages of the factors, and their damped inverses.
+
+A network is a loop over blocks.  An `Executor` runs that loop: in turn (`plain`), as stacks
+of equal blocks, on threads, or on several processes.  What it needs to know of a stage
+beside the function stands in a `Stage`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias, get_args
+
+from kfac_core.approximations import admission
+from kfac_core.approximations.approximation import MomentStart
+from kfac_core.approximations.options import (
+    OperatorOptions,
+    RefreshOptions,
+    UpdateOptions,
+)
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_plain, known_true, quiet
+from kfac_core.array.namespaces import (
+    NUMBER,
+    Scalar,
+    as_scalar,
+    namespace_of,
+    own_namespace,
+    same_place,
+    smallest_normal_of,
+)
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced, without_scalars
+from kfac_core.block import BatchLike, Block
+from kfac_core.constraints import (
+    NOT_NEGATIVE,
+    require_check,
+    require_flag,
+    require_kind,
+    require_one_of,
+    require_range,
+)
+from kfac_core.conventions import Conventions
+from kfac_core.damping import DampingRule, require_damping
+from kfac_core.errors import (
+    DampingError,
+    DtypeError,
+    FactorizationError,
+    IdRangeError,
+    KFACError,
+    NotFiniteError,
+)
+from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.feeding import detached_array, raise_for_flags
+from kfac_core.layers.rows import Batch
+from kfac_core.linalg.factorizations import Factorization, Solving
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.sparse_rows import SparseRows
+
+__all__ = [
+    "ABSORB",
+    "APPLY",
+    "PREPARE",
+    "REBASE",
+    "REFRESH",
+    "UPDATE",
+    "Executor",
+    "ProductCall",
+    "Refreshed",
+    "Stage",
+    "Tasks",
+    "absorb_block",
+    "apply_block",
+    "batch_moments",
+    "operator_of",
+    "plain",
+    "prepare_block",
+    "rebase_block",
+    "refresh_block",
+    "update_block",
+]
+
+Refreshed: TypeAlias = tuple[CurvatureOperator, Scalar]
+"""An operator and the damping that it was made with."""
+
+
+# Stages.
+
+
+def update_block(
+    block: Block,
+    statistics: Statistics,
+    batch: BatchLike,
+    options: UpdateOptions,
+    /,
+    *,
+    name: str = "block",
+) -> Statistics:
+    """Return a block's statistics after ``sum <- decay sum + weight C``, C of the batch.
+
+    Parameters
+    ----------
+    block : Block
+        Layer and approximation.
+    statistics : Statistics
+        Old statistics; not modified.
+    batch : Batch, GradientBatch or sequence of Batch
+        Inputs and output gradients; a sequence holds several uses in each example.
+    options : UpdateOptions
+        Conventions, decay and weight, and how failures are reported.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    Statistics
+        New statistics; equal to the old ones where ``status`` is not zero.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, DecayError
+        For incompatible arguments, in either mode.
+    NotFiniteError, IdRangeError
+        For rows that are not finite, or ids out of range (``check="raise"``).
+    """
+    if not options.deferred:
+        admission.require_options(options)
+    entered, flags = admission.entering_options(options, statistics)
+    xp = entered.xp
+    if options.max_patch_elements is not None:
+        new, status = _updated_in_chunks(block, statistics, batch, entered)
+        flags = flags | status
+    else:
+        rows = block.rows(batch)
+        admission.require_place(statistics, rows)
+        rows, outside = admission.with_ids_inside(rows, xp)
+        with quiet(options.check, xp=xp):
+            new = block.approximation.updated(statistics, rows, block.layer, entered)
+            flags = admission.flags_of_update(
+                flags | outside, block.approximation, rows, new, entered
+            )
+    return _settled(admission.with_status(new, flags), statistics, options, name)
+
+
+def _updated_in_chunks(
+    block: Block, statistics: Statistics, batch: BatchLike, options: UpdateOptions
+) -> tuple[Statistics, Any]:
+    """Return the statistics after a batch that is read in chunks, and its flags."""
+    chunks = block.row_parts(batch, max_patch_elements=options.max_patch_elements)
+    total, flags = _sum_of_chunks(block, statistics.emptied(), chunks, options)
+    if options.weight is None:
+        return statistics.merged(total), flags
+    approximation = block.approximation
+    new = statistics.absorbed(
+        total,
+        decay=options.decay,
+        weight=options.weight,
+        decays=approximation.decays,
+    )
+    return new, admission.overflow_flags(flags, approximation, new, options)
+
+
+def _sum_of_chunks(
+    block: Block, empty: Statistics, chunks: Iterator[Any], options: UpdateOptions
+) -> tuple[Statistics, Any]:
+    """Return the statistics of chunks of rows together, and the flags of the rows."""
+    xp = options.xp
+    alone = replaced(options, decay=0.0, weight=None)
+    total: Statistics | None = None
+    flags: Any = 0
+    for chunk in chunks:
+        admission.require_place(empty, chunk)
+        rows, outside = admission.with_ids_inside(chunk, xp)
+        flags = flags | outside | rows.status(xp=xp)
+        with quiet(options.check, xp=xp):
+            part = block.approximation.updated(empty, rows, block.layer, alone)
+            total = part if total is None else total.merged(part)
+        # Otherwise the variables keep this chunk alive while the next one is made.
+        del chunk, rows
+    assert total is not None
+    return total, flags
+
+
+def _settled(
+    new: Statistics, old: Statistics, options: UpdateOptions, name: str
+) -> Statistics:
+    """Return the new statistics; where they are flagged, raise or return the old ones."""
+    if options.deferred:
+        return new
+    if options.check == "status":
+        return admission.accepted(new, old)
+    raise_for_flags(int(new.status), name=name)
+    return new
+
+
+def batch_moments(
+    block: Block,
+    batch: BatchLike,
+    /,
+    *,
+    conventions: Conventions,
+    precision: Precision | None = None,
+    statistics: Statistics | None = None,
+    check: Check = "raise",
+    max_patch_elements: int | None = None,
+    name: str = "block",
+) -> Statistics:
+    """Return the statistics of one batch alone, weighted by its number of rows.
+
+    Merged by `Statistics.merged` over micro-batches, or over the shards of a batch, they
+    equal the statistics of the whole batch, in any order and for any sizes.  `absorb_block`
+    adds them to running statistics.
+
+    Parameters
+    ----------
+    block : Block
+        Layer and approximation.
+    batch : Batch or GradientBatch
+        Inputs and output gradients of one part of a batch.
+    conventions : Conventions
+        Scaling of the output gradients.  With ``reduction="mean"``, N is the number of
+        examples of this part.
+    precision : Precision, optional
+        Precision whose storage dtype is used.
+    statistics : Statistics, optional
+        Statistics that are to absorb these.  The second moments of `kfac_core.Eigen`
+        are taken in their bases, and in the coordinates without.
+    check : {"raise", "status"}
+        See `UpdateOptions`.
+    max_patch_elements : int, optional
+        See `UpdateOptions`.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    Statistics
+        Statistics of the batch.
+
+    Raises
+    ------
+    KFACError
+        See `update_block`.
+    """
+    options = UpdateOptions(
+        conventions, 0.0, None, check=check, max_patch_elements=max_patch_elements
+    )
+    admission.require_options(options)
+    if precision is not None:
+        require_kind("precision", precision, Precision, "Precision")
+    chunks = block.row_parts(batch, max_patch_elements=max_patch_elements)
+    first = next(chunks)
+    if statistics is None or not statistics.bases:
+        empty = block.initial(first.like, precision=precision or Precision())
+    else:
+        empty = statistics.emptied()
+    xp = empty.namespace
+    entered = replaced(options, xp=xp)
+    chunks = itertools.chain([first], chunks)
+    del first
+    new, flags = _sum_of_chunks(block, empty, chunks, entered)
+    with quiet(check, xp=xp):
+        flags = admission.overflow_flags(flags, block.approximation, new, entered)
+    new = admission.with_status(new, flags)
+    return without_scalars(_settled(new, empty, options, name))
+
+
+def absorb_block(
+    block: Block,
+    statistics: Statistics,
+    moments: Statistics,
+    decay: Scalar,
+    weight: Scalar = 1.0,
+    /,
+    *,
+    name: str = "block",
+) -> Statistics:
+    """Return running statistics after one update with merged moments.
+
+    Parameters
+    ----------
+    block : Block
+        Layer and approximation.
+    statistics : Statistics
+        Statistics of the block; not modified.
+    moments : Statistics
+        Statistics from `batch_moments`.
+    decay : float or 0-d array
+        Factor on the old statistics, in [0, 1].
+    weight : float or 0-d array
+        Weight of the batch, positive.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    Statistics
+        Statistics equal to those of one update with the whole batch.
+
+    Raises
+    ------
+    DecayError
+        For coefficients out of range.
+    ConventionError
+        For second moments in other bases.
+    """
+    require_decay(decay)
+    require_weight(weight)
+    require_kind("moments", moments, Statistics, "statistics from `batch_moments`")
+    xp, dtype = statistics.namespace, statistics.dtype
+    return statistics.absorbed(
+        moments,
+        decay=as_scalar(xp, decay, dtype, "decay"),
+        weight=as_scalar(xp, weight, dtype, "weight"),
+        decays=block.approximation.decays,
+    )
+
+
+def rebase_block(
+    block: Block,
+    statistics: Statistics,
+    moments: MomentStart,
+    check: Check = "raise",
+    /,
+    *,
+    name: str = "block",
+) -> Statistics:
+    """Return the statistics in the eigenbases of their current factors.
+
+    Parameters
+    ----------
+    block : Block
+        Block whose approximation ``has_bases``.
+    statistics : Statistics
+        Statistics of the block; not modified.
+    moments : {"kronecker", "carried", "zero"}
+        How the second moments start; see `kfac_core.Eigen.rebased`.
+    check : {"raise", "status"}
+        Whether a failed eigendecomposition raises, or keeps the old bases and sets a flag.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    Statistics
+        Statistics in new bases.
+
+    Raises
+    ------
+    NotFiniteError, FactorizationError
+        If a factor has no certified basis (``check="raise"``).
+    """
+    require_one_of("moments", moments, get_args(MomentStart))
+    require_check(check)
+    new = block.approximation.rebased(
+        statistics, block.layer, moments=moments, check=check
+    )
+    return without_scalars(new)
+
+
+def operator_of(
+    block: Block,
+    statistics: Statistics,
+    options: RefreshOptions,
+    /,
+    *,
+    name: str = "block",
+) -> CurvatureOperator:
+    """Return the curvature operator of a block's current statistics.
+
+    Parameters
+    ----------
+    block : Block
+        Layer and approximation.
+    statistics : Statistics
+        Statistics of the block; not modified, and not referenced by the operator.
+    options : RefreshOptions
+        Damping and its rule, what is prepared, and in which dtypes.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    CurvatureOperator
+        An immutable snapshot.
+
+    Raises
+    ------
+    ConventionError
+        For an unknown rule or factorization.
+    DampingError
+        For a damping that is negative or not finite.
+    NotFiniteError, FactorizationError
+        If a factor cannot be factorized (``check="raise"``).
+    """
+    _require_refresh_options(options)
+    refreshed = refresh_block(block, statistics, options, name=name)
+    if isinstance(refreshed, KFACError):
+        raise refreshed
+    return refreshed[0]
+
+
+def refresh_block(
+    block: Block,
+    statistics: Statistics,
+    options: RefreshOptions,
+    /,
+    *,
+    name: str = "block",
+) -> Refreshed | KFACError:
+    """Return a block's operator and its damping, or the error of a failed factorization.
+
+    The error is returned and not raised, so that the other blocks are refreshed.  See
+    `operator_of` for the parameters.
+    """
+    like, damping = statistics.like, options.damping
+    xp = own_namespace(like)
+    compute, apply = options.precision.dtypes(like.dtype, xp=xp)
+    # The flags of a stack are read once, by the executor.
+    check: Check = "status" if statistics.status.ndim else options.check
+    factorizations = options.factorizations
+    if options.solving == "triangular":
+        swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
+        factorizations = tuple(dict.fromkeys(swapped))  # type: ignore[arg-type]
+    made_with = OperatorOptions(
+        damping=_entering_damping(damping, like, (compute, apply), check, name, xp),
+        rule=options.rule,
+        debias=options.debias,
+        factorizations=factorizations,
+        check=check,
+        compute=compute,
+        apply=apply,
+        name=name,
+        xp=xp,
+        least_shift=options.least_shift,
+        keep_matrices=options.keep_matrices,
+    )
+    approximation, layer = block.approximation, block.layer
+    try:
+        with quiet(check, xp=xp):
+            if options.damping_scaling == "mean_eigenvalue":
+                bare = made_with._replace(
+                    damping=0.0, factorizations=(), keep_matrices=True
+                )
+                undamped = approximation.operator(statistics, layer, bare)
+                damping = damping * undamped.trace(damped=False) / undamped.shape[0]
+                dtypes = compute, apply
+                scaled = _entering_damping(damping, like, dtypes, check, name, xp)
+                made_with = made_with._replace(damping=scaled)
+            operator = approximation.operator(statistics, layer, made_with)
+    except (FactorizationError, NotFiniteError) as error:
+        return error
+    if options.solving != "inverse":
+        operator = operator.solved_by(options.solving)
+    return without_scalars(operator), damping
+
+
+@dataclass(frozen=True)
+class ProductCall:
+    """A product of operators with its arguments.
+
+    Parameters
+    ----------
+    product : str
+        A method of `CurvatureOperator` that takes and returns a vector.
+    arguments : tuple
+        What the product takes besides the vector.
+    options : mapping of str to object
+        Keyword arguments of the product.
+    """
+
+    product: str
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __call__(self, operator: Any, vector: Array, /) -> Array:
+        """Return the product of an operator with a vector."""
+        function = getattr(operator, self.product)
+        product: Array = function(vector, *self.arguments, **self.options)
+        return product
+
+
+def apply_block(
+    block: Block,
+    operator: CurvatureOperator,
+    parameters: Mapping[str, Any],
+    call: ProductCall,
+    /,
+    *,
+    name: str = "block",
+) -> dict[str, Any]:
+    """Return a product of a block's operator with parameter-shaped arrays.
+
+    Parameters
+    ----------
+    block : Block
+        Layer and approximation.
+    operator : CurvatureOperator
+        Operator of the block.
+    parameters : mapping of str to array
+        Vector by parameter; an embedding's weight may be `SparseRows`.
+    call : ProductCall
+        The product and its arguments.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    dict of str to array
+        The product, in the same form.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For arrays of incompatible shape, dtype, library or device.
+    """
+    if type(parameters) is not dict:
+        require_kind(f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays")
+    weight = parameters.get("weight")
+    if isinstance(weight, SparseRows):
+        _require_ids(weight.indices, operator)
+        restricted = operator.at_rows(weight.indices)
+        rows = call(restricted, detached_array(weight.rows))
+        return {"weight": SparseRows(weight.indices, rows)}
+    arrays: dict[str, Any] = {}
+    for key, x in parameters.items():
+        arrays[key] = detached_array(x)
+    vector = block.layer.parameters_to_matrix(arrays)
+    return block.layer.matrix_to_parameters(call(operator, vector))
+
+
+def prepare_block(
+    block: Block,
+    operator: CurvatureOperator,
+    factorization: Factorization,
+    /,
+    *,
+    name: str = "block",
+) -> CurvatureOperator:
+    """Return a block's operator with one more factorization prepared."""
+    return without_scalars(operator.prepared(factorization, name=name))
+
+
+# Checks.
+
+
+def _require_refresh_options(options: RefreshOptions) -> None:
+    """Raise for options of a refresh that a caller wrote and no network has checked."""
+    require_kind("options", options, RefreshOptions, "RefreshOptions")
+    require_one_of("rule", options.rule, get_args(DampingRule))
+    require_range("least_shift", options.least_shift, NOT_NEGATIVE)
+    require_kind("factorizations", options.factorizations, tuple, "a tuple of names")
+    for factorization in options.factorizations:
+        require_one_of("factorizations", factorization, get_args(Factorization))
+    require_one_of("solving", options.solving, get_args(Solving))
+    require_check(options.check)
+    require_flag("debias", options.debias)
+    require_flag("keep_matrices", options.keep_matrices)
+    require_kind("precision", options.precision, Precision, "Precision")
+
+
+def _entering_damping(
+    damping: Scalar,
+    like: Array,
+    dtypes: tuple[Any, Any],
+    check: Check,
+    name: str,
+    xp: Namespace,
+) -> Scalar:
+    """Return a damping in a dtype; reads the value of a 0-d array if it is to raise.
+
+    The dtypes are those of computing and of applying.
+    """
+    if isinstance(damping, NUMBER):
+        require_damping(damping)
+        _require_normal(float(damping), dtypes, xp)
+        return float(damping)
+    require_damping(damping)
+    entered = as_scalar(xp, damping, dtypes[0], "damping")
+    same_place(statistics=like, damping=damping)
+    if check == "raise":
+        value = float(detached_array(damping))
+        require_damping(value, name=f"damping` of block `{name}")
+        _require_normal(value, dtypes, xp)
+        return entered
+    smallest = max(smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
+    good = (damping <= 0) | (damping >= smallest)
+    # NaN is flagged as an invalid damping, where a number would have raised.
+    return xp.where(good, entered, xp.full_like(entered, xp.nan))
+
+
+def _require_normal(damping: float, dtypes: tuple[Any, Any], xp: Namespace) -> None:
+    """Raise for a damping that a dtype of the operator cannot hold."""
+    for dtype in dict.fromkeys(dtypes):
+        smallest = smallest_normal_of(dtype, xp=xp)
+        if 0.0 < damping < smallest:
+            raise DampingError(
+                f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "
+                f"number of {dtype} with all its digits, got {damping}. Take "
+                'Precision(compute="float64", apply="float64").'
+            )
+
+
+def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
+    """Raise for invalid `SparseRows.indices`, as far as the host can read them."""
+    xp, count = namespace_of(indices=indices), operator.vector_shape[0]
+    if not xp.isdtype(indices.dtype, "integral") or indices.ndim != 1:
+        raise DtypeError(
+            "Expected `indices` of `SparseRows` to be integer ids of shape (k,), got "
+            f"{indices.dtype} of shape {tuple(indices.shape)}."
+        )
+    inside = (indices >= 0) & (indices < count)
+    if is_plain(indices, xp=xp) and not known_true(inside, xp=xp):
+        raise IdRangeError(
+            f"Expected `indices` of `SparseRows` from 0 to {count - 1}, got ids that are "
+            "negative, or not below the number of embeddings."
+        )
+
+
+# What executors need to know of a stage.
+
+
+def _factor_sizes(block: Block, /) -> int:
+    """Return how many numbers a block's factors hold: the work of an update."""
+    n, m = block.layer.matrix_shape
+    return n * n + m * m
+
+
+def _factorization_flops(block: Block, /) -> int:
+    """Return about how many flops it takes to factorize a block's factors."""
+    n, m = block.layer.matrix_shape
+    return n**3 + m**3
+
+
+def _product_flops(block: Block, /) -> int:
+    """Return how many flops a product with two full factors takes."""
+    n, m = block.layer.matrix_shape
+    return 2 * n * m * (n + m)
+
+
+def _updates_stack(
+    block: Block, statistics: Statistics, batch: Any, options: UpdateOptions, /
+) -> bool:
+    return (
+        options.max_patch_elements is None
+        and not options.skip
+        and isinstance(batch, Batch)
+        and batch.mask is None
+        and batch.row_indices is None
+        and batch.bias is None
+    )
+
+
+def _refreshes_stack(
+    block: Block, statistics: Statistics, options: RefreshOptions, /
+) -> bool:
+    return (
+        options.check == "raise"
+        and options.rule != "exact"
+        and options.damping_scaling == "none"
+    )
+
+
+def _products_stack(
+    block: Block, operator: CurvatureOperator, parameters: Any, call: ProductCall, /
+) -> bool:
+    return call.product == "multiply_inverse"
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _always(_: Any, /) -> bool:
+    return True
+
+
+def _operator_is_good(refreshed: Any, /) -> bool:
+    return not bool(refreshed[0].status())
+
+
+def _statistics_are_good(statistics: Statistics, /) -> bool:
+    return not bool(statistics.status)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A function of one block, and what executors need to know of it.
+
+    Attributes
+    ----------
+    name : str
+        Name of the stage.
+    run : callable
+        ``run(block, *arguments, name=...)`` of one task.
+    arrays : int
+        How many arguments after the block hold arrays of the block, which are stacked for
+        equal blocks; the others must be the same for all blocks of a stack.
+    work : callable of Block
+        About how many flops, or numbers, one task takes.
+    on_host : bool
+        Whether NumPy may compute for a library that shares its memory.
+    is_product : bool
+        Whether its work is products of matrices, counted in flops.
+    worth_threads : int
+        How much work is worth handing out to threads.
+    keeps_stacks : bool
+        Whether the stack of the first argument is kept for the next call.
+    stacks : callable
+        Whether a task may be run in a stack, of a block that ``stacks``.
+    accepts : callable
+        Whether the result of a stack, or of a compiled program, is good; if not, its tasks
+        run one by one.  Synchronizes with the device.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    arrays: int
+    work: Callable[[Block], int]
+    on_host: bool = False
+    is_product: bool = False
+    worth_threads: int = 0
+    keeps_stacks: bool = False
+    stacks: Callable[..., bool] = _never
+    accepts: Callable[[Any], bool] = _always
+
+
+UPDATE = Stage(
+    "update",
+    update_block,
+    2,
+    _factor_sizes,
+    on_host=True,
+    keeps_stacks=True,
+    stacks=_updates_stack,
+)
+ABSORB = Stage("absorb", absorb_block, 2, _factor_sizes)
+REBASE = Stage(
+    "rebase", rebase_block, 1, _factorization_flops, accepts=_statistics_are_good
+)
+REFRESH = Stage(
+    "refresh",
+    refresh_block,
+    1,
+    _factorization_flops,
+    on_host=True,
+    keeps_stacks=True,
+    stacks=_refreshes_stack,
+    accepts=_operator_is_good,
+)
+APPLY = Stage(
+    "product",
+    apply_block,
+    2,
+    _product_flops,
+    on_host=True,
+    is_product=True,
+    worth_threads=10**9,
+    keeps_stacks=True,
+    stacks=_products_stack,
+)
+PREPARE = Stage("prepare", prepare_block, 1, _factorization_flops)
+
+
+# Executors.
+
+Tasks: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""For each name, the block and the further arguments of a stage."""
+
+
+class Executor:
+    """Runs a stage for several blocks; the base class of all executors.
+
+    ``executor(stage, tasks)`` returns, by name, what ``stage.run(*task, name=name)``
+    returns for each task, up to rounding.  Executors differ in how: as stacks, on threads,
+    in another library, or on several processes.
+
+    Attributes
+    ----------
+    share : tuple of int or None
+        Rank and number of processes, for an executor of one of several; see `NetworkState`.
+    updates_all : bool
+        Whether an update has a task for every block, with None for statistics and batch
+        where there are none.  The executor may then return only some of them.
+    """
+
+    share: tuple[int, int] | None = None
+    updates_all: bool = False
+
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the result of a stage for each task, by name."""
+        raise NotImplementedError
+
+    def tell(
+        self,
+        stage: str,
+        statistics: Mapping[str, Statistics | None],
+        error: Exception,
+        /,
+    ) -> NoReturn:
+        """Raise an error that this process cannot begin a stage for, on all processes.
+
+        Parameters
+        ----------
+        stage : {"update", "absorb"}
+            Stage that the other processes are at, or come to.
+        statistics : mapping of str to Statistics or None
+            Statistics of every block on this process, before.
+        error : Exception
+            What was raised on this process.
+        """
+        raise error
+
+
+class _Plain(Executor):
+    """Runs a stage for each block in turn."""
+
+    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for name, task in tasks.items():
+            try:
+                results[name] = stage.run(*task, name=name)
+            except KFACError as error:
+                error.args = (f"Block {name!r}: {error}", *error.args[1:])
+                raise
+        return results
+
+    def __repr__(self) -> str:
+        return "plain"
+
+    def __reduce__(self) -> str:
+        return "plain"
+
+
+plain = _Plain()
+"""The executor that defines the result: blocks in turn, with their names in errors."""
