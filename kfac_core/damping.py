@@ -15,7 +15,7 @@ from typing import Literal
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import known_true
+from kfac_core.array.finite import is_plain, known_true
 from kfac_core.array.namespaces import NUMBER, Scalar, full_of
 from kfac_core.constraints import DAMPING, number, require_range
 from kfac_core.errors import DampingError
@@ -220,8 +220,13 @@ def levenberg_marquardt(
 def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     """Raise `DampingError` for anything but a finite number >= 0 or a 0-d array.
 
-    The value of a 0-d array is not read, since it may be traced or on a device.  It is
-    checked when factors are damped with it.
+    The value of a 0-d array that is traced or on a device is not read.  It is checked when
+    factors are damped with it.
     """
-    if type(damping) is not float or not 0.0 <= damping < math.inf:
-        require_range(name, damping, DAMPING)
+    if type(damping) is float and 0.0 <= damping < math.inf:
+        return
+    require_range(name, damping, DAMPING)
+    if not isinstance(damping, NUMBER):
+        xp = array_api_compat.array_namespace(damping)
+        if is_plain(damping, xp=xp):
+            require_range(name, float(damping), DAMPING)

@@ -130,8 +130,7 @@ def _make_case(backend: Any, dtype: str, kind: str) -> Case:
     options = {"conventions": SUM, "decay": 0.0}
     statistics = kc.update_block(block, start, batch, kc.UpdateOptions(**options))
     if kind == "eigen":
-        eigen = block.approximation
-        statistics = kc.rebase_block(eigen, statistics, "zero", "raise")
+        statistics = kc.rebase_block(block, statistics, "zero", "raise")
         statistics = kc.update_block(
             block, statistics, batch, kc.UpdateOptions(**options)
         )

@@ -288,7 +288,7 @@ def moments_of_another_size():
     """Return statistics of a block of other sizes."""
     layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
     batch = kc.Batch(np.ones((N, 2)), np.ones((N, 2)))
-    return kc.Block(layer, kc.Kronecker()).moments(batch, conventions=SUMMED)
+    return kc.batch_moments(kc.Block(layer, kc.Kronecker()), batch, conventions=SUMMED)
 
 
 CALLS = {

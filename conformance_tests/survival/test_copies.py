@@ -153,28 +153,3 @@ def test_a_refresh_of_statistics_that_are_gone_is_refused():
         running.install()
 
     estimator.load_state_dict(estimator.state_dict())
-
-
-def test_a_failed_refresh_counts_nothing():
-    """Neither the failure nor the statistics that it saw."""
-    block = kc.Block(
-        kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io"),
-        kc.Kronecker(),
-    )
-    estimator = make_estimator({"a": block}, reduction="sum")
-    g = np.ones((1, 2))
-    estimator.update({"a": kc.Batch(np.ones((1, 3)), g)})
-    estimator.damping = np.asarray(np.nan)
-    with pytest.raises(kc.DampingError):
-        estimator.refresh()
-    assert (estimator.state["a"].failures, estimator.state["a"].refreshes) == (0, 0)
-    estimator.damping = 0.5
-    estimator.refresh()
-    estimator.update({"a": kc.Batch(np.full((1, 3), 2.0), g)})
-    before = frozen(estimator.state_dict())
-    estimator.damping = np.asarray(np.nan)
-    with pytest.raises(kc.DampingError):
-        estimator.refresh()
-    estimator.damping = 0.5
-
-    assert differences(before, frozen(estimator.state_dict())) == []

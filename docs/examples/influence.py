@@ -136,7 +136,7 @@ def kfac_scores(weights, train, query, *, eigenvalues_corrected, **damping):
         seen = kc.batch_moments(block, batches[name], conventions=conventions)
         if eigenvalues_corrected:
             # The bases of the factors, and then the second moments in them.
-            rebased = kc.rebase_block(kind, seen, "zero", "raise")
+            rebased = kc.rebase_block(block, seen, "zero", "raise")
             seen = kc.update_block(
                 block,
                 rebased,

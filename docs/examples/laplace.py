@@ -111,7 +111,7 @@ def posterior_of(kind, weights, x, tau):
         block = blocks[name] = kc.Block(layer, kind)
         moments = kc.batch_moments(block, seen[name], conventions=conventions)
         if isinstance(kind, kc.Eigen):
-            moments = kc.rebase_block(kind, moments, "zero", "raise")
+            moments = kc.rebase_block(block, moments, "zero", "raise")
             moments = kc.update_block(
                 block,
                 moments,
