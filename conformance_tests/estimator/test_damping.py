@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array.finite import is_plain
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError
 
@@ -274,3 +275,26 @@ def test_arrays_are_adapted_as_numbers_are(backend, dtype, rho, bounds):
 
         assert got.dtype == backend.dtype(dtype)
         assert float(got) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [-0.1, math.inf, math.nan])
+@pytest.mark.parametrize("of_a_block", [False, True])
+def test_an_invalid_damping_in_an_array_is_refused(backend, rng, value, of_a_block):
+    """By the setter where the array can be read, and else by ``refresh``."""
+    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    estimator = kc.Estimator(
+        {"fc1": kc.Block(layer, kc.Kronecker())}, reduction="sum", damping=0.1
+    )
+    x, g = rng.normal(size=(6, 3)), rng.normal(size=(6, 2))
+    estimator.update({"fc1": kc.Batch(backend.asarray(x), backend.asarray(g))})
+    array = backend.asarray(np.asarray(value))
+    damping = {"fc1": array} if of_a_block else array
+
+    if is_plain(array, xp=backend.xp):
+        with pytest.raises(DampingError, match=r"`damping.*finite number"):
+            estimator.damping = damping
+        assert estimator.damping == 0.1
+        return
+    estimator.damping = damping
+    with pytest.raises(DampingError, match=r"(?=.*fc1)(?=.*damping).*finite number"):
+        estimator.refresh()

@@ -242,22 +242,6 @@ def test_a_setter_refuses_what_the_constructor_does(backend, held, name):
         assert_refused(held, error, match, lambda v=value: setattr(held, name, v))
 
 
-@pytest.mark.parametrize("value", [-0.1, *NOT_FINITE])
-@pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
-def test_a_bad_damping_in_an_array_is_refused_by_refresh(backend, arrays, rule, value):
-    """A 0-d array is looked at by ``refresh``, which raises and keeps the operators."""
-    held = trained(*arrays, damping_rule=rule)
-    held.damping = backend.asarray(np.array(value))
-
-    match = r"(?=.*fc1)(?=.*damping).*finite number"
-    # The state with this damping could not be loaded, and so cannot be shown.
-    before = [held.state[name] for name in ("fc1", "fc2")]
-    with pytest.raises(kc.DampingError, match=match):
-        held.refresh()
-    after = [held.state[name] for name in ("fc1", "fc2")]
-    assert all(a.operator is b.operator for a, b in zip(before, after, strict=True))
-
-
 def test_a_damping_of_another_library_is_said_to_be_one(backend, held):
     """It was said that one of two devices was `cpu` and the other `cpu`."""
     if backend.name == "numpy":
