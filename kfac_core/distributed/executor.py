@@ -358,7 +358,9 @@ class DistributedExecutor(Executor):
     def _rebase(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
         local = {name: task[1] for name, task in tasks.items()}
-        sums = self._sums_of_owned(f"rebase {names} {sorted({task[2] for task in tasks.values()})}", local)
+        sums = self._sums_of_owned(
+            f"rebase {names} {sorted({task[2] for task in tasks.values()})}", local
+        )
         owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
         rebased, error = self._attempt(stage, owned)
         self._agreement.vote("rebased", error=error)
