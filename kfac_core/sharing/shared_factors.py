@@ -15,8 +15,8 @@ from kfac_core.block import Block
 from kfac_core.constraints import unknown_block
 from kfac_core.errors import ConventionError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.spectral import SpectralOperator
