@@ -450,13 +450,33 @@ def test_the_factors_of_a_tied_weight_are_balanced(rng):
     assert 0.5 * each <= N**2 * np.trace(F) <= each
 
 
-def test_uses_in_a_fixed_order_are_matched_by_no_example(rng):
+ORDERS = {
+    "fixed": lambda h: h[jnp.array(ORDER)],
+    "reversed": lambda h: h[::-1],
+    "rolled": lambda h: jnp.roll(h, 1, axis=0),
+    "sorted": lambda h: jnp.sort(h, axis=0),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_uses_in_another_order_are_matched_by_no_example(order, rng):
     """A use before a permutation of the batch is of another example than one behind it."""
     params, x = {"W": jnp.asarray(rng.normal(size=(D, D)))}, jnp.ones(FEATURES)
 
     def function(p, x):
-        return jnp.tanh(x @ p["W"])[jnp.array(ORDER)] @ p["W"]
+        return ORDERS[order](jnp.tanh(x @ p["W"])) @ p["W"]
 
     assert [*shim.Network(function, params, x).blocks] == ["W"]
     with pytest.raises(kc.ConventionError, match="in another order in each use"):
         shim.Network(function, params, x, approximation=lambda *_: kc.Full())
+
+
+def test_features_may_be_in_any_order(rng):
+    """Uses of one weight around a roll, a flip and a slice of features."""
+
+    def function(p, x):
+        h = jnp.roll(jnp.tanh(x @ p["W"]), 1, axis=1)[:, ::-1]
+        return jnp.concatenate([h[:, :2], h[:, :2]], axis=1) @ p["W"]
+
+    x = jnp.asarray(rng.normal(size=FEATURES))
+    assert_blocks_are_those_of_the_jacobian(function, drawn({"W": (D, D)}, rng), x)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
@@ -22,6 +22,7 @@ from kfac_core_shims.jax.finding import Arrangement, Found, Meeting, Site, find
 from kfac_core_shims.jax.program import (
     CALLS,
     Operand,
+    Operation,
     Trace,
     jaxprs_in,
     operations_of,
@@ -75,15 +76,15 @@ class ExampleAxis:
         faster part of it; None where that is not known.
     sure : bool
         False where another axis of rows may be theirs as well.
-    doubled : bool
-        False where the network takes this number of examples only, so that their order
-        in the layer is not known.
+    ordered : bool
+        False where the network may have its examples in another order in some layers: where
+        it sorts, reverses or picks them, and where it takes this number of them only.
     """
 
     row: int
     order: Literal["first", "last"] | None
     sure: bool = True
-    doubled: bool = True
+    ordered: bool = True
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,22 @@ def example_axes(
             (site.kind, site.parts) for site in other
         ] == [(site.kind, site.parts) for site in sites]
         if same:
-            return [_by_doubling(site, trace, twice, batch, found) for site in sites]
+            pairs = zip(
+                operations_of(trace.program), operations_of(twice.program), strict=True
+            )
+            ordered = not any(
+                _moves_examples(
+                    _Shaped.within(one, trace), _Shaped.within(other, twice)
+                )
+                for one, other in pairs
+            )
+            places = [_by_doubling(site, trace, twice, batch, found) for site in sites]
+            return [
+                replace(where, ordered=ordered)
+                if isinstance(where, ExampleAxis)
+                else where
+                for where in places
+            ]
     return [_by_length(site, trace, batch) for site in sites]
 
 
@@ -351,7 +367,7 @@ def _by_length(site: Site, trace: Trace, batch: Counts) -> ExampleAxis | None:
         return None
     sure = [shape[axis] for axis in rows].count(batch.examples) < 2
     order: Any = "first" if shape[rows[0]] == batch.examples else None
-    return ExampleAxis(0, order, sure, doubled=False)
+    return ExampleAxis(0, order, sure, ordered=False)
 
 
 def _order(
@@ -385,6 +401,68 @@ def _order(
         else:
             return None
     return None
+
+
+def _moves_examples(first: _Shaped, second: _Shaped) -> bool:
+    """Whether an operation, or one within it, may put examples in another order.
+
+    Parameters
+    ----------
+    first, second : _Shaped
+        The operation, with some examples and with twice as many.
+    """
+    name, params = first.name, first.params
+    indexed = name == "gather" or name.startswith("scatter")
+    for old, new in zip(first.inputs, second.inputs, strict=True):
+        grown = {axis for axis, n in enumerate(old) if new[axis] != n}
+        if indexed:
+            numbers = params["dimension_numbers"]
+            looked_up = (
+                "start_index_map"
+                if name == "gather"
+                else "scatter_dims_to_operand_dims"
+            )
+            moved = grown & set(getattr(numbers, looked_up))
+        elif name in ("rev", "sort", "concatenate"):
+            moved = grown & set(params.get("dimensions", (params.get("dimension"),)))
+        elif name in ("slice", "dynamic_slice"):
+            moved = {axis for axis in grown if first.output[axis] != old[axis]}
+        else:
+            break
+        if moved:
+            return True
+        if indexed:
+            break  # The other operands are indices, and what is put there.
+    return any(
+        _moves_examples(_Shaped.of(one), _Shaped.of(other))
+        for jaxprs in zip(jaxprs_in(params), jaxprs_in(second.params), strict=True)
+        for one, other in zip(*(jaxpr.eqns for jaxpr in jaxprs), strict=True)
+    )
+
+
+class _Shaped(NamedTuple):
+    """An operation with the shapes of its operands and of its first result."""
+
+    name: str
+    params: Mapping[str, Any]
+    inputs: tuple[tuple[int, ...], ...]
+    output: tuple[int, ...]
+
+    @staticmethod
+    def of(equation: Any) -> _Shaped:
+        """Return an equation of JAX so."""
+        shapes = [tuple(x.aval.shape) for x in (*equation.invars, *equation.outvars)]
+        inputs = tuple(shapes[: len(equation.invars)])
+        output = shapes[len(inputs)] if equation.outvars else ()
+        return _Shaped(str(equation.primitive.name), equation.params, inputs, output)
+
+    @staticmethod
+    def within(operation: Operation, trace: Trace) -> _Shaped:
+        """Return an operation of a trace so."""
+        inputs = tuple(trace.shape(x) for x in operation.inputs)
+        output = trace.shape(operation.outputs[0]) if operation.outputs else ()
+        params = {} if operation.body is not None else operation.params
+        return _Shaped(operation.name, params, inputs, output)
 
 
 def _reorders(name: str, params: Mapping[str, Any]) -> bool:

@@ -393,11 +393,12 @@ class Network:
                     "to know. Take another number of examples, or write the network for "
                     "any number of them."
                 )
-            if names.count(name) > 1 and not (axis.doubled or expands):
+            if names.count(name) > 1 and not (axis.ordered or expands):
                 raise kc.ConventionError(
-                    f"Block {name!r}: the network takes {batch.examples} examples only, "
-                    f"maybe in another order in each use of the block; {kind!r} needs to "
-                    "match them. Write it for any number, or take Kronecker()."
+                    f"Block {name!r}: the network may have its {batch.examples} examples "
+                    f"in another order in each use of the block; {kind!r} needs to match "
+                    "them. Do not sort, reverse or pick examples between uses, or take "
+                    "Kronecker()."
                 )
             if not (told or expands):
                 raise kc.ConventionError(
@@ -415,7 +416,7 @@ class _Capture:
         self.trace = trace
         self.seen: dict[int, Any] = {}
         self.at: dict[int, list[int]] = {}
-        self.before: dict[int, list[int]] = {}
+        self.before: dict[int, list[tuple[int, int]]] = {}
         self.within: dict[int, list[int]] = {}
         self.sites = sites
         for i, site in enumerate(sites):
@@ -425,7 +426,8 @@ class _Capture:
             elif meeting.position is None:
                 self.at.setdefault(meeting.place, []).append(i)
             else:
-                self.before.setdefault(meeting.place, []).append(i)
+                pair = i, meeting.position
+                self.before.setdefault(meeting.place, []).append(pair)
             for loop in site.loops:
                 self.within.setdefault(id(loop.operation), []).append(i)
 
@@ -437,11 +439,9 @@ class _Capture:
         def after(operation: Operation, values: list[Any], read: Any) -> list[Any]:
             if id(operation) in self.within:
                 return self._loop(operation, values, zeros)
-            place = operation.outputs[0] if operation.outputs else None
-            for i in self.before.get(place, []):
-                site = self.sites[i]
-                self.seen[i] = self._inputs(site, None, read)
-                position = site.meeting.position
+            place = operation.outputs[0] if operation.outputs else -1
+            for i, position in self.before.get(place, []):
+                self.seen[i] = self._inputs(self.sites[i], None, read)
                 values[position] = values[position] + zeros[i]
             results = bound(operation, values)
             for i in self.at.get(place, []):
