@@ -60,7 +60,7 @@ def test_accumulated_batches_are_one(parts):
     """Passes of any sizes have the statistics of all rows."""
     model = tokens()
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
-    kfac = KFAC(model, likelihood="categorical", fisher="empirical", decay=0.5)
+    kfac = KFAC(model, lr=0.1, likelihood="categorical", fisher="empirical", decay=0.5)
     for a, b in zip(x.split(parts), y.split(parts), strict=True):
         own = cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="sum")
         (own / y.numel()).backward()
@@ -76,7 +76,7 @@ def test_a_loss_that_is_differentiated_in_parts_adds_up_before_it_is_squared():
     """Gradients of parts of one loss are summed."""
     model = tokens()
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
-    kfac = KFAC(model, likelihood="categorical", fisher="empirical", decay=0.5)
+    kfac = KFAC(model, lr=0.1, likelihood="categorical", fisher="empirical", decay=0.5)
     loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
     (0.25 * loss).backward(retain_graph=True)
     (0.75 * loss).backward()
@@ -93,7 +93,7 @@ def test_backpropagated_vectors_of_tokens(fisher):
     """Sampled labels, and the exact sum over labels of a layer."""
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
     model = tokens()
-    kfac = KFAC(model, likelihood="categorical", fisher=fisher, decay=0.5)
+    kfac = KFAC(model, lr=0.1, likelihood="categorical", fisher=fisher, decay=0.5)
     cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     kfac.step()
     z = model(x).detach().flatten(0, 1)
@@ -117,6 +117,7 @@ def test_squares_that_overflow_are_named_and_change_nothing():
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
     kfac = KFAC(
         model,
+        lr=0.1,
         likelihood="categorical",
         fisher="empirical",
         update_every=1,
