@@ -42,12 +42,12 @@ def run(arguments: argparse.Namespace, /) -> int:
     StateError
         If the file cannot be read.
     """
-    found = contents(arguments.file)
+    report = contents(arguments.file)
     if arguments.json:
-        print_json(found)
+        print_json(report)
     else:
         # Names in a file are not to steer a terminal.
-        print("\n".join(map(printable, _lines(found))))
+        print("\n".join(map(printable, _lines(report))))
     return 0
 
 
@@ -89,28 +89,28 @@ def contents(path: str, /) -> dict[str, Any]:
 def _block(
     name: str, block: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    own = {}
+    of_block = {}
     for full, (dtype, shape) in tensors.items():
         # Names of blocks may hold slashes, and paths do not.
         owner, _, path = full.rpartition("/")
         if owner == name:
-            own[path] = {"dtype": dtype, "shape": list(shape)}
+            of_block[path] = {"dtype": dtype, "shape": list(shape)}
     return {
         **{key: block[key] for key in ("layer", "approximation")},
         **{key: block["values"].get(key) for key in _COUNTS},
-        "has_operator": any(path.startswith("operator.") for path in own),
-        "tensors": own,
+        "has_operator": any(path.startswith("operator.") for path in of_block),
+        "tensors": of_block,
     }
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
+def _lines(report: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"{found['file']}: version {found['version']}, {found['bytes']:,} bytes, by "
-        f"{found['producer']}",
-        f"  conventions  {_pairs(found['conventions'])}",
-        f"  settings     {_pairs(found['settings'])}",
+        f"{report['file']}: version {report['version']}, {report['bytes']:,} bytes, by "
+        f"{report['producer']}",
+        f"  conventions  {_pairs(report['conventions'])}",
+        f"  settings     {_pairs(report['settings'])}",
     ]
-    for name, block in found["blocks"].items():
+    for name, block in report["blocks"].items():
         layer, approximation = block["layer"] or {}, block["approximation"] or {}
         operator = f"age {block['age']}" if block["has_operator"] else "none"
         lines += [

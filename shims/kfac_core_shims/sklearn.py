@@ -64,7 +64,8 @@ class _Batch:
 
     def _logits(self) -> Array:
         z: Array = self.activations[-2] @ self.model.coefs_[-1]
-        return z + self.model.intercepts_[-1]
+        z += self.model.intercepts_[-1]
+        return z
 
     def objective(self) -> float:
         """Return the mean loss and its penalty, for the model's present parameters."""
@@ -181,6 +182,8 @@ class _Steps:
 class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
     """Parameters, and the place where scikit-learn's trainer meets K-FAC."""
 
+    batch_size: Any
+
     def __init__(
         self,
         hidden_layer_sizes: Any = (100,),
@@ -249,7 +252,7 @@ class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
         return super()._fit(X, y, sample_weight=sample_weight, **options)
 
     def _fit_stochastic(self, X: Any, *work: Any) -> None:
-        requested = self.batch_size
+        requested: Any = self.batch_size
         if requested == "auto":
             n = X.shape[0]
             if self.early_stopping:
@@ -266,7 +269,8 @@ class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
     ) -> Any:
         """Return loss and gradients, and hand the batch to the optimizer."""
         if issparse(X):
-            activations[0] = X = X.toarray()
+            dense: Any = X
+            activations[0] = X = dense.toarray()
         if sample_weight is not None and (sample_weight < 0).any():
             raise ValueError("Expected `sample_weight` >= 0, got negative values.")
         if sample_weight is not None and not sample_weight.any():

@@ -266,7 +266,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         lr = self._rate()
         if closure is None and lr == 0.0:
             # How torch.distributed.checkpoint has an optimizer make its state.
-            for p, _ in self._given():
+            for p, _ in self._with_gradients():
                 self.state[p]["change"] = torch.zeros_like(p)
             return None
         start = _Moment(self.kfac.model)
@@ -286,7 +286,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         mean /= self._processes
         # All that follows is of the mean over rows.
         total = rows / self._processes if self.kfac.reduction == "sum" else 1.0
-        trained = self._given()
+        trained = self._with_gradients()
         with torch.no_grad():
             before = mean / total + _penalty(trained)
             gradient = [p.grad / total + decay * p for p, decay in trained]
@@ -407,7 +407,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             p.grad = None
         with torch.enable_grad():
             loss = closure()
-        differentiates = bool(self._given())
+        differentiates = bool(self._with_gradients())
         if not differentiates:
             if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
                 raise kc.NotReadyError(
@@ -419,25 +419,27 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return _detached(loss), differentiates
 
     def _summed(
-        self, what: str, own: Any, *, error: Exception | None = None
+        self, what: str, numbers: Any, *, error: Exception | None = None
     ) -> list[float]:
         """Return numbers summed over the processes; raise on all what failed on one."""
         communicator = self.kfac.communicator
         if communicator is None:
             if error is not None:
                 raise error
-            return [float(x) for x in own]
+            return [float(x) for x in numbers]
         agreement = kc.distributed.Agreement(communicator)
-        total = agreement.vote(f"{what} of step {self.kfac.steps}", own, error=error)
-        found: list[float] = total.tolist()
-        return found
+        total = agreement.vote(
+            f"{what} of step {self.kfac.steps}", numbers, error=error
+        )
+        sums: list[float] = total.tolist()
+        return sums
 
     @property
     def _processes(self) -> int:
         communicator = self.kfac.communicator
         return 1 if communicator is None else communicator.size
 
-    def _given(self) -> list[tuple[Any, float]]:
+    def _with_gradients(self) -> list[tuple[Any, float]]:
         """Return the parameters that have a gradient, each with its weight decay."""
         return [
             (p, float(group["weight_decay"]))
@@ -452,17 +454,19 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the directions, by the names of their coefficients."""
         covered = self.kfac.preconditioned
         zero = torch.zeros_like
-        found = {"rate": [-p.grad if id(p) in covered else zero(p) for p, _ in trained]}
+        directions = {
+            "rate": [-p.grad if id(p) in covered else zero(p) for p, _ in trained]
+        }
         if any(id(p) not in covered for p, _ in trained):
-            found["rate_of_others"] = [
+            directions["rate_of_others"] = [
                 zero(g) if id(p) in covered else -g
                 for (p, _), g in zip(trained, gradient, strict=True)
             ]
         # In the parameter's dtype, which may have changed since.
         changes = [self.state[p].get("change", zero(p)).to(p) for p, _ in trained]
         if any(bool(change.any()) for change in changes):
-            found["momentum"] = changes
-        return found
+            directions["momentum"] = changes
+        return directions
 
     def _model_step(
         self,
@@ -474,19 +478,19 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> kc.integration.QuadraticStep:
         """Minimize the quadratic model of the mean loss over `rows` and its penalty."""
         error: Exception | None = None
-        own = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
+        products = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
         try:
             for observed in passes:
                 changes = [
                     self._output_change(observed, trained, direction)
                     for direction in directions
                 ]
-                found = kc.steps.curvature_of_outputs(changes, changes, examples=rows)
-                own += found.double().cpu()
+                of_pass = kc.steps.curvature_of_outputs(changes, changes, examples=rows)
+                products += of_pass.double().cpu()
         except kc.KFACError as raised:
             error = raised
-        summed = self._summed("quadratic model", own.ravel().tolist(), error=error)
-        curvature: Any = gradient[0].new_tensor(summed).reshape(own.shape)
+        summed = self._summed("quadratic model", products.ravel().tolist(), error=error)
+        curvature: Any = gradient[0].new_tensor(summed).reshape(products.shape)
         flat = [torch.cat([x.reshape(-1) for x in d]) for d in directions]
         if any(decay for _, decay in trained):
             root = torch.cat(
@@ -558,7 +562,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> float:
         """Return the loss of the same batch, and leave everything else as it is."""
         end = _Moment(self.kfac.model)
-        kept = [(p, p.grad) for p, _ in self._given()]
+        gradients = [(p, p.grad) for p, _ in self._with_gradients()]
         start.restore()
         try:
             with torch.set_grad_enabled(differentiates):
@@ -566,7 +570,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         finally:
             end.restore()
             self.kfac.discard()
-            for p, grad in kept:
+            for p, grad in gradients:
                 p.grad = grad
         return loss
 
@@ -582,8 +586,9 @@ class _Moment:
         """Make both what they were."""
         self._random.restore()
         with torch.no_grad():
-            for buffer, kept in zip(self._model.buffers(), self._buffers, strict=True):
-                buffer.copy_(kept)
+            buffers = zip(self._model.buffers(), self._buffers, strict=True)
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _detached(loss: Any) -> Any:
@@ -592,11 +597,11 @@ def _detached(loss: Any) -> Any:
         return loss.detach()
     if isinstance(loss, float | int):
         return torch.tensor(float(loss), dtype=torch.float64)
-    found = type(loss).__name__
+    kind = type(loss).__name__
     if isinstance(loss, torch.Tensor):
-        found = f"tensor of shape {tuple(loss.shape)}"
+        kind = f"tensor of shape {tuple(loss.shape)}"
     raise kc.ArgumentError(
-        f"Expected the closure to return the loss, a tensor of one number, got a {found}. "
+        f"Expected the closure to return the loss, a tensor of one number, got a {kind}. "
         "It is compared with the loss after the step: end the closure with `return loss`."
     )
 
