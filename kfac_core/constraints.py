@@ -199,7 +199,13 @@ def implementation_of(protocol: type[Any], /) -> Constraint:
 
 
 def _is_iterable_of_names(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    if isinstance(value, (str, bytes)):
+        return False
+    try:
+        iter(value)  # 0-d arrays have the method, and raise
+    except TypeError:
+        return False
+    return True
 
 
 def _is_not_negative(x: float) -> bool:

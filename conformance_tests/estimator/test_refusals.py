@@ -295,6 +295,7 @@ CALLS = {
     "refresh a string": lambda e: e.refresh("fc1"),
     "refresh a number": lambda e: e.refresh(3),
     "refresh numbers": lambda e: e.refresh([3]),
+    "refresh an array": lambda e: e.refresh(np.asarray(0.0)),
     "refresh lists": lambda e: e.refresh([["fc1"]]),
     "refresh check": lambda e: e.refresh(check="x"),
     "refresh check of 1": lambda e: e.refresh(check=1),
