@@ -151,7 +151,7 @@ def _reason(
     module: Any, name: str, *, covered: bool, users: Mapping[int, list[Any]]
 ) -> str:
     """Return why a parameter of a known module has no block."""
-    parameter = module._parameters[name]
+    parameter = getattr(module, name)
     if not parameter.requires_grad:
         return "it was frozen when KFAC was made; make KFAC again once it is trained"
     if covered and len(users[id(parameter)]) == 1:

@@ -16,11 +16,9 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn import functional as fn
 
@@ -294,7 +292,7 @@ def _conv(module: Any, owns: Owns) -> Parts | str:
     def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0]
         if padded:
-            widths = module._reversed_padding_repeated_twice
+            widths = private.padding_widths(module)
             x = fn.pad(x, widths, mode=module.padding_mode)
         return _batched(x, y, d)
 
@@ -483,7 +481,7 @@ class _Unit:
 
     def __init__(self, module: Any, weight: str, *, plain: bool) -> None:
         values = (1.0,) if plain else (1.0, 0.0)
-        self.copies = [_filled(module, weight, value) for value in values]
+        self.copies = [private.filled_copy(module, {weight: v}) for v in values]
         self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
     def __call__(self, module: Any, x: Any) -> Any:
@@ -504,26 +502,6 @@ class _Unit:
                     mine.copy_(buffer)
             outputs.append(copied.forward(x))
         return outputs[0] if len(outputs) == 1 else outputs[0] - outputs[1]
-
-
-def _filled(module: Any, weight: str, value: float) -> Any:
-    # Not a deep copy: fully_shard forbids it, and divides the parameters.  It puts
-    # classes of its own before the module's.
-    made_by = "torch.distributed."
-    kind: Any = next(
-        t for t in type(module).__mro__ if not t.__module__.startswith(made_by)
-    )
-    copied = kind.__new__(kind)
-    vars(copied).update(vars(module))
-    copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
-    copied._parameters = {}
-    for name, p in module._parameters.items():
-        scale = value if name == weight else 0.0
-        if p is not None:
-            filled = torch.full(tuple(p.shape), scale, dtype=p.dtype, device=p.device)
-            p = nn.Parameter(filled, requires_grad=False)
-        copied._parameters[name] = p
-    return copied
 
 
 def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
@@ -558,8 +536,7 @@ def _channel_norm(module: Any, owns: Owns) -> Parts | str:
 
     def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0]
-        unbatched = getattr(module, "_get_no_batch_dim", None)
-        lone = unbatched is not None and x.ndim == unbatched()
+        lone = x.ndim == private.unbatched_ndim(module)
         x = unit(module, x)
         x = x.reshape(1, *x.shape) if lone else x
         # The number of positions cannot be left to PyTorch where there are no examples.

@@ -5,8 +5,9 @@ What a release of PyTorch may change without notice stands here, so that one fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
@@ -18,12 +19,15 @@ from torch.autograd.graph import get_gradient_edge
 __all__ = [
     "accumulates",
     "backward_pass",
+    "filled_copy",
     "forget_compiled",
     "is_graph_kept",
     "outside_compilers",
+    "padding_widths",
     "overflows",
     "replicas_may_leave",
     "saved",
+    "unbatched_ndim",
     "unwrapped",
     "without_fused_kernels",
 ]
@@ -117,6 +121,40 @@ def without_fused_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def filled_copy(module: Any, values: Mapping[str, float], /) -> Any:
+    """Return a copy of a module with the same number in each parameter; 0 by default.
+
+    Not a deep copy, which fully_shard forbids: it divides the parameters, and puts classes
+    of its own before the module's.
+    """
+    kinds = type(module).__mro__
+    kind: Any = next(
+        t for t in kinds if not t.__module__.startswith("torch.distributed.")
+    )
+    copied = kind.__new__(kind)
+    vars(copied).update(vars(module))
+    copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
+    copied._parameters = {}
+    for name, p in module._parameters.items():
+        if p is not None:
+            number = values.get(name, 0.0)
+            filled = torch.full(tuple(p.shape), number, dtype=p.dtype, device=p.device)
+            p = torch.nn.Parameter(filled, requires_grad=False)
+        copied._parameters[name] = p
+    return copied
+
+
+def padding_widths(module: Any, /) -> Any:
+    """Return the widths by which a convolution pads, as ``functional.pad`` takes them."""
+    return module._reversed_padding_repeated_twice
+
+
+def unbatched_ndim(module: Any, /) -> int | None:
+    """Return the number of axes of one example that a norm takes by itself, if it does."""
+    ndim = getattr(module, "_get_no_batch_dim", None)
+    return None if ndim is None else int(ndim())
 
 
 def unwrapped(model: Any, /) -> Any:
