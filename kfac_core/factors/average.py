@@ -104,10 +104,10 @@ class Average:
             return None
         # A decay of zero leaves nothing of the rows before.
         if isinstance(decay, NUMBER):
-            kept: Scalar = float(decay != 0)
+            keeps: Scalar = float(decay != 0)
         else:
-            kept = own_namespace(decay).astype(decay != 0, self.rows.dtype)
-        return as_array(as_number(self.rows) * kept + rows)
+            keeps = own_namespace(decay).astype(decay != 0, self.rows.dtype)
+        return as_array(as_number(self.rows) * keeps + rows)
 
     def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with a scalar."""

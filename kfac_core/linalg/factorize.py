@@ -368,8 +368,8 @@ def _is_stored_well(
     """
     if not problem.roundoff:
         return None
-    noise = problem.roundoff * problem.factor * problem.matrix.trace()
-    enough = noise <= ERROR_LIMIT * problem.shift
+    noise = problem.roundoff * as_number(problem.factor) * problem.matrix.trace()
+    enough = as_number(noise) <= ERROR_LIMIT * as_number(problem.shift)
     if known_true(enough, xp=xp):
         return None
     return enough | (noise <= ERROR_LIMIT * smallest())

@@ -473,17 +473,18 @@ class CurvatureOperator(LinearMap):
                 result = xp.reshape(result, (*many, *self.stack_shape))
             if tuple(result.shape) != tuple(vector.shape):
                 result = join_groups(result, xp=xp)
-        # Elsewhere looking would synchronize with a device, or there are no values yet.
-        plain = is_plain(result, xp=xp)
-        if plain and _has_underflowed(result, vector, divides, xp):
-            raise NotFiniteError(
-                f"the product with a vector that is not zero is below the range of "
-                f"{result.dtype}. Scale the vector, or take float64."
-            )
+        product = result
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
-        if plain and not known_finite(result, xp=xp):
-            _raise_for_product(vector, xp)
+        # Elsewhere looking would synchronize with a device, or there are no values yet.
+        if not known_finite(result, xp=xp):
+            if is_plain(result, xp=xp):
+                _raise_for_product(vector, xp)
+        elif 0 not in product.shape and _has_underflowed(product, vector, divides, xp):
+            raise NotFiniteError(
+                "the product with a vector that is not zero is below the range of "
+                f"{product.dtype}. Scale the vector, or take float64."
+            )
         return result
 
     def __repr__(self) -> str:
@@ -653,11 +654,10 @@ def _has_underflowed(
     result: Array, vector: Array, divides: bool, xp: Namespace
 ) -> bool:
     """Whether a product has lost its digits below the smallest normal number."""
-    smallest = smallest_normal_of(result.dtype, xp=xp)
     # One entry is enough for nearly all products.
-    last = (-1,) * result.ndim
-    if 0 in result.shape or not abs(float(result[last])) < smallest:
+    if abs(float(result[(-1,) * result.ndim])) > 1e-30:
         return False
+    smallest = smallest_normal_of(result.dtype, xp=xp)
     largest = float(xp.max(xp.abs(result)))
     if not largest < smallest or (largest == 0 and not divides):
         return False
