@@ -181,8 +181,10 @@ JAX_ONLY_THOROUGH = (
     "test_more_gradients_than_numbers_and_widths_of_one[jax]",
 )
 
-FEW_CASES = 2
-"""How many cases of a test run without `--thorough` where few do; on JAX often one."""
+CASES = {"strict": 6, "strict:device1": 2, "torch": 12, "jax": 1}
+"""How many cases of a test run on a backend without `--thorough`; on NumPy all do."""
+
+CASES_WITHOUT_ADAPTERS = {"numpy": 6, "torch": 2}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -204,14 +206,13 @@ Of NumPy's own arrays it is an error.
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what runs elsewhere, and most cases where a few show the same.
+    """Leave out what runs elsewhere, and most cases where some show the same.
 
     Tests of no array library run with NumPy's, and not again with those of others, nor
     without adapters.
     Eager JAX compiles every operation anew for each shape and dtype, which is nearly all
-    of the time that its tests take.  A second device, and other libraries without
-    adapters, take the ways that all cases have taken on the first.  Every test runs on
-    them, in a few of its cases.
+    of the time that its tests take.  On other libraries, on a second device and without
+    adapters every test runs, in so many of its cases as `CASES` says, far apart.
     """
     for item in items:
         if _backend_of(item).startswith("strict"):
@@ -225,24 +226,26 @@ def pytest_collection_modifyitems(
         return
     cases: dict[tuple[Any, str, str], list[pytest.Item]] = {}
     for item in items:
-        if _has_few_cases(item) and not _compiles_long(item):
+        if not _compiles_long(item):
             name = getattr(item, "originalname", item.name)
             cases.setdefault((item.path, name, _backend_of(item)), []).append(item)
-    kept = {item for same in cases.values() for item in _some_of(same)}
-    left_out = [item for item in items if _has_few_cases(item) and item not in kept]
+    chosen = {item for same in cases.values() for item in _some_of(same)}
+    left_out = [item for item in items if item not in chosen]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _has_few_cases(item) or item in kept]
+    items[:] = [item for item in items if item in chosen]
 
 
 def _some_of(same: list[pytest.Item]) -> list[pytest.Item]:
-    """Return a few cases of one test, far apart; on JAX that in the middle of many."""
-    jax = _on_jax(same[0])
-    if len(same) <= FEW_CASES or (jax and same[0].path.stem in JAX_EVERY_CASE):
+    """Return so many cases of one test as its backend runs, far apart."""
+    spec = _backend_of(same[0])
+    known = CASES_WITHOUT_ADAPTERS if WITHOUT_ADAPTERS else CASES
+    count = known.get(spec, known.get(spec.partition(":")[0], len(same)))
+    if len(same) <= count or (_on_jax(same[0]) and same[0].path.stem in JAX_EVERY_CASE):
         return same
-    if jax:
+    if count == 1:
         return [same[len(same) // 2]]
-    step = (len(same) - 1) / (FEW_CASES - 1)
-    return [same[round(i * step)] for i in range(FEW_CASES)]
+    step = (len(same) - 1) / (count - 1)
+    return [same[round(i * step)] for i in range(count)]
 
 
 def _of_a_library(item: pytest.Item) -> bool:
@@ -255,18 +258,6 @@ def _backend_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     params = {} if callspec is None else callspec.params
     return str(params.get("backend", ""))
-
-
-def _has_few_cases(item: pytest.Item) -> bool:
-    """Whether a few cases of a test run on this backend without `--thorough`."""
-    spec = _backend_of(item)
-    elsewhere = WITHOUT_ADAPTERS and spec not in ("", "numpy")
-    return (
-        elsewhere
-        or _on_jax(item)
-        or spec == "strict:device1"
-        or item.nodeid.endswith(JAX_ONLY_THOROUGH)
-    )
 
 
 def _on_jax(item: pytest.Item) -> bool:
