@@ -12,7 +12,6 @@ import pytest
 BROKEN = {
     "scipy": "raise OSError('libopenblas.so: cannot open shared object file')",
     "threadpoolctl": "raise SystemExit('no threads here')",
-    "rich": "raise RuntimeError('a terminal of another age')",
     "torch": "raise OSError('libtorch_cpu.so: undefined symbol')",
     "jax": "raise RuntimeError('jaxlib is of another version')",
     "cupy": "raise SystemExit(3)",

@@ -209,17 +209,6 @@ def test_a_reader_that_goes_away_is_no_error():
     assert errors == b""
 
 
-def test_a_process_without_streams_has_its_exit_code(monkeypatch):
-    """As `>&-` starts one, or a service without a console."""
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, None)
-
-    assert main(["conformance", "--list"]) == 0
-    assert main(["inspect", "nothing.npz"]) == 2
-    sys.stdout.close()
-    sys.stderr.close()
-
-
 def test_an_interruption_is_a_line_and_its_exit_code(monkeypatch, capsys):
     def interrupted(arguments):
         raise KeyboardInterrupt

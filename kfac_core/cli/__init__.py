@@ -129,9 +129,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         installation that cannot be used; 130 where it was interrupted, and 141 where
         nobody reads on.
     """
-    # None where the process was started without them, as by `>&-`.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     parser = _parser()
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
