@@ -8,6 +8,7 @@ error; a call that is accepted is no finding.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import random
 import sys
@@ -116,7 +117,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, 
         *(kc.Sharing, kc.Execution, kc.Precision, kc.Conventions),
     )
     for cls in constructors:
-        names = tuple(cls.__dataclass_fields__)
+        names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
         found[cls.__name__] = (_constructor(cls), (), names)
     found["Block"] = (lambda e, *a: kc.Block(*a), ("layer", "approximation"), ())
     options = ("damping", "decay", "damping_rule", "sources", "mode", "averaging")
