@@ -80,12 +80,10 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
     Raises
     ------
     ShapeError
-        For states of different forms or shapes, naming the place, or `accepted` of more
-        than one value.
+        For states of different forms, shapes or dtypes, naming the place, or `accepted` of
+        more than one value.
     DtypeError
-        For an `accepted` that is not boolean, different dtypes, or something that is
-        neither array nor container where `accepted` is an array: give numbers as 0-d
-        arrays.
+        For an `accepted` that is not boolean, or numbers that are not arrays.
     """
     if isinstance(accepted, bool):
         return proposed if accepted else current
@@ -108,63 +106,43 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
 def _selected(
     condition: Array, proposed: Any, current: Any, path: str, xp: Namespace
 ) -> Any:
-    if current is None or proposed is None:
-        _require(current is proposed, path, proposed, current)
+    forms = _form(proposed), _form(current)
+    structures = is_structure(proposed) and is_structure(current)
+    if forms[0] != forms[1] or (structures and not combinable(proposed, current)):
+        raise ShapeError(
+            f"The states differ at `{path}`: {forms[0]} is proposed, and {forms[1]} is "
+            "current. Give numbers as 0-d arrays."
+        )
+    if current is None:
         return None
     if isinstance(current, Mapping):
-        same = isinstance(proposed, Mapping) and proposed.keys() == current.keys()
-        _require(same, path, proposed, current)
         return {
             name: _selected(condition, proposed[name], x, f"{path}[{name!r}]", xp)
             for name, x in current.items()
         }
     if isinstance(current, tuple | list):
-        same = type(proposed) is type(current) and len(proposed) == len(current)
-        _require(same, path, proposed, current)
         parts = [
             _selected(condition, new, old, f"{path}[{i}]", xp)
             for i, (new, old) in enumerate(zip(proposed, current, strict=True))
         ]
         kind: Any = type(current)
         return kind(*parts) if hasattr(current, "_fields") else kind(parts)
-    if is_structure(current):
-        _require(combinable(proposed, current), path, proposed, current)
+    if structures:
         return map_structure(
             lambda new, old: _selected(condition, new, old, path, xp), proposed, current
         )
-    return _where(condition, proposed, current, path, xp)
-
-
-def _where(
-    condition: Array, proposed: Any, current: Any, path: str, xp: Namespace
-) -> Array:
-    for x in (proposed, current):
-        if not hasattr(x, "dtype"):
-            raise DtypeError(
-                f"Expected `{path}` to be an array, got {type(x).__name__}: what an array "
-                "chooses between is arrays. Give a number as a 0-d array."
-            )
-    if tuple(proposed.shape) != tuple(current.shape):
-        raise ShapeError(
-            f"`{path}` has shape {tuple(proposed.shape)} in the proposed state, but "
-            f"{tuple(current.shape)} in the current one."
-        )
-    if proposed.dtype != current.dtype:
-        raise DtypeError(
-            f"`{path}` has dtype {proposed.dtype} in the proposed state, but "
-            f"{current.dtype} in the current one. Convert one of them."
-        )
+    if not hasattr(current, "dtype"):
+        raise DtypeError(f"`{path}` is a {forms[1]}. Give numbers as 0-d arrays.")
     return xp.where(condition, detached_array(proposed), detached_array(current))
 
 
-def _require(condition: bool, path: str, proposed: Any, current: Any) -> None:
-    if not condition:
-        raise ShapeError(
-            f"The states differ in form at `{path}`: {_kind(proposed)} is proposed, and "
-            f"{_kind(current)} is current."
-        )
-
-
-def _kind(value: Any) -> str:
-    names = f" of {sorted(value)}" if isinstance(value, Mapping) else ""
-    return type(value).__name__ + names
+def _form(value: Any) -> str:
+    """Describe what two states must have in common at one place."""
+    name = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"{name} of {sorted(value)}"
+    if isinstance(value, tuple | list):
+        return f"{name} of {len(value)}"
+    if hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return name
