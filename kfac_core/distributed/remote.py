@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, get_args
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.status import Check
 from kfac_core.array.structure import structure
 from kfac_core.errors import UnsupportedError
@@ -70,43 +70,15 @@ class RemoteOperator(CurvatureOperator):
         """Return the `Status` flags, 0-d int32; zero without failures."""
         return self.flags
 
-    def trace(self, *, damped: bool = True) -> NoReturn:
+    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         """Raise `UnsupportedError`."""
-        self._refuse()
-
-    def eigenvalues(self, *, damped: bool = True) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        self._refuse()
-
-    def to_dense(self, *, damped: bool = True) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        self._refuse()
-
-    def _logdet(self) -> NoReturn:
-        self._refuse()
-
-    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> NoReturn:
-        self._refuse()
-
-    def _multiply_inverse(self, V: Array, xp: Namespace) -> NoReturn:
-        self._refuse()
-
-    def _power(self, V: Array, xp: Namespace, exponent: float) -> NoReturn:
-        self._refuse()
-
-    def _sample(self, Z: Array, xp: Namespace) -> NoReturn:
-        self._refuse()
-
-    def _lower_multiply(self, V: Any, xp: Namespace, transpose: bool) -> NoReturn:
-        self._refuse()
-
-    def _lower_solve(self, V: Any, xp: Namespace, transpose: bool) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise UnsupportedError(
             f"This operator is held by rank {self.owner} and not by this one. Call "
             "`Estimator.precondition` or `Estimator.apply` on all ranks, or give "
             "`holders='all'` to `Distributed`. A state that other processes divided is "
             "saved by `Estimator.state_dict`."
         )
+
+    trace = eigenvalues = to_dense = _refuse
+    _logdet = _multiply = _multiply_inverse = _power = _sample = _refuse
+    _lower_multiply = _lower_solve = _refuse
