@@ -188,8 +188,7 @@ class Coverage:
             )
         if not called:
             return (
-                f"{message} The model was not called itself (`model(x)`) but parts of it, "
-                "or it was compiled and called before KFAC was made."
+                f"{message} The model was not called itself (`model(x)`) but its parts."
             )
         return (
             f"{message} No gradient came back to what the model returned, as where its "

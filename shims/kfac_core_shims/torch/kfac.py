@@ -33,7 +33,7 @@ class KFAC(Curvature):
     ----------
     model : torch.nn.Module
         Model on its device, or its ``DistributedDataParallel``, also after `fully_shard`
-        or `parallelize_module` over all processes; if compiled, before its first call.
+        or `parallelize_module` over all processes, and compiled or not.
     likelihood : str, kfac_core.losses.Loss or torch.nn.Module, optional
         Likelihood of one row of outputs: ``"categorical"`` (cross-entropy of logits),
         ``"bernoulli"``, ``"gaussian"`` (half the squared error, summed over outputs), an

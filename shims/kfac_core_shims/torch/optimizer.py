@@ -264,7 +264,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             number of steps are then unchanged.
         """
         lr = self._rate()
-        if closure is None and lr == 0.0:
+        if closure is None:
+            if lr:
+                raise kc.ConventionError(
+                    "Expected `closure`, which returns the loss: step(lambda: loss_of(x))."
+                )
             # How torch.distributed.checkpoint has an optimizer make its state.
             for p, _ in self._with_gradients():
                 self.state[p]["change"] = torch.zeros_like(p)

@@ -433,8 +433,7 @@ class PassRecorder:
         if not reached:
             self.coverage.note(
                 "the outputs depend on no recorded call of a covered layer: they were "
-                "observed after the backward pass, computed by other weights, or by a "
-                "model that was compiled and called before KFAC was made"
+                "observed after the backward pass, or computed by other weights"
             )
         return [self._for_one_pass(r) for r in reached], frozenset(reasons)
 
