@@ -170,20 +170,7 @@ class KFAC:
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
         self._mapping = parameters
         _refuse_shared(self.parameters)
-        if unknown := set(layers or {}) - set(self.parameters):
-            raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
-        blocks = {}
-        for name, arrays in self.parameters.items():
-            _refuse_masked(f"parameters[{name!r}]", *arrays.values())
-            layer = (layers or {}).get(name) or _layer_of(name, arrays)
-            if not isinstance(layer, kc.Block):
-                layer = kc.Block(layer, _DEFAULTS.get(layer.kind, kc.Kronecker()))
-            try:
-                layer.parameters_to_matrix(arrays)
-            except kc.KFACError as error:
-                raise type(error)(f"Layer {name!r}: {error}") from None
-            _refuse_read_only(name, arrays)
-            blocks[name] = layer
+        blocks = _blocks(self.parameters, layers or {})
         kc.integration.interval_at("update_every", update_every, 0)
         kc.integration.interval_at("refresh_every", refresh_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
@@ -605,6 +592,27 @@ class KFAC:
             matrix = self.estimator.blocks[name].parameters_to_matrix(arrays)
             if not np.all(np.isfinite(matrix)):
                 raise kc.NotFiniteError(f"{what} of {name!r}: found NaN or infinity.")
+
+
+def _blocks(
+    parameters: Vector, layers: Mapping[str, kc.Layer | kc.Block]
+) -> dict[str, kc.Block]:
+    """Return a block for each layer, whose parameters fit it and can be written to."""
+    if unknown := set(layers) - set(parameters):
+        raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
+    blocks: dict[str, kc.Block] = {}
+    for name, arrays in parameters.items():
+        _refuse_masked(f"parameters[{name!r}]", *arrays.values())
+        layer = layers.get(name) or _layer_of(name, arrays)
+        if not isinstance(layer, kc.Block):
+            layer = kc.Block(layer, _DEFAULTS.get(layer.kind, kc.Kronecker()))
+        try:
+            layer.parameters_to_matrix(arrays)
+        except kc.KFACError as error:
+            raise type(error)(f"Layer {name!r}: {error}") from None
+        _refuse_read_only(name, arrays)
+        blocks[name] = layer
+    return blocks
 
 
 def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
