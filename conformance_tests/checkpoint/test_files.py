@@ -379,9 +379,9 @@ def test_many_unknown_values_are_refused_at_once(path):
 
 @pytest.mark.parametrize("damping", [-1.0, math.nan])
 def test_a_damping_that_could_not_be_loaded_is_not_saved(path, damping):
-    """A setter does not read arrays; the good file stays."""
+    """A setter does not read an array on a device; the good file stays."""
     before, estimator = path.read_bytes(), trained()
-    estimator.damping = np.asarray(damping)
+    estimator._damping = np.asarray(damping)
     with pytest.raises(kc.StateError, match="damping"):
         kc.save_checkpoint(path, estimator)
 
