@@ -366,7 +366,7 @@ class Network:
             require_decay(decay)
         require_check(check)
         state = self._part_of(state, executor.share)
-        with _told(executor, "update", state):
+        with _told(executor):
             tasks = self._update_tasks(state, batches, decay, check, executor)
         statistics = executor(UPDATE, tasks)
         if check == "raise":
@@ -419,7 +419,7 @@ class Network:
         """
         require_decay(decay)
         state = self._part_of(state, executor.share)
-        with _told(executor, "absorb", state):
+        with _told(executor):
             tasks = self._absorb_tasks(state, moments, decay, executor)
         statistics = executor(ABSORB, tasks)
         return state.updated(
@@ -1078,14 +1078,12 @@ class Network:
 
 
 @contextmanager
-def _told(executor: Executor, stage: str, state: NetworkState) -> Iterator[None]:
-    """Raise what is raised before a stage on the other processes too."""
+def _told(executor: Executor) -> Iterator[None]:
+    """Raise what is raised before an update on the other processes too."""
     try:
         yield
     except Exception as error:
-        statistics = {name: block.statistics for name, block in state.blocks.items()}
-        executor.tell(stage, statistics, error)
-        raise
+        executor.tell(error)
 
 
 def _all_or_none(

@@ -799,23 +799,13 @@ class Executor:
         """Return the result of a stage for each task, by name."""
         raise NotImplementedError
 
-    def tell(
-        self,
-        stage: str,
-        statistics: Mapping[str, Statistics | None],
-        error: Exception,
-        /,
-    ) -> NoReturn:
-        """Raise an error that this process cannot begin a stage for, on all processes.
+    def tell(self, error: Exception, /) -> NoReturn:
+        """Raise an error that this process cannot begin an update for, on all processes.
 
         Parameters
         ----------
-        stage : {"update", "absorb"}
-            Stage that the other processes are at, or come to.
-        statistics : mapping of str to Statistics or None
-            Statistics of every block on this process, before.
         error : Exception
-            What was raised on this process.
+            Exception that was raised on this process.
         """
         raise error
 

@@ -126,21 +126,15 @@ class DistributedExecutor(Executor):
         results: dict[str, Any] = self._stages[stage.name](stage, tasks)
         return results
 
-    def tell(
-        self, stage: str, held: Mapping[str, Statistics | None], error: Exception, /
-    ) -> NoReturn:
-        """Raise an error on all ranks, which this one cannot begin a stage for.
+    def tell(self, error: Exception, /) -> NoReturn:
+        """Raise an error that this rank cannot begin an update for, on all ranks.
 
         Parameters
         ----------
-        stage : {"update", "absorb"}
-            Stage that the other ranks are at, or come to.
-        held : mapping of str to Statistics or None
-            Not read.
         error : Exception
             Exception that was raised on this rank.
         """
-        self._agreement.vote(stage, error=error)
+        self._agreement.vote("update", error=error)
         raise error  # as the vote did
 
     def in_background(self, inner: Executor) -> DistributedExecutor:
@@ -259,7 +253,7 @@ class DistributedExecutor(Executor):
         require_same(self._group, of_holders)
 
     def _update(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
-        tasks = self._with_statistics("update", tasks)
+        tasks = self._with_statistics(tasks)
         batches = {n: task[2] for n, task in tasks.items() if not is_empty(task[2])}
         if counts_first(self.network, self.options.loss):
             batches = in_whole_batch(
@@ -278,7 +272,7 @@ class DistributedExecutor(Executor):
         return self._absorbed(stage, tasks, moments, error)
 
     def _absorb(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
-        tasks = self._with_statistics("absorb", tasks)
+        tasks = self._with_statistics(tasks)
         moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
         return self._absorbed(stage, tasks, moments, None)
 
@@ -540,7 +534,7 @@ class DistributedExecutor(Executor):
         sides = {side: averages[self._key(name, side)] for side in statistics.averages}
         return replaced(statistics, averages=sides)
 
-    def _with_statistics(self, stage: str, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
+    def _with_statistics(self, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
         """Return tasks with zero statistics where there are none yet."""
         if all(task[1] is not None for task in tasks.values()):
             return dict(tasks)
@@ -548,8 +542,7 @@ class DistributedExecutor(Executor):
         likes += [like for task in tasks.values() for like in _arrays_of(task[2])]
         like = likes[0] if likes else self.options.like
         if like is None:
-            statistics = {name: task[1] for name, task in tasks.items()}
-            self.tell(stage, statistics, no_arrays(self._communicator.rank))
+            self.tell(no_arrays(self._communicator.rank))
         filled: dict[str, tuple[Any, ...]] = {}
         for name, (block, statistics, *others) in tasks.items():
             if statistics is None:
