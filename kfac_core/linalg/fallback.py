@@ -137,8 +137,8 @@ def with_fallbacks(
         flags = _flags(found.status, xp)
         if not flags:
             fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
-            wide: M = replaced(found, fallback=fallback)
-            return _narrowed(wide, problem, name, xp)
+            repeated: M = replaced(found, fallback=fallback)
+            return _narrowed(repeated, problem, name, xp)
     raise_invalid(Status(flags), name)
     widest = problem if widest is None else widest
     return _narrowed(last(widest, found, name, xp), problem, name, xp)
