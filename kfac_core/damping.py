@@ -220,13 +220,21 @@ def levenberg_marquardt(
 def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     """Raise `DampingError` for anything but a finite number >= 0 or a 0-d array.
 
-    The value of a 0-d array that is traced or on a device is not read.  It is checked when
-    factors are damped with it.
+    The value of a 0-d array is not read, since it may be traced or on a device.  It is
+    checked when factors are damped with it.
     """
-    if type(damping) is float and 0.0 <= damping < math.inf:
-        return
-    require_range(name, damping, DAMPING)
+    if type(damping) is not float or not 0.0 <= damping < math.inf:
+        require_range(name, damping, DAMPING)
+
+
+def require_set_damping(damping: Scalar, /, *, name: str = "damping") -> None:
+    """Raise `DampingError` as `require_damping`, also for the value of a 0-d array.
+
+    Only arrays in the host's memory are read: those that are traced or on a device are
+    checked when factors are damped with them.
+    """
+    require_damping(damping, name=name)
     if not isinstance(damping, NUMBER):
         xp = array_api_compat.array_namespace(damping)
         if is_plain(damping, xp=xp):
-            require_range(name, float(damping), DAMPING)
+            require_damping(float(damping), name=name)

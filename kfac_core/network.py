@@ -13,8 +13,7 @@ flags in ``state[name].status``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -50,7 +49,7 @@ from kfac_core.constraints import (
     unknown_block,
 )
 from kfac_core.conventions import Conventions
-from kfac_core.damping import DampingRule, require_damping
+from kfac_core.damping import DampingRule, require_set_damping
 from kfac_core.errors import (
     DampingError,
     KFACError,
@@ -165,7 +164,7 @@ class Network:
     >>> empty = network.empty()
     >>> state = network.update(empty, {"fc": kc.Batch(x, g)}, decay=0.95)
     >>> state = network.refresh(state, damping=1e-2)
-    >>> gradient = {"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}}
+    >>> gradient = {"fc": {"weight": x.T @ g / 32, "bias": g.mean(axis=0)}}
     >>> direction = network.precondition(state, gradient)
     >>> direction["fc"]["bias"].shape
     (2,)
@@ -211,6 +210,10 @@ class Network:
         self.tied_weights = TiedWeights(sharing.weights, self.blocks)
         self._taken = {n: self.shared_factors.taken_by(n) for n in self.blocks}
         self._calls = {name: ProductCall(name) for name in VECTOR_PRODUCTS}
+        decomposes = "eigenbasis" in self.refreshing.factorizations
+        self._shares_bases = bool(self.shared_factors.pairs) and (
+            damping_rule == "exact" or decomposes
+        )
         if self.chains.of and self.refreshing.damping_scaling != "none":
             raise UnsupportedError(
                 "A chain has no curvature without damping that a damping could be relative "
@@ -366,8 +369,11 @@ class Network:
             require_decay(decay)
         require_check(check)
         state = self._part_of(state, executor.share)
-        with _told(executor):
+        try:
             tasks = self._update_tasks(state, batches, decay, check, executor)
+        except Exception as error:
+            executor.tell(error)
+            raise
         statistics = executor(UPDATE, tasks)
         if check == "raise":
             require_finite_rows(statistics)
@@ -419,8 +425,11 @@ class Network:
         """
         require_decay(decay)
         state = self._part_of(state, executor.share)
-        with _told(executor):
+        try:
             tasks = self._absorb_tasks(state, moments, decay, executor)
+        except Exception as error:
+            executor.tell(error)
+            raise
         statistics = executor(ABSORB, tasks)
         return state.updated(
             {n: after_update(state.blocks[n], s, 1) for n, s in statistics.items()}
@@ -614,7 +623,11 @@ class Network:
         state = self._part_of(state, executor.share)
         tasks = self._refresh_tasks(state, self.ready(state, names), damping, check)
         blocks: dict[str, BlockState] = {}
-        for name, refreshed in self._refreshed(tasks, executor).items():
+        if self._shares_bases:
+            results = self._refreshed_with_bases(tasks, executor)
+        else:
+            results = executor(REFRESH, tasks)
+        for name, refreshed in results.items():
             before = state.blocks[name]
             if isinstance(refreshed, KFACError):
                 failures = before.failures + 1
@@ -870,10 +883,10 @@ class Network:
     def require_damping(self, damping: Scalar | Mapping[str, Scalar], /) -> None:
         """Raise `DampingError` for an invalid or missing damping of a block."""
         if not isinstance(damping, Mapping):
-            require_damping(damping)
+            require_set_damping(damping)
             return
         for name, value in damping.items():
-            require_damping(value, name=f"damping[{self.known(name)!r}]")
+            require_set_damping(value, name=f"damping[{self.known(name)!r}]")
         missing = sorted(set(self.blocks) - set(damping))
         if missing:
             raise DampingError(
@@ -903,39 +916,35 @@ class Network:
         # Another process may have rows of a block that has none here.
         if executor.updates_all:
             of_blocks = {name: of_blocks.get(name) for name in self.blocks}
-        tasks: dict[str, tuple[Any, ...]] = {}
-        for name, batch in of_blocks.items():
-            before = state.blocks[name]
-            statistics = before.statistics
-            if statistics is None and not (executor.updates_all and is_empty(batch)):
-                statistics = self._first_statistics(name, batch)
-            options = self._update_options(name, before, statistics, decay, check)
-            tasks[name] = self.blocks[name], statistics, batch, options
-        return tasks
-
-    def _update_options(
-        self,
-        name: str,
-        before: BlockState,
-        statistics: Statistics | None,
-        decay: Scalar,
-        check: Check,
-    ) -> UpdateOptions:
-        """Return the options of an update; during burn-in updates have equal weights."""
-        weight: Scalar = self.averaging.weight
-        if self.averaging.burn_in:
-            burning = before.updates < self.averaging.burn_in
-            decay = _one_where(burning, decay, statistics)
-            weight = _one_where(burning, weight, statistics)
-        return UpdateOptions(
+        weight, burn_in = self.averaging.weight, self.averaging.burn_in
+        # The flags of all blocks are read together.
+        common = UpdateOptions(
             self.conventions,
             decay,
             weight,
-            self._taken[name],
+            frozenset(),
             check,
             self.max_patch_elements,
-            True,  # The flags of all blocks are read together.
+            deferred=True,
         )
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, batch in of_blocks.items():
+            before, options = state.blocks[name], common
+            statistics = before.statistics
+            if statistics is None and not (executor.updates_all and is_empty(batch)):
+                statistics = self._first_statistics(name, batch)
+            if self._taken[name]:
+                options = replaced(options, skip=self._taken[name])
+            if burn_in:
+                # The first updates have equal weights.
+                burning = before.updates < burn_in
+                options = replaced(
+                    options,
+                    decay=_one_where(burning, decay, statistics),
+                    weight=_one_where(burning, weight, statistics),
+                )
+            tasks[name] = self.blocks[name], statistics, batch, options
+        return tasks
 
     def _absorb_tasks(
         self,
@@ -1024,7 +1033,7 @@ class Network:
     ) -> dict[str, tuple[Any, ...]]:
         everything = {name: block.statistics for name, block in state.blocks.items()}
         of_blocks = type(damping) is not float and isinstance(damping, Mapping)
-        options = self._refresh_options(check)
+        options = self._refresh_options(check, 0.0 if of_blocks else damping)
         tasks: dict[str, tuple[Any, ...]] = {}
         for name in names:
             statistics: Any = everything[name]
@@ -1035,16 +1044,14 @@ class Network:
                 # A number, which no array of another library would be chosen against.
                 lam = float(lam)
             solving = self.solving[name]
-            of_block = replaced(options, damping=lam, solving=solving)
-            tasks[name] = self.blocks[name], statistics, of_block
+            if lam is not options.damping or solving != options.solving:
+                options = replaced(options, damping=lam, solving=solving)
+            tasks[name] = self.blocks[name], statistics, options
         return tasks
 
-    def _refreshed(self, tasks: Tasks, executor: Executor) -> dict[str, Any]:
+    def _refreshed_with_bases(self, tasks: Tasks, executor: Executor) -> dict[str, Any]:
         """Return the operators of tasks; blocks that take a factor take its basis too."""
         takers = [name for name in tasks if self._taken[name]]
-        exact = self.damping_rule == "exact"
-        if not takers or not (exact or "eigenbasis" in self.refreshing.factorizations):
-            return executor(REFRESH, tasks)
         first = {name: task for name, task in tasks.items() if name not in takers}
         results = executor(REFRESH, first)
         second: dict[str, tuple[Any, ...]] = {}
@@ -1062,10 +1069,10 @@ class Network:
             return "inverse"
         return self.refreshing.solving
 
-    def _refresh_options(self, check: Check) -> RefreshOptions:
+    def _refresh_options(self, check: Check, damping: Any) -> RefreshOptions:
         """Return what all blocks of a refresh have in common."""
         return RefreshOptions(
-            damping=0.0,
+            damping=damping,
             rule=self.damping_rule,
             factorizations=self.refreshing.factorizations,
             check=check,
@@ -1073,17 +1080,9 @@ class Network:
             damping_scaling=self.refreshing.damping_scaling,
             least_shift=self.refreshing.least_shift,
             keep_matrices=self.refreshing.keep_matrices,
+            solving=self.refreshing.solving,
             precision=self.precision,
         )
-
-
-@contextmanager
-def _told(executor: Executor) -> Iterator[None]:
-    """Raise what is raised before an update on the other processes too."""
-    try:
-        yield
-    except Exception as error:
-        executor.tell(error)
 
 
 def _all_or_none(

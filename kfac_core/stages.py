@@ -423,7 +423,9 @@ def refresh_block(
     """
     like, damping = statistics.like, options.damping
     xp = own_namespace(like)
-    compute, apply = options.precision.dtypes(like.dtype, xp=xp)
+    compute = apply = like.dtype
+    if options.precision is not None:
+        compute, apply = options.precision.dtypes(like.dtype, xp=xp)
     # The flags of a stack are read once, by the executor.
     check: Check = "status" if statistics.status.ndim else options.check
     factorizations = options.factorizations
@@ -481,12 +483,6 @@ class ProductCall:
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def __call__(self, operator: Any, vector: Array, /) -> Array:
-        """Return the product of an operator with a vector."""
-        function = getattr(operator, self.product)
-        product: Array = function(vector, *self.arguments, **self.options)
-        return product
-
 
 def apply_block(
     block: Block,
@@ -528,13 +524,15 @@ def apply_block(
     if isinstance(weight, SparseRows):
         _require_ids(weight.indices, operator)
         restricted = operator.at_rows(weight.indices)
-        rows = call(restricted, detached_array(weight.rows))
+        function = getattr(restricted, call.product)
+        rows = function(detached_array(weight.rows), *call.arguments, **call.options)
         return {"weight": SparseRows(weight.indices, rows)}
     arrays: dict[str, Any] = {}
     for key, x in parameters.items():
         arrays[key] = detached_array(x)
     vector = block.layer.parameters_to_matrix(arrays)
-    return block.layer.matrix_to_parameters(call(operator, vector))
+    product = getattr(operator, call.product)(vector, *call.arguments, **call.options)
+    return block.layer.matrix_to_parameters(product)
 
 
 def prepare_block(
@@ -564,7 +562,8 @@ def _require_refresh_options(options: RefreshOptions) -> None:
     require_check(options.check)
     require_flag("debias", options.debias)
     require_flag("keep_matrices", options.keep_matrices)
-    require_kind("precision", options.precision, Precision, "Precision")
+    if options.precision is not None:
+        require_kind("precision", options.precision, Precision, "Precision")
 
 
 def _entering_damping(

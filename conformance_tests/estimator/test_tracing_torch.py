@@ -161,20 +161,13 @@ block = kc.Block(
 
 @torch.compile(fullgraph=True, backend="eager")
 def first(x, g, V):
-    statistics = block.update(
-        block.initial(x),
-        kc.Batch(x, g),
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        decay=0.9,
-        check="status",
+    conventions = kc.Conventions(reduction="sum", sources="sum")
+    options = kc.UpdateOptions(conventions, 0.9, check="status")
+    statistics = kc.update_block(block, block.initial(x), kc.Batch(x, g), options)
+    options = kc.RefreshOptions(
+        0.1, "{rule}", ("inverse", "cholesky", "eigenbasis"), "status"
     )
-    op = block.operator(
-        statistics,
-        damping=0.1,
-        rule="{rule}",
-        factorizations=("inverse", "cholesky", "eigenbasis"),
-        check="status",
-    )
+    op = kc.operator_of(block, statistics, options)
     return op.multiply_inverse(V), op.status() | statistics.status
 
 torch.manual_seed(0)

@@ -163,8 +163,8 @@ class RefreshOptions:
     solving : {"inverse", "triangular"}
         Whether a factored block is solved with inverses of its factors, or with their
         Cholesky factors.
-    precision : Precision
-        Dtypes of computing and applying.
+    precision : Precision, optional
+        Dtypes of computing and applying; by default that of the statistics.
     """
 
     damping: Scalar
@@ -176,7 +176,7 @@ class RefreshOptions:
     least_shift: float = 0.0
     keep_matrices: bool = True
     solving: Solving = "inverse"
-    precision: Precision = Precision()
+    precision: Precision | None = None
 
 
 class OperatorOptions(NamedTuple):
