@@ -25,6 +25,7 @@ __all__ = [
     "factored_shifts",
     "levenberg_marquardt",
     "require_damping",
+    "require_set_damping",
 ]
 
 _RATIO = number("a number", lambda x: True, DampingError, arrays=True)
