@@ -18,6 +18,7 @@ from kfac_core.array.backend import Array, load_adapters
 from kfac_core.array.namespaces import (
     device_of,
     namespace_of,
+    require_floating,
     wide_dtype,
 )
 from kfac_core.array.place import Place
@@ -105,6 +106,7 @@ class Block:
             Statistics that are zero throughout.
         """
         xp = namespace_of(like=like)
+        require_floating(xp, like, "like")
         dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
         place = Place(xp, dtype, device_of(like))
         return self.approximation.initial(self.layer, place)

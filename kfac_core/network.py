@@ -51,6 +51,7 @@ from kfac_core.constraints import (
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_set_damping
 from kfac_core.errors import (
+    ConventionError,
     DampingError,
     KFACError,
     NotReadyError,
@@ -728,6 +729,11 @@ class Network:
         """
         if type(product) is not str or product not in self._calls:
             require_one_of("product", product, VECTOR_PRODUCTS)
+        if product == "multiply_matpower" and len(arguments) != 1:
+            raise ConventionError(
+                f"Expected `multiply_matpower` with one exponent, got {shown(arguments)}: "
+                "write apply('multiply_matpower', vectors, 0.5)."
+            )
         if type(vectors) is not dict:
             require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
         # An operator of this process can be applied by any executor; the others refuse.

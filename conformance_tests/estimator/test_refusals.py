@@ -310,6 +310,7 @@ CALLS = {
     "precondition an array": lambda e: e.precondition({"fc1": np.ones((n, m))}),
     "apply a number": lambda e: e.apply(3, {}),
     "apply a list": lambda e: e.apply([], {}),
+    "power without exponent": lambda e: e.apply("multiply_matpower", {}),
     "operator of a number": lambda e: e.operator(3),
     "operator of a list": lambda e: e.operator([]),
     "load nothing": lambda e: e.load_state_dict(None),
@@ -338,6 +339,13 @@ def test_a_call_with_the_wrong_kind_is_refused(name):
     held = trained(BATCH.inputs, BATCH.output_grads)
 
     assert_refused(held, kc.KFACError, ".", lambda: CALLS[name](held))
+
+
+@pytest.mark.parametrize("code", ["i8", "O", "c16", ">f8", "g"])
+def test_statistics_begin_in_a_floating_dtype(code):
+    """Of other arrays they were of that dtype, or an error without a name."""
+    with pytest.raises(kc.DtypeError, match="`like`"):
+        BLOCK.initial(np.ones(3).astype(code))
 
 
 def test_names_may_be_a_generator():
