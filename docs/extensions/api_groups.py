@@ -50,6 +50,8 @@ GROUPS = (
             "estimator",
             "network",
             "block",
+            "stages",
+            "state",
             "options",
             "conventions",
             "factors.statistics",

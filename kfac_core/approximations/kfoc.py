@@ -101,14 +101,11 @@ class KFOC(Approximation):
     >>> statistics = kc.batch_moments(block, batch, conventions=conventions)
     >>> options = kc.RefreshOptions(damping=0.1, rule="exact")
     >>> F = kc.operator_of(block, statistics, options)
-    >>> exact = kc.Block(layer, kc.Full())
-    >>> exact = exact.operator(
-    ...     exact.moments(batch, conventions=conventions), damping=0.1, rule="exact"
-    ... ).to_dense(damped=False)
-    >>> kfac = kc.Block(layer, kc.Kronecker())
-    >>> kfac = kfac.operator(
-    ...     kfac.moments(batch, conventions=conventions), damping=0.1, rule="exact"
-    ... ).to_dense(damped=False)
+    >>> def dense(approximation):
+    ...     block = kc.Block(layer, approximation)
+    ...     statistics = kc.batch_moments(block, batch, conventions=conventions)
+    ...     return kc.operator_of(block, statistics, options).to_dense(damped=False)
+    >>> exact, kfac = dense(kc.Full()), dense(kc.Kronecker())
     >>> error = np.linalg.norm(F.to_dense(damped=False) - exact)
     >>> bool(error < np.linalg.norm(kfac - exact))
     True
