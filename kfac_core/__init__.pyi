@@ -55,6 +55,9 @@ from . import (
     roots as roots,
 )
 from . import (
+    samples as samples,
+)
+from . import (
     steps as steps,
 )
 from .approximations.approximation import Approximation as Approximation

@@ -141,6 +141,7 @@ def _add_formed(
     for start in range(0, n, at_once):
         D = xp.matmul(across[:, :, start : start + at_once, :], g)
         K = _add_products(K, xp.reshape(D, (N * C, -1)), g.dtype, xp)
+    assert K is not None
     return K
 
 

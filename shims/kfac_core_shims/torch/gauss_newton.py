@@ -7,13 +7,13 @@ the root of its weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 import kfac_core as kc
-from kfac_core.samples import damped_kernel, sample_gram
 from kfac_core_shims.torch.jacobians import JacobianFinder
 
 __all__ = ["GaussNewton"]
@@ -30,7 +30,7 @@ _MOST_BENT = 0.75
 _TRIALS = 20
 
 
-class GaussNewton(torch.optim.Optimizer):
+class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     r"""Gauss-Newton with the exact curvature of the whole model, for least squares.
 
     .. math:: \theta \leftarrow \theta - d + \tfrac12 a, \qquad
@@ -115,7 +115,7 @@ class GaussNewton(torch.optim.Optimizer):
         """Parameters whose derivatives the last step formed, R numbers each, and why."""
         return dict(self._finder.formed)
 
-    def step(self, residuals: Callable[[], Residuals]) -> Any:  # type: ignore[override]
+    def step(self, residuals: Callable[[], Residuals]) -> Any:
         """Take one step, and return the loss before it.
 
         Parameters
@@ -149,7 +149,7 @@ class GaussNewton(torch.optim.Optimizer):
                     f"Expected finite residuals, got a loss of {float(loss)}. Nothing was "
                     "changed; begin with smaller weights, or look at the data."
                 )
-            K = sample_gram(J)
+            K = kc.samples.sample_gram(J)
             if self.param_groups[0]["lr"] is None:
                 path = _Path(self, residuals, scales)
                 try:
@@ -183,7 +183,7 @@ class GaussNewton(torch.optim.Optimizer):
     ) -> dict[Any, Any] | None:
         """Return ``d - a/2`` by parameter; None where the path bends too much."""
         try:
-            F = damped_kernel(J, K, damping=damping)
+            F = kc.samples.damped_kernel(J, K, damping=damping)
         except kc.FactorizationError:
             return None
         w = F.solve_kernel(r)
@@ -207,7 +207,7 @@ class GaussNewton(torch.optim.Optimizer):
         if all("direction" in state[p] for p in group["params"]):
             by_parameter = {p: state[p]["direction"] for p in group["params"]}
             last = self._finder.vectors(by_parameter, J)
-        F = damped_kernel(J, K, damping=group["damping"])
+        F = kc.samples.damped_kernel(J, K, damping=group["damping"])
         direction = F.direction(r, last=last, momentum=group["momentum"])
         for p, d in self._finder.directions(direction).items():
             state[p]["direction"] = d
@@ -260,4 +260,5 @@ def _joined(terms: Sequence[Any], scales: Sequence[float]) -> Any:
 
 
 def _norm(vectors: dict[Any, Any]) -> float:
-    return float(sum(x.double().square().sum() for x in vectors.values())) ** 0.5
+    total = sum(x.double().square().sum() for x in vectors.values())
+    return math.sqrt(float(total))

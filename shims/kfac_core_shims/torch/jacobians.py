@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
-from kfac_core.samples import Jacobian
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.graph import calls_below, pull_back
 from kfac_core_shims.torch.hooks import install
@@ -65,7 +64,7 @@ class JacobianFinder:
 
     def jacobian(
         self, residuals: Sequence[Any], scales: Sequence[float], /
-    ) -> Jacobian:
+    ) -> kc.samples.Jacobian:
         """Return the Jacobian of residuals, each term times its scale.
 
         Parameters
@@ -108,7 +107,7 @@ class JacobianFinder:
             }
             module, _, _ = name.rpartition(".")
             self.formed[name] = reasons.get(module, "it is in no layer that is covered")
-        return Jacobian.of(layers, derivatives)
+        return kc.samples.Jacobian.of(layers, derivatives)
 
     def directions(self, direction: Any, /) -> dict[Any, Any]:
         """Return a direction by parameter, in the parameters' own layouts.
@@ -133,7 +132,9 @@ class JacobianFinder:
                 _place(site, parts, targets)
         return targets
 
-    def vectors(self, directions: Any, J: Jacobian, /) -> dict[str, dict[str, Any]]:
+    def vectors(
+        self, directions: Any, J: kc.samples.Jacobian, /
+    ) -> dict[str, dict[str, Any]]:
         """Return directions by parameter as vectors of a Jacobian; undoes `directions`."""
         vectors: dict[str, dict[str, Any]] = {}
         for name, jacobian in J.layers.items():
