@@ -49,6 +49,8 @@ GROUPS = (
         (
             "estimator",
             "network",
+            "state",
+            "stages",
             "block",
             "stages",
             "state",
@@ -214,6 +216,7 @@ DATA = {
     "kfac_core.array.Namespace": "The namespace of such a library, called ``xp``.",
     "kfac_core.array.Scalar": "A Python number, or a 0-d array.",
     "kfac_core.array.Check": "Whether failures raise or set a status: ``{choices}``.",
+    "kfac_core.execution.plain": "The executor that computes the blocks in turn.",
     "kfac_core_conformance.records.CheckDtype": "Precision of a check: ``{choices}``.",
 }
 
