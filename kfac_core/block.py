@@ -12,21 +12,15 @@ from typing import Any, TypeAlias
 
 import array_api_compat
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.admission import with_ids_inside
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.array.backend import Array, load_adapters
-from kfac_core.array.namespaces import (
-    device_of,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.array.place import Place
+from kfac_core.array import Array, Place
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import load_adapters
 from kfac_core.array.precision import Precision
 from kfac_core.array.structure import is_structure
-from kfac_core.constraints import implementation_of, require_kind, require_options
 from kfac_core.conventions import Conventions
-from kfac_core.errors import UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain
 from kfac_core.layers.conv import Conv
@@ -73,15 +67,15 @@ class Block:
     approximation: Approximation
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            layer=implementation_of(Layer),
-            approximation=implementation_of(Approximation),
+            layer=constraints.implementation_of(Layer),
+            approximation=constraints.implementation_of(Approximation),
         )
         load_adapters()
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{type(self.approximation).__name__} for layers of kind "
                 f"{self.layer.kind}: {problem}."
             )
@@ -105,10 +99,10 @@ class Block:
         Statistics
             Statistics that are zero throughout.
         """
-        xp = namespace_of(like=like)
-        require_floating(xp, like, "like")
-        dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
-        place = Place(xp, dtype, device_of(like))
+        xp = ns.namespace_of(like=like)
+        ns.require_floating(xp, like, "like")
+        dtype = precision.dtype(precision.storage, ns.wide_dtype(xp, like.dtype), xp=xp)
+        place = Place(xp, dtype, ns.device_of(like))
         return self.approximation.initial(self.layer, place)
 
     def rows(self, batch: BatchLike, /) -> Any:
@@ -135,13 +129,13 @@ class Block:
         if not isinstance(batch, list | tuple):
             # Only a chain of layers has a batch for each of them.
             if not (isinstance(batch, dict) and isinstance(self.layer, Chain)):
-                require_kind("batch", batch, Batch, _BATCHES)
+                constraints.require_kind("batch", batch, Batch, _BATCHES)
             return self.approximation.rows(self.layer, batch)
         for use in batch:
-            require_kind("batch", use, Batch | GradientBatch, _BATCHES)
+            constraints.require_kind("batch", use, Batch | GradientBatch, _BATCHES)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
         if not uses or not all(isinstance(use, Rows) for use in uses):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "Several uses of one layer need at least one `Batch` each, of a dense or "
                 "conv layer."
             )
@@ -166,7 +160,7 @@ class Block:
         xp = array_api_compat.array_namespace(rows.like)
         rows, _ = with_ids_inside(rows, xp)
         require_known_rows(rows, conventions.reduction)
-        dtype = wide_dtype(xp, rows.like.dtype)
+        dtype = ns.wide_dtype(xp, rows.like.dtype)
         scale = conventions.gradient_scale(
             examples=rows.examples, rows=rows.kept(dtype, xp=xp)
         )
@@ -220,14 +214,15 @@ class Block:
             For several uses of a convolution together with a budget.
         """
         layer = self.layer
-        has_patches = isinstance(layer, Conv) and self.approximation.reads_patches
-        if max_patch_elements is None or not has_patches:
+        has_patches = self.approximation.reads_patches
+        if max_patch_elements is None or not (isinstance(layer, Conv) and has_patches):
             yield self.rows(batch)
             return
         if isinstance(batch, list | tuple):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "Several uses of a convolution are rows of one example, and are not read "
                 "in chunks. Give a smaller batch, or no `max_patch_elements`."
             )
-        require_kind("batch", batch, Batch, "a `Batch`")
-        yield from layer.row_chunks(batch, max_patch_elements=max_patch_elements)
+        constraints.require_kind("batch", batch, Batch, "a `Batch`")
+        chunks: Batch = batch  # type: ignore[assignment]
+        yield from layer.row_chunks(chunks, max_patch_elements=max_patch_elements)

@@ -17,20 +17,13 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from types import UnionType
 from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
 
-from kfac_core.errors import (
-    ArgumentError,
-    ConventionError,
-    DampingError,
-    DecayError,
-    KFACError,
-    ShapeError,
-    UnknownBlockError,
-)
+from kfac_core import errors
 
 __all__ = [
     "Constraint",
@@ -78,13 +71,13 @@ class Constraint(NamedTuple):
 
     expected: str
     accepts: Callable[[Any], bool]
-    error: type[KFACError] = ConventionError
+    error: type[errors.KFACError] = errors.ConventionError
 
 
 def number(
     expected: str,
     holds: Callable[[float], bool],
-    error: type[KFACError] = ConventionError,
+    error: type[errors.KFACError] = errors.ConventionError,
     *,
     arrays: bool = False,
 ) -> Constraint:
@@ -116,7 +109,9 @@ def _is_real_scalar(value: Any) -> bool:
         return False
 
 
-def integer(least: int, error: type[KFACError] = ConventionError) -> Constraint:
+def integer(
+    least: int, error: type[errors.KFACError] = errors.ConventionError
+) -> Constraint:
     """Return the constraint of a whole number that is not less than `least`."""
 
     def accepts(value: Any) -> bool:
@@ -178,7 +173,7 @@ def instance_of(kind: type[Any], /) -> Constraint:
     return Constraint(
         f"{article} {kind.__name__}",
         lambda value: isinstance(value, kind),
-        ArgumentError,
+        errors.ArgumentError,
     )
 
 
@@ -236,19 +231,19 @@ FUNCTION = Constraint("a function", callable)
 CHECK = one_of("raise", "status")
 COUNT = integer(1)
 WHOLE = integer(0)
-SIZE = integer(1, ShapeError)
+SIZE = integer(1, errors.ShapeError)
 NOT_NEGATIVE = number(*_NOT_NEGATIVE)
 POSITIVE = number(*_POSITIVE)
 LIMIT_SCALAR = number("a number > 0", lambda x: x > 0.0, arrays=True)
 FINITE_SCALAR = number("a finite number", math.isfinite, arrays=True)
-FRACTION = number("a number in (0, 1)", lambda x: 0.0 < x < 1.0, DampingError)
+FRACTION = number("a number in (0, 1)", lambda x: 0.0 < x < 1.0, errors.DampingError)
 NOT_NEGATIVE_SCALAR = number(*_NOT_NEGATIVE, arrays=True)
 POSITIVE_SCALAR = number(*_POSITIVE, arrays=True)
-DAMPING = number(*_NOT_NEGATIVE, DampingError, arrays=True)
-DECAY = number("a number in [0, 1]", _is_decay, DecayError)
-DECAY_SCALAR = number("a number in [0, 1]", _is_decay, DecayError, arrays=True)
-WEIGHT = number(*_WEIGHT, DecayError)
-WEIGHT_SCALAR = number(*_WEIGHT, DecayError, arrays=True)
+DAMPING = number(*_NOT_NEGATIVE, errors.DampingError, arrays=True)
+DECAY = number("a number in [0, 1]", _is_decay, errors.DecayError)
+DECAY_SCALAR = number("a number in [0, 1]", _is_decay, errors.DecayError, arrays=True)
+WEIGHT = number(*_WEIGHT, errors.DecayError)
+WEIGHT_SCALAR = number(*_WEIGHT, errors.DecayError, arrays=True)
 
 
 def require_range(name: str, value: object, constraint: Constraint, /) -> None:
@@ -307,7 +302,9 @@ def require_flag(name: str, value: object, /) -> None:
         require_range(name, value, FLAG)
 
 
-def require_kind(name: str, value: Any, kind: type[Any], expected: str, /) -> None:
+def require_kind(
+    name: str, value: Any, kind: type[Any] | UnionType, expected: str, /
+) -> None:
     """Raise `ArgumentError` unless a value is an instance of a class.
 
     Parameters
@@ -317,12 +314,12 @@ def require_kind(name: str, value: Any, kind: type[Any], expected: str, /) -> No
     value : object
         What came.
     kind : type
-        Class, perhaps an abstract one.
+        Class, perhaps an abstract one, or a union of classes.
     expected : str
         The class in words.
     """
     if not isinstance(value, kind):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"Expected `{name}` to be {expected}, got {type(value).__name__}: "
             f"{shown(value)}."
         )
@@ -330,9 +327,9 @@ def require_kind(name: str, value: Any, kind: type[Any], expected: str, /) -> No
 
 def unknown_block(
     name: object, blocks: Iterable[str], /, *, option: str | None = None
-) -> UnknownBlockError:
+) -> errors.UnknownBlockError:
     """Return the error of a name that stands for no block, with those that there are."""
     where = "" if option is None else f" in `{option}`"
-    return UnknownBlockError(
+    return errors.UnknownBlockError(
         f"Unknown block {shown(name)}{where}; the blocks are {shown(list(blocks))[1:-1]}."
     )

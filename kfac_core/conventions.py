@@ -29,8 +29,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kfac_core.array.namespaces import Scalar
-from kfac_core.constraints import one_of, require_options
+from kfac_core import constraints
+from kfac_core.array import Scalar
 
 __all__ = ["Conventions", "LossReduction", "SourceReduction"]
 
@@ -74,10 +74,10 @@ class Conventions:
     sources: SourceReduction
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            reduction=one_of(*get_args(LossReduction)),
-            sources=one_of(*get_args(SourceReduction)),
+            reduction=constraints.one_of(*get_args(LossReduction)),
+            sources=constraints.one_of(*get_args(SourceReduction)),
         )
 
     def outer_product_scale(

@@ -14,11 +14,9 @@ from typing import Literal
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import NUMBER, Scalar, full_of
-from kfac_core.constraints import DAMPING, number, require_range
-from kfac_core.errors import DampingError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Namespace, Scalar, finite
+from kfac_core.array import namespaces as ns
 
 __all__ = [
     "DampingRule",
@@ -28,8 +26,12 @@ __all__ = [
     "require_set_damping",
 ]
 
-_RATIO = number("a number", lambda x: True, DampingError, arrays=True)
-_FACTOR_DOWN = number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0, DampingError)
+_RATIO = constraints.number(
+    "a number", lambda x: True, errors.DampingError, arrays=True
+)
+_FACTOR_DOWN = constraints.number(
+    "a number in (0, 1]", lambda x: 0.0 < x <= 1.0, errors.DampingError
+)
 
 DampingRule = Literal["factored", "factored_unit_pi", "exact"]
 
@@ -105,7 +107,7 @@ def factored_shifts(
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
     safe = mean_eigenvalues
-    if not known_true(positive, xp=xp):
+    if not finite.known_true(positive, xp=xp):
         safe = [xp.where(positive, n, 1.0) for n in mean_eigenvalues]
     # A product of roots, since that of the n_i may overflow or underflow.
     center = _root(safe[0], k, xp)
@@ -193,19 +195,21 @@ def levenberg_marquardt(
     2.0
     """
     require_damping(damping)
-    require_range("reduction_ratio", reduction_ratio, _RATIO)
-    require_range("decay", decay, _FACTOR_DOWN)
+    constraints.require_range("reduction_ratio", reduction_ratio, _RATIO)
+    constraints.require_range("decay", decay, _FACTOR_DOWN)
     if not 0.0 <= minimum <= maximum:
-        raise DampingError(
+        raise errors.DampingError(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
         )
     if not lower <= upper:
-        raise DampingError(f"Expected `lower` <= `upper`, got {lower} and {upper}.")
+        raise errors.DampingError(
+            f"Expected `lower` <= `upper`, got {lower} and {upper}."
+        )
     scalars = damping, reduction_ratio
-    arrays = [x for x in scalars if not isinstance(x, NUMBER)]
+    arrays = [x for x in scalars if not isinstance(x, ns.NUMBER)]
     if arrays:
         xp = array_api_compat.array_namespace(*arrays)
-        lam, rho = (full_of(xp, x, arrays[0]) for x in scalars)
+        lam, rho = (ns.full_of(xp, x, arrays[0]) for x in scalars)
         raised = xp.where(rho >= lower, lam, lam / decay)
         adapted = xp.where(rho > upper, lam * decay, raised)
         least, most = (xp.full_like(lam, bound) for bound in (minimum, maximum))
@@ -225,7 +229,7 @@ def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     checked when factors are damped with it.
     """
     if type(damping) is not float or not 0.0 <= damping < math.inf:
-        require_range(name, damping, DAMPING)
+        constraints.require_range(name, damping, constraints.DAMPING)
 
 
 def require_set_damping(damping: Scalar, /, *, name: str = "damping") -> None:
@@ -235,7 +239,7 @@ def require_set_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     checked when factors are damped with them.
     """
     require_damping(damping, name=name)
-    if not isinstance(damping, NUMBER):
+    if not isinstance(damping, ns.NUMBER):
         xp = array_api_compat.array_namespace(damping)
-        if is_plain(damping, xp=xp):
+        if finite.is_plain(damping, xp=xp):
             require_damping(float(damping), name=name)

@@ -17,25 +17,11 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, get_args
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import MomentStart
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array import Array, Check, Scalar, replaced
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced
 from kfac_core.block import BatchLike, Block
-from kfac_core.constraints import (
-    DECAY,
-    implementation_of,
-    instance_of,
-    mapping_to,
-    one_of,
-    optional,
-    require_check,
-    require_one_of,
-    require_options,
-    require_range,
-)
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
@@ -45,7 +31,6 @@ from kfac_core.damping import DampingRule
 from kfac_core.distributed.executor import DistributedExecutor
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
-from kfac_core.errors import ConcurrentChangeError, NotReadyError, UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
@@ -82,7 +67,7 @@ class _Change:
         thread = threading.get_ident()
         # An interrupt may have left this thread's own number here.
         if self._thread not in (None, thread):
-            raise ConcurrentChangeError(_CHANGED)
+            raise errors.ConcurrentChangeError(_CHANGED)
         self._thread = thread
         return self._estimator.state
 
@@ -205,15 +190,19 @@ class Estimator:
         precision: Precision | None = None,
         execution: Execution | Distributed | Executor | None = None,
     ) -> None:
-        require_options(
+        constraints.require_options(
             locals(),
-            blocks=mapping_to(instance_of(Block)),
-            decay=DECAY,
-            mode=one_of(*get_args(EstimationMode), None),
-            refreshing=optional(instance_of(Refreshing)),
+            blocks=constraints.mapping_to(constraints.instance_of(Block)),
+            decay=constraints.DECAY,
+            mode=constraints.one_of(*get_args(EstimationMode), None),
+            refreshing=constraints.optional(constraints.instance_of(Refreshing)),
         )
         if not isinstance(execution, (Execution, Distributed)):
-            require_range("execution", execution, optional(implementation_of(Executor)))
+            constraints.require_range(
+                "execution",
+                execution,
+                constraints.optional(constraints.implementation_of(Executor)),
+            )
         options = execution if isinstance(execution, Execution) else Execution()
         if isinstance(execution, Distributed):
             options = execution.execution
@@ -269,7 +258,7 @@ class Estimator:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        require_range("decay", decay, DECAY)
+        constraints.require_range("decay", decay, constraints.DECAY)
         self._decay = decay
 
     @property
@@ -462,7 +451,7 @@ class Estimator:
         After `load_state_dict`, ``install()`` raises `NotReadyError`: its operators are of
         statistics that are gone.  For the same reason it leaves out blocks that were reset.
         """
-        require_check(check)
+        constraints.require_check(check)
         started = self.state
         ready = self.network.ready(started, names)
 
@@ -480,7 +469,7 @@ class Estimator:
 
         def install(made: NetworkState) -> None:
             if self.network is not network:
-                raise NotReadyError(
+                raise errors.NotReadyError(
                     "A state was loaded since this refresh was started, and its operators "
                     "are of statistics that are gone. Start another one."
                 )
@@ -576,7 +565,7 @@ class Estimator:
             See `Network.apply` and the product.
         """
         before = state = self.state
-        require_one_of("product", product, VECTOR_PRODUCTS)
+        constraints.require_one_of("product", product, VECTOR_PRODUCTS)
         needed = FACTORIZATION_OF.get(product)
         if needed not in (None, *self.network.refreshing.factorizations):
             state = self._prepared(needed, vectors)
@@ -596,7 +585,7 @@ class Estimator:
     def _install(self, before: NetworkState, after: NetworkState) -> None:
         """Install a state that was made from another, if that is still the state."""
         if self.state is not before:
-            raise ConcurrentChangeError(_CHANGED)
+            raise errors.ConcurrentChangeError(_CHANGED)
         self.state = after
 
     def __getstate__(self) -> dict[str, Any]:
@@ -682,7 +671,7 @@ class Estimator:
                 loaded = self._executor.scattered(loaded)
             damping, decay = settings["damping"], settings["decay"]
             if self.state is not before:
-                raise ConcurrentChangeError(_CHANGED)
+                raise errors.ConcurrentChangeError(_CHANGED)
             # No call stands between these, so that no interrupt comes between them.
             self.network, self.state = network, loaded
             self._damping, self._decay = damping, decay
@@ -710,7 +699,7 @@ class Estimator:
     def _distributed(self, name: str) -> DistributedExecutor:
         if isinstance(self._executor, DistributedExecutor):
             return self._executor
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"`{name}` is of several processes, and this estimator is of one. Make it with "
             "Estimator(..., execution=Distributed(communicator=...))."
         )

@@ -19,47 +19,18 @@ from typing import Any, get_args
 import numpy as np
 from array_api_compat import is_numpy_array
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.options import RefreshOptions, UpdateOptions
-from kfac_core.array.backend import Array, backend_of
+from kfac_core.array import Array, Check, Scalar, map_structure, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
 from kfac_core.array.choice import choose
-from kfac_core.array.namespaces import (
-    Scalar,
-    as_scalar,
-    device_of,
-    namespace_of,
-    own_namespace,
-)
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check
-from kfac_core.array.structure import leaves, map_structure, replaced
+from kfac_core.array.structure import leaves
 from kfac_core.block import Block
-from kfac_core.constraints import (
-    COUNT,
-    NAMES,
-    instance_of,
-    mapping_to,
-    one_of,
-    optional,
-    require_check,
-    require_kind,
-    require_one_of,
-    require_options,
-    require_range,
-    shown,
-    unknown_block,
-)
+from kfac_core.constraints import shown
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_set_damping
-from kfac_core.errors import (
-    ConventionError,
-    DampingError,
-    KFACError,
-    NotReadyError,
-    ShapeError,
-    StateError,
-    UnknownBlockError,
-    UnsupportedError,
-)
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached, is_empty, require_finite_rows
@@ -183,16 +154,16 @@ class Network:
         precision: Precision | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
-        require_options(
+        constraints.require_options(
             locals(),
-            blocks=mapping_to(instance_of(Block)),
-            conventions=instance_of(Conventions),
-            damping_rule=one_of(*get_args(DampingRule)),
-            sharing=optional(instance_of(Sharing)),
-            averaging=optional(instance_of(Averaging)),
-            refreshing=optional(instance_of(Refreshing)),
-            precision=optional(instance_of(Precision)),
-            max_patch_elements=optional(COUNT),
+            blocks=constraints.mapping_to(constraints.instance_of(Block)),
+            conventions=constraints.instance_of(Conventions),
+            damping_rule=constraints.one_of(*get_args(DampingRule)),
+            sharing=constraints.optional(constraints.instance_of(Sharing)),
+            averaging=constraints.optional(constraints.instance_of(Averaging)),
+            refreshing=constraints.optional(constraints.instance_of(Refreshing)),
+            precision=constraints.optional(constraints.instance_of(Precision)),
+            max_patch_elements=constraints.optional(constraints.COUNT),
         )
         sharing = sharing or Sharing()
         self.chains = Chains(sharing.chains, blocks)
@@ -216,7 +187,7 @@ class Network:
             damping_rule == "exact" or decomposes
         )
         if self.chains.of and self.refreshing.damping_scaling != "none":
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "A chain has no curvature without damping that a damping could be relative "
                 f"to. Take damping_scaling='none', got {self.refreshing.damping_scaling!r}."
             )
@@ -276,8 +247,8 @@ class Network:
             State whose ``refreshes`` are zero.  No two of its arrays share memory, so that
             all of them may be donated.
         """
-        xp = namespace_of(like=like)
-        device = device_of(like)
+        xp = ns.namespace_of(like=like)
+        device = ns.device_of(like)
         place: dict[str, Any] = {"dtype": xp.int32, "device": device}
         blocks: dict[str, BlockState] = {}
         for name, block in self.blocks.items():
@@ -368,7 +339,7 @@ class Network:
         """
         if type(decay) is not float or not 0.0 <= decay <= 1.0:
             require_decay(decay)
-        require_check(check)
+        constraints.require_check(check)
         state = self._part_of(state, executor.share)
         try:
             tasks = self._update_tasks(state, batches, decay, check, executor)
@@ -529,8 +500,8 @@ class Network:
         -----
         About ``9 (n^3 + m^3)`` flops per block.
         """
-        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
-        require_check(check)
+        constraints.require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        constraints.require_check(check)
         state = self._part_of(state, executor.share)
         if names is None:
             based = [
@@ -540,13 +511,13 @@ class Network:
                 and state.blocks[name].statistics is not None
             ]
         else:
-            require_range("names", names, NAMES)
+            constraints.require_range("names", names, constraints.NAMES)
             based = [self.known(name) for name in names]
         tasks: dict[str, tuple[Any, ...]] = {}
         for name in based:
             block = self.blocks[name]
             if not block.approximation.has_bases:
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"Block {name!r} ({block.approximation.name}) has no bases; only Eigen "
                     "blocks have bases."
                 )
@@ -620,7 +591,7 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        require_check(check)
+        constraints.require_check(check)
         state = self._part_of(state, executor.share)
         tasks = self._refresh_tasks(state, self.ready(state, names), damping, check)
         blocks: dict[str, BlockState] = {}
@@ -630,7 +601,7 @@ class Network:
             results = executor(REFRESH, tasks)
         for name, refreshed in results.items():
             before = state.blocks[name]
-            if isinstance(refreshed, KFACError):
+            if isinstance(refreshed, errors.KFACError):
                 failures = before.failures + 1
                 if before.operator is None or failures > self.refreshing.failure_budget:
                     raise refreshed
@@ -728,14 +699,16 @@ class Network:
             See `precondition` and the product.
         """
         if type(product) is not str or product not in self._calls:
-            require_one_of("product", product, VECTOR_PRODUCTS)
+            constraints.require_one_of("product", product, VECTOR_PRODUCTS)
         if product == "multiply_matpower" and len(arguments) != 1:
-            raise ConventionError(
+            raise errors.ConventionError(
                 f"Expected `multiply_matpower` with one exponent, got {shown(arguments)}: "
                 "write apply('multiply_matpower', vectors, 0.5)."
             )
         if type(vectors) is not dict:
-            require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
+            constraints.require_kind(
+                "vectors", vectors, Mapping, "a mapping of blocks to vectors"
+            )
         # An operator of this process can be applied by any executor; the others refuse.
         share = state.share if executor.share is None else executor.share
         state = self._part_of(state, share)
@@ -769,7 +742,7 @@ class Network:
         held = state.blocks[name]
         operator = held.operator
         if operator is None or (type(held.refreshes) is int and not held.refreshes):
-            raise NotReadyError(
+            raise errors.NotReadyError(
                 f"Block {name!r} has no operator yet; call `update` and `refresh` first."
             )
         return operator
@@ -794,9 +767,11 @@ class Network:
         if names is None:
             ready = [n for n, held in state.blocks.items() if held.statistics]
             if not ready:
-                raise NotReadyError("No block has statistics yet; call `update` first.")
+                raise errors.NotReadyError(
+                    "No block has statistics yet; call `update` first."
+                )
         else:
-            require_range("names", names, NAMES)
+            constraints.require_range("names", names, constraints.NAMES)
             ready = [self.known(name) for name in names]
         for name in ready:
             has_bases = self.blocks[name].approximation.has_bases
@@ -866,21 +841,21 @@ class Network:
     def known(self, name: str, /) -> str:
         """Return the name of a block, or raise `UnknownBlockError`."""
         if type(name) is not str:
-            require_kind("name", name, str, "the name of a block")
+            constraints.require_kind("name", name, str, "the name of a block")
         if name in self.blocks:
             return name
         if name in self.tied_weights.uses:
             block = self.tied_weights.uses[name]
-            raise UnknownBlockError(
+            raise errors.UnknownBlockError(
                 f"{name!r} is a further use of the weight of block {block!r}, whose "
                 "gradient, summed over the uses, is to be given."
             )
         if name in self.chains.of:
-            raise UnknownBlockError(
+            raise errors.UnknownBlockError(
                 f"{name!r} is a layer of the chain {self.chains.of[name]!r}, which has one "
                 "damping and one operator: name the chain."
             )
-        raise unknown_block(name, self.blocks)
+        raise constraints.unknown_block(name, self.blocks)
 
     def block_of(self, name: str, /) -> str:
         """Return the name of a layer's block: its chain, or the layer itself."""
@@ -895,7 +870,7 @@ class Network:
             require_set_damping(value, name=f"damping[{self.known(name)!r}]")
         missing = sorted(set(self.blocks) - set(damping))
         if missing:
-            raise DampingError(
+            raise errors.DampingError(
                 f"Expected `damping` for every block, but {missing} have none."
             )
 
@@ -904,7 +879,7 @@ class Network:
     ) -> NetworkState:
         """Return the state as the part of a process; raise for one of other blocks."""
         if state.blocks.keys() != self.blocks.keys():
-            raise StateError(
+            raise errors.StateError(
                 f"Expected a state of the blocks {shown([*self.blocks])}, got one of "
                 f"{shown([*state.blocks])}: it is that of another network."
             )
@@ -959,11 +934,13 @@ class Network:
         decay: Scalar,
         executor: Executor,
     ) -> dict[str, tuple[Any, ...]]:
-        require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
+        constraints.require_kind(
+            "moments", moments, Mapping, "a mapping of blocks to statistics"
+        )
         of_blocks: dict[str, Any] = {}
         for name, part in moments.items():
             what = "statistics, as `batch_moments` returns them"
-            require_kind(f"moments[{name!r}]", part, Statistics, what)
+            constraints.require_kind(f"moments[{name!r}]", part, Statistics, what)
             of_blocks[self.known(name)] = part
         if executor.updates_all:
             of_blocks = {name: of_blocks.get(name) for name in self.blocks}
@@ -986,7 +963,9 @@ class Network:
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batches of each block, detached from gradient graphs."""
         if type(batches) is not dict:
-            require_kind("batches", batches, Mapping, "a mapping of blocks to batches")
+            constraints.require_kind(
+                "batches", batches, Mapping, "a mapping of blocks to batches"
+            )
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
         grouped = self.chains.batches(grouped) if self.chains.of else grouped
@@ -1004,13 +983,13 @@ class Network:
             # Making rows validates the batch; the first chunk of examples is enough.
             parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
             return block.initial(next(iter(parts)).like, precision=self.precision)
-        except KFACError as error:
+        except errors.KFACError as error:
             raise type(error)(f"Block {name!r}: {error}") from None
 
     def _statistics_of(self, state: NetworkState, name: str) -> Statistics:
         statistics = state.blocks[name].statistics
         if statistics is None:
-            raise NotReadyError(
+            raise errors.NotReadyError(
                 f"Block {name!r} has no statistics yet; call `update` first."
             )
         return statistics
@@ -1025,7 +1004,7 @@ class Network:
         never = type(held.basis_age) is int and held.basis_age < 0
         missing = type(held.moments_missing) is int and held.moments_missing
         if never or missing:
-            raise NotReadyError(
+            raise errors.NotReadyError(
                 f"Block {name!r} has no moments in the bases of its factors yet; call "
                 f"{'`rebase`' if never else '`update`'} first."
             )
@@ -1111,19 +1090,19 @@ def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Sc
     if isinstance(burning, bool) or statistics is None:
         return 1.0 if burning else value
     xp, like = statistics.namespace, statistics.like
-    value = as_scalar(xp, value, like.dtype, "decay")
+    value = ns.as_scalar(xp, value, like.dtype, "decay")
     return xp.where(burning, xp.ones_like(like), value * xp.ones_like(like))
 
 
 def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
     """Raise unless the statistics of a batch are of the form of a block's."""
-    namespace_of(moments=given.like, statistics=old.like)
+    ns.namespace_of(moments=given.like, statistics=old.like)
     found, expected = (
         {path: tuple(x.shape) for path, x in leaves(part.averages)}
         for part in (given, old)
     )
     if found != expected:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `moments[{name!r}]` to hold arrays of shapes {expected}, got "
             f"{found}."
         )
@@ -1131,5 +1110,5 @@ def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
 
 def _unless_new(refreshes: Array, vector: dict[str, Any]) -> dict[str, Any]:
     """Return a product, or zero for a traced state that was never refreshed."""
-    xp, ready = own_namespace(refreshes), refreshes > 0
+    xp, ready = ns.own_namespace(refreshes), refreshes > 0
     return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)

@@ -6,22 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.options import DampingScaling
-from kfac_core.constraints import (
-    COUNT,
-    FLAG,
-    NAMES,
-    NOT_NEGATIVE,
-    TEXT,
-    WEIGHT,
-    WHOLE,
-    mapping_to,
-    one_of,
-    optional,
-    require_options,
-    tuple_of,
-)
-from kfac_core.errors import ConventionError
 from kfac_core.linalg.factorizations import Factorization, Solving
 
 __all__ = ["Averaging", "Execution", "Refreshing", "Sharing"]
@@ -63,7 +49,12 @@ class Averaging:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require_options(self, debias=FLAG, burn_in=WHOLE, weight=WEIGHT)
+        constraints.require_options(
+            self,
+            debias=constraints.FLAG,
+            burn_in=constraints.WHOLE,
+            weight=constraints.WEIGHT,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +108,20 @@ class Refreshing:
     solving: Solving = "inverse"
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            factorizations=tuple_of(one_of(*get_args(Factorization))),
-            keep_matrices=FLAG,
-            damping_scaling=one_of(*get_args(DampingScaling)),
-            least_shift=NOT_NEGATIVE,
-            failure_budget=WHOLE,
-            solving=one_of(*get_args(Solving)),
+            factorizations=constraints.tuple_of(
+                constraints.one_of(*get_args(Factorization))
+            ),
+            keep_matrices=constraints.FLAG,
+            damping_scaling=constraints.one_of(*get_args(DampingScaling)),
+            least_shift=constraints.NOT_NEGATIVE,
+            failure_budget=constraints.WHOLE,
+            solving=constraints.one_of(*get_args(Solving)),
         )
         made = self.factorizations
         if not self.keep_matrices and (not made or "eigenbasis" in made):
-            raise ConventionError(
+            raise errors.ConventionError(
                 "Expected `factorizations` of 'inverse', 'cholesky' or both with "
                 f"keep_matrices=False, got {made!r}. Take keep_matrices=True: an operator "
                 "without factorizations has nothing else, and powers in an eigenbasis "
@@ -177,11 +170,11 @@ class Sharing:
     chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            factors=mapping_to(TEXT),
-            weights=mapping_to(TEXT),
-            chains=mapping_to(NAMES),
+            factors=constraints.mapping_to(constraints.TEXT),
+            weights=constraints.mapping_to(constraints.TEXT),
+            chains=constraints.mapping_to(constraints.NAMES),
         )
 
 
@@ -214,4 +207,8 @@ class Execution:
     max_patch_elements: int | None = None
 
     def __post_init__(self) -> None:
-        require_options(self, workers=COUNT, max_patch_elements=optional(COUNT))
+        constraints.require_options(
+            self,
+            workers=constraints.COUNT,
+            max_patch_elements=constraints.optional(constraints.COUNT),
+        )

@@ -15,10 +15,10 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.block import Block
-from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Damped
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
@@ -177,7 +177,7 @@ def _of_block(operator: Any) -> tuple[float | None, float | None]:
         return None, None
     try:
         made = operator.prepared("inverse")
-    except FactorizationError:
+    except errors.FactorizationError:
         # Only where nothing was prepared at the refresh; then the inverse does not exist.
         return float("inf"), None
     like = made.trace()
@@ -185,7 +185,7 @@ def _of_block(operator: Any) -> tuple[float | None, float | None]:
     if bool(made.status() != 0):
         return float("nan"), float("inf")
     n, m = made.vector_shape
-    z = probe(n * m, dtype=like.dtype, device=device_of(like), xp=xp)
+    z = probe(n * m, dtype=like.dtype, device=ns.device_of(like), xp=xp)
     z = xp.reshape(z, (n, m))
     return (
         _estimated_condition(made.multiply, made.multiply_inverse, z, xp),
@@ -251,7 +251,7 @@ def _rank_one(part: DampedRankOne, shift: float, xp: Namespace) -> FactorReport:
     block = _factor(part.block)
     if block.residual is None:
         return FactorReport(part.size, shift, None, None, None, 0.0)
-    z = probe(part.size, dtype=part.dtype, device=device_of(part.shift), xp=xp)
+    z = probe(part.size, dtype=part.dtype, device=ns.device_of(part.shift), xp=xp)
 
     def product(v: Array) -> Array:
         return part.multiply(v, shifted=True)

@@ -29,21 +29,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import array_api_compat
 import numpy as np
 
+from kfac_core import errors
 from kfac_core.approximations.options import DampingScaling, RefreshOptions
-from kfac_core.array.namespaces import (
-    device_of,
-    is_finite_number,
-    is_row_major,
-    namespace_of,
-    own_namespace,
-)
+from kfac_core.array import Status, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Status
-from kfac_core.array.structure import fields_of, leaves, replaced
+from kfac_core.array.structure import fields_of, leaves
 from kfac_core.block import Block
 from kfac_core.constraints import shown
 from kfac_core.damping import DampingRule, require_damping
-from kfac_core.errors import DampingError, KFACError, StateError
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.packing import (
@@ -179,9 +173,9 @@ def parse_state(
         Saying what came, what was expected and where.
     """
     if not isinstance(state, Mapping) or _text(state.get("format")) != _text(FORMAT):
-        raise StateError(f"Expected a state of format {FORMAT!r}.")
+        raise errors.StateError(f"Expected a state of format {FORMAT!r}.")
     if _text(state.get("version")) != _text(VERSION):
-        raise StateError(
+        raise errors.StateError(
             f"Expected version {VERSION} of {FORMAT!r}, got "
             f"{shown(state.get('version'))}. It was written by another release of "
             "kfac_core."
@@ -190,21 +184,21 @@ def parse_state(
     _require_equal(state.get("conventions"), promises, "conventions")
     parts = _mapping(state, "blocks")
     if parts.keys() != network.blocks.keys():
-        raise StateError(
+        raise errors.StateError(
             f"Expected the blocks {sorted(network.blocks)}, got {shown([*parts])}. Load "
             "it into an estimator with the same blocks; `load_checkpoint` takes other "
             "`names`."
         )
     try:
         network, settings = _with_settings(network, _mapping(state, "settings"))
-    except KFACError as error:
-        raise StateError(f"settings: {error}") from error
+    except errors.KFACError as error:
+        raise errors.StateError(f"settings: {error}") from error
     blocks: dict[str, BlockState] = {}
     for name in network.blocks:
         try:
             blocks[name] = _block(_mapping(parts, name), network, name)
-        except KFACError as error:
-            raise StateError(f"block {name!r}: {error}") from error
+        except errors.KFACError as error:
+            raise errors.StateError(f"block {name!r}: {error}") from error
     return network, NetworkState(blocks), settings
 
 
@@ -213,8 +207,8 @@ def _damping(value: Any) -> float:
     number = float(value)
     try:
         require_damping(number)
-    except DampingError as error:
-        raise StateError(str(error)) from None
+    except errors.DampingError as error:
+        raise errors.StateError(str(error)) from None
     return number
 
 
@@ -248,10 +242,10 @@ def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
     """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
-        xp = own_namespace(value.array)
+        xp = ns.own_namespace(value.array)
         found[path] = pack_triangle(value.array, xp=xp)
         # A factorization's roundoff depends on both, and a run is resumed bit for bit.
-        found[_below(path, "row_major")] = is_row_major(value.array)
+        found[_below(path, "row_major")] = ns.is_row_major(value.array)
         found[_below(path, "full_storage")] = value.full_storage
     elif fields_of(cls):
         for name, static in fields_of(cls):
@@ -263,7 +257,7 @@ def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
     elif cls in (bool, int, float, str):
         found[path] = value
     elif value is not None:
-        found[path] = own_namespace(value).asarray(value, copy=True)
+        found[path] = ns.own_namespace(value).asarray(value, copy=True)
 
 
 def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
@@ -293,7 +287,7 @@ def _template(values: _Values, network: Network, name: str) -> BlockState:
     """Return an empty state, with statistics and an operator if values exist for them."""
     held = [part for part in ("statistics", "operator") if values.holds(part)]
     if "operator" not in held and values.holds("damping"):
-        raise StateError("damping belongs to no operator.")
+        raise errors.StateError("damping belongs to no operator.")
     if not held:
         return BlockState()
     block, like = network.blocks[name], values.like(held[0])
@@ -350,7 +344,7 @@ class _Values:
         below = [x for path, x in self.left.items() if path.startswith(f"{part}.")]
         self._like = next(filter(_is_real, below), None)
         if self._like is None:
-            raise StateError(f"expected {part} to hold arrays of real numbers.")
+            raise errors.StateError(f"expected {part} to hold arrays of real numbers.")
         if type(self._like) is DeferredArray:
             self._like = self._like.like()
         return self._like
@@ -386,13 +380,13 @@ class _Values:
     def taken(self, path: str) -> Any:
         """Take what stands at a path."""
         if path not in self.left:
-            raise StateError(f"{path} is missing.")
+            raise errors.StateError(f"{path} is missing.")
         return self.left.pop(path)
 
     def require_empty(self) -> None:
         """Raise where anything is left."""
         if self.left:
-            raise StateError(f"{shown([*self.left])} belong to nothing.")
+            raise errors.StateError(f"{shown([*self.left])} belong to nothing.")
 
     def number(self, path: str, like: float, *, most: float | None = None) -> Any:
         """Take a count that is not below that of nothing, or another number."""
@@ -401,7 +395,7 @@ class _Values:
             most = _LARGEST_COUNT if type(like) is int else math.inf
         if (
             type(value) is not type(like)
-            or not is_finite_number(value)
+            or not ns.is_finite_number(value)
             or not least <= value <= most
         ):
             expected = f"a finite {type(like).__name__} of at least {least}"
@@ -426,7 +420,7 @@ class _Values:
             raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
         row_major = self.choice(_below(path, "row_major"), (True, False))
         whole = self.choice(_below(path, "full_storage"), (True, False))
-        xp = own_namespace(packed)
+        xp = ns.own_namespace(packed)
         full = unpack_triangle(packed, n, xp=xp)
         if row_major:
             return SymmetricMatrix(full if whole else xp.tril(full), whole)
@@ -444,14 +438,14 @@ class _Values:
                 expected = f"of at most {self.largest} numbers"
                 raise _problem(path, expected, f"shape {x.shape}")
             x = x.read()
-        xp = namespace_of(**{path: x, "the others": self._like})
+        xp = ns.namespace_of(**{path: x, "the others": self._like})
         real = _is_real(x)
         if not real and x.dtype != xp.int32:
             raise _problem(path, "of float32, float64 or int32", x.dtype)
         if like is not None and real != _is_real(like):
             raise _problem(path, f"of a dtype as {like.dtype}", x.dtype)
         if real and not bool(xp.all(xp.isfinite(x))):
-            raise StateError(f"{path} holds NaN or infinity.")
+            raise errors.StateError(f"{path} holds NaN or infinity.")
         return xp.asarray(x, copy=True)
 
 
@@ -498,7 +492,7 @@ def _is_real(x: Any) -> bool:
         return x.dtype in ("float32", "float64")
     if not array_api_compat.is_array_api_obj(x):
         return False
-    xp = own_namespace(x)
+    xp = ns.own_namespace(x)
     return x.dtype in (xp.float32, xp.float64)
 
 
@@ -513,14 +507,14 @@ def _check_statistics(
             place = f"statistics.{path}"
             if precision.storage is None:
                 raise _problem(place, f"of dtype {dtype}", x.dtype)
-            raise StateError(
+            raise errors.StateError(
                 f"expected {place} to be of dtype {precision.storage}, as "
                 f"Precision(storage=...) says, got {x.dtype}. Load it with the precision "
                 "that it was saved with."
             )
     for name, average in statistics.averages.items():
         if not 0 <= float(average.weight) <= most * 1.001:
-            raise StateError(
+            raise errors.StateError(
                 f"the weight of {name!r} is not one of so many updates: expected one in "
                 f"[0, {most:.6g}], got {float(average.weight):.6g}."
             )
@@ -539,7 +533,9 @@ def _check_flags(statistics: Statistics, block: Block) -> None:
         known |= Status.MATRIX_NOT_FINITE | Status.NOT_POSITIVE | Status.INACCURATE
     flags = int(statistics.status)
     if flags < 0 or flags & ~int(known):
-        raise StateError(f"statistics.status {flags} holds flags that no update sets.")
+        raise errors.StateError(
+            f"statistics.status {flags} holds flags that no update sets."
+        )
 
 
 def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
@@ -551,7 +547,7 @@ def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
     }
     for side, weight in weights.items():
         if not weight and any(weights.values()):
-            raise StateError(
+            raise errors.StateError(
                 f"the factor {side!r} has no statistics, and the other one has: it was "
                 "that of another block, and is not here. Make the estimator with the same "
                 "Sharing(factors=...)."
@@ -566,9 +562,9 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
     try:
         with np.errstate(all="ignore"):
             status = operator.status()
-            xp = own_namespace(status)
+            xp = ns.own_namespace(status)
             good = status.shape == () and not bool(status != 0)
-            vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
+            vector = xp.zeros(shape, dtype=xp.float32, device=ns.device_of(status))
             for product in products:
                 if product in operator.unsupported_products:
                     continue
@@ -578,9 +574,9 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
         raise
     except Exception as error:
         # Whatever a damaged operator runs into, the state is what is wrong.
-        raise StateError(f"the operator is damaged: {error}") from error
+        raise errors.StateError(f"the operator is damaged: {error}") from error
     if not good:
-        raise StateError(
+        raise errors.StateError(
             "the operator is damaged, or a factorization of it had failed."
         )
 
@@ -616,13 +612,13 @@ def _with_settings(
 def _require_known(part: Mapping[str, Any], known: set[str], where: str) -> None:
     """Raise where a mapping has other keys."""
     if unknown := [key for key in part if key not in known]:
-        raise StateError(f"{where} has unknown parts: {shown(unknown)}.")
+        raise errors.StateError(f"{where} has unknown parts: {shown(unknown)}.")
 
 
 def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = part.get(name)
     if not isinstance(found, Mapping):
-        raise StateError(f"Expected a mapping {name!r} in the state.")
+        raise errors.StateError(f"Expected a mapping {name!r} in the state.")
     return found
 
 
@@ -637,7 +633,7 @@ def _text(value: Any) -> str | None:
 def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
     """Compare a description entry by entry, and name those that differ."""
     if not isinstance(found, Mapping):
-        raise StateError(f"Expected a mapping {where!r} in the state.")
+        raise errors.StateError(f"Expected a mapping {where!r} in the state.")
     keys = {**expected, **found}
     others = [k for k in keys if _text(found.get(k)) != _text(expected.get(k))]
     if not others:
@@ -646,8 +642,10 @@ def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
     hint = ""
     if all(str(key).endswith("_layout") for key in others):
         hint = " The layouts alone differ: load a file with layouts='any'."
-    raise StateError(f"expected {where} {shown(wanted)}, got {shown(came)}.{hint}")
+    raise errors.StateError(
+        f"expected {where} {shown(wanted)}, got {shown(came)}.{hint}"
+    )
 
 
-def _problem(path: str, expected: str, found: Any) -> StateError:
-    return StateError(f"expected {path} to be {expected}, got {found}.")
+def _problem(path: str, expected: str, found: Any) -> errors.StateError:
+    return errors.StateError(f"expected {path} to be {expected}, got {found}.")

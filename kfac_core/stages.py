@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, get_args
 
+from kfac_core import constraints, errors
 from kfac_core.approximations import admission
 from kfac_core.approximations.approximation import MomentStart
 from kfac_core.approximations.options import (
@@ -24,39 +25,13 @@ from kfac_core.approximations.options import (
     RefreshOptions,
     UpdateOptions,
 )
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, known_true, quiet
-from kfac_core.array.namespaces import (
-    NUMBER,
-    Scalar,
-    as_scalar,
-    namespace_of,
-    own_namespace,
-    same_place,
-    smallest_normal_of,
-)
+from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, without_scalars
+from kfac_core.array.structure import without_scalars
 from kfac_core.block import BatchLike, Block
-from kfac_core.constraints import (
-    NOT_NEGATIVE,
-    require_check,
-    require_flag,
-    require_kind,
-    require_one_of,
-    require_range,
-)
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
-from kfac_core.errors import (
-    DampingError,
-    DtypeError,
-    FactorizationError,
-    IdRangeError,
-    KFACError,
-    NotFiniteError,
-)
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached_array, raise_for_flags
@@ -142,7 +117,7 @@ def update_block(
         rows = block.rows(batch)
         admission.require_place(statistics, rows)
         rows, outside = admission.with_ids_inside(rows, xp)
-        with quiet(options.check, xp=xp):
+        with finite.quiet(options.check, xp=xp):
             new = block.approximation.updated(statistics, rows, block.layer, entered)
             flags = admission.flags_of_update(
                 flags | outside, block.approximation, rows, new, entered
@@ -180,7 +155,7 @@ def _sum_of_chunks(
         admission.require_place(empty, chunk)
         rows, outside = admission.with_ids_inside(chunk, xp)
         flags = flags | outside | rows.status(xp=xp)
-        with quiet(options.check, xp=xp):
+        with finite.quiet(options.check, xp=xp):
             part = block.approximation.updated(empty, rows, block.layer, alone)
             total = part if total is None else total.merged(part)
         # Otherwise the variables keep this chunk alive while the next one is made.
@@ -255,7 +230,7 @@ def batch_moments(
     )
     admission.require_options(options)
     if precision is not None:
-        require_kind("precision", precision, Precision, "Precision")
+        constraints.require_kind("precision", precision, Precision, "Precision")
     chunks = block.row_parts(batch, max_patch_elements=max_patch_elements)
     first = next(chunks)
     if statistics is None or not statistics.bases:
@@ -267,7 +242,7 @@ def batch_moments(
     chunks = itertools.chain([first], chunks)
     del first
     new, flags = _sum_of_chunks(block, empty, chunks, entered)
-    with quiet(check, xp=xp):
+    with finite.quiet(check, xp=xp):
         flags = admission.overflow_flags(flags, block.approximation, new, entered)
     new = admission.with_status(new, flags)
     return without_scalars(_settled(new, empty, options, name))
@@ -314,12 +289,14 @@ def absorb_block(
     """
     require_decay(decay)
     require_weight(weight)
-    require_kind("moments", moments, Statistics, "statistics from `batch_moments`")
+    constraints.require_kind(
+        "moments", moments, Statistics, "statistics from `batch_moments`"
+    )
     xp, dtype = statistics.namespace, statistics.dtype
     return statistics.absorbed(
         moments,
-        decay=as_scalar(xp, decay, dtype, "decay"),
-        weight=as_scalar(xp, weight, dtype, "weight"),
+        decay=ns.as_scalar(xp, decay, dtype, "decay"),
+        weight=ns.as_scalar(xp, weight, dtype, "weight"),
         decays=block.approximation.decays,
     )
 
@@ -358,8 +335,8 @@ def rebase_block(
     NotFiniteError, FactorizationError
         If a factor has no certified basis (``check="raise"``).
     """
-    require_one_of("moments", moments, get_args(MomentStart))
-    require_check(check)
+    constraints.require_one_of("moments", moments, get_args(MomentStart))
+    constraints.require_check(check)
     new = block.approximation.rebased(
         statistics, block.layer, moments=moments, check=check
     )
@@ -403,7 +380,7 @@ def operator_of(
     """
     _require_refresh_options(options)
     refreshed = refresh_block(block, statistics, options, name=name)
-    if isinstance(refreshed, KFACError):
+    if isinstance(refreshed, errors.KFACError):
         raise refreshed
     return refreshed[0]
 
@@ -415,14 +392,14 @@ def refresh_block(
     /,
     *,
     name: str = "block",
-) -> Refreshed | KFACError:
+) -> Refreshed | errors.KFACError:
     """Return a block's operator and its damping, or the error of a failed factorization.
 
     The error is returned and not raised, so that the other blocks are refreshed.  See
     `operator_of` for the parameters.
     """
     like, damping = statistics.like, options.damping
-    xp = own_namespace(like)
+    xp = ns.own_namespace(like)
     compute = apply = like.dtype
     if options.precision is not None:
         compute, apply = options.precision.dtypes(like.dtype, xp=xp)
@@ -431,7 +408,7 @@ def refresh_block(
     factorizations = options.factorizations
     if options.solving == "triangular":
         swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
-        factorizations = tuple(dict.fromkeys(swapped))  # type: ignore[arg-type]
+        factorizations = tuple(dict.fromkeys(swapped))
     made_with = OperatorOptions(
         damping=_entering_damping(damping, like, (compute, apply), check, name, xp),
         rule=options.rule,
@@ -447,7 +424,7 @@ def refresh_block(
     )
     approximation, layer = block.approximation, block.layer
     try:
-        with quiet(check, xp=xp):
+        with finite.quiet(check, xp=xp):
             if options.damping_scaling == "mean_eigenvalue":
                 bare = made_with._replace(
                     damping=0.0, factorizations=(), keep_matrices=True
@@ -458,7 +435,7 @@ def refresh_block(
                 scaled = _entering_damping(damping, like, dtypes, check, name, xp)
                 made_with = made_with._replace(damping=scaled)
             operator = approximation.operator(statistics, layer, made_with)
-    except (FactorizationError, NotFiniteError) as error:
+    except (errors.FactorizationError, errors.NotFiniteError) as error:
         return error
     if options.solving != "inverse":
         operator = operator.solved_by(options.solving)
@@ -519,7 +496,9 @@ def apply_block(
         For arrays of incompatible shape, dtype, library or device.
     """
     if type(parameters) is not dict:
-        require_kind(f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays")
+        constraints.require_kind(
+            f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
+        )
     weight = parameters.get("weight")
     if isinstance(weight, SparseRows):
         _require_ids(weight.indices, operator)
@@ -552,18 +531,24 @@ def prepare_block(
 
 def _require_refresh_options(options: RefreshOptions) -> None:
     """Raise for options of a refresh that a caller wrote and no network has checked."""
-    require_kind("options", options, RefreshOptions, "RefreshOptions")
-    require_one_of("rule", options.rule, get_args(DampingRule))
-    require_range("least_shift", options.least_shift, NOT_NEGATIVE)
-    require_kind("factorizations", options.factorizations, tuple, "a tuple of names")
+    constraints.require_kind("options", options, RefreshOptions, "RefreshOptions")
+    constraints.require_one_of("rule", options.rule, get_args(DampingRule))
+    constraints.require_range(
+        "least_shift", options.least_shift, constraints.NOT_NEGATIVE
+    )
+    constraints.require_kind(
+        "factorizations", options.factorizations, tuple, "a tuple of names"
+    )
     for factorization in options.factorizations:
-        require_one_of("factorizations", factorization, get_args(Factorization))
-    require_one_of("solving", options.solving, get_args(Solving))
-    require_check(options.check)
-    require_flag("debias", options.debias)
-    require_flag("keep_matrices", options.keep_matrices)
+        constraints.require_one_of(
+            "factorizations", factorization, get_args(Factorization)
+        )
+    constraints.require_one_of("solving", options.solving, get_args(Solving))
+    constraints.require_check(options.check)
+    constraints.require_flag("debias", options.debias)
+    constraints.require_flag("keep_matrices", options.keep_matrices)
     if options.precision is not None:
-        require_kind("precision", options.precision, Precision, "Precision")
+        constraints.require_kind("precision", options.precision, Precision, "Precision")
 
 
 def _entering_damping(
@@ -578,19 +563,19 @@ def _entering_damping(
 
     The dtypes are those of computing and of applying.
     """
-    if isinstance(damping, NUMBER):
+    if isinstance(damping, ns.NUMBER):
         require_damping(damping)
         _require_normal(float(damping), dtypes, xp)
         return float(damping)
     require_damping(damping)
-    entered = as_scalar(xp, damping, dtypes[0], "damping")
-    same_place(statistics=like, damping=damping)
+    entered = ns.as_scalar(xp, damping, dtypes[0], "damping")
+    ns.same_place(statistics=like, damping=damping)
     if check == "raise":
         value = float(detached_array(damping))
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
         return entered
-    smallest = max(smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
+    smallest = max(ns.smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     good = (damping <= 0) | (damping >= smallest)
     # NaN is flagged as an invalid damping, where a number would have raised.
     return xp.where(good, entered, xp.full_like(entered, xp.nan))
@@ -599,9 +584,9 @@ def _entering_damping(
 def _require_normal(damping: float, dtypes: tuple[Any, Any], xp: Namespace) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
     for dtype in dict.fromkeys(dtypes):
-        smallest = smallest_normal_of(dtype, xp=xp)
+        smallest = ns.smallest_normal_of(dtype, xp=xp)
         if 0.0 < damping < smallest:
-            raise DampingError(
+            raise errors.DampingError(
                 f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "
                 f"number of {dtype} with all its digits, got {damping}. Take "
                 'Precision(compute="float64", apply="float64").'
@@ -610,15 +595,15 @@ def _require_normal(damping: float, dtypes: tuple[Any, Any], xp: Namespace) -> N
 
 def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
     """Raise for invalid `SparseRows.indices`, as far as the host can read them."""
-    xp, count = namespace_of(indices=indices), operator.vector_shape[0]
+    xp, count = ns.namespace_of(indices=indices), operator.vector_shape[0]
     if not xp.isdtype(indices.dtype, "integral") or indices.ndim != 1:
-        raise DtypeError(
+        raise errors.DtypeError(
             "Expected `indices` of `SparseRows` to be integer ids of shape (k,), got "
             f"{indices.dtype} of shape {tuple(indices.shape)}."
         )
     inside = (indices >= 0) & (indices < count)
-    if is_plain(indices, xp=xp) and not known_true(inside, xp=xp):
-        raise IdRangeError(
+    if finite.is_plain(indices, xp=xp) and not finite.known_true(inside, xp=xp):
+        raise errors.IdRangeError(
             f"Expected `indices` of `SparseRows` from 0 to {count - 1}, got ids that are "
             "negative, or not below the number of embeddings."
         )
@@ -817,7 +802,7 @@ class _Plain(Executor):
         for name, task in tasks.items():
             try:
                 results[name] = stage.run(*task, name=name)
-            except KFACError as error:
+            except errors.KFACError as error:
                 error.args = (f"Block {name!r}: {error}", *error.args[1:])
                 raise
         return results

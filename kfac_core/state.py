@@ -10,19 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from kfac_core.array.backend import Array
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Scalar, finite, map_structure, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.choice import choose
-from kfac_core.array.finite import is_plain
-from kfac_core.array.namespaces import Scalar, cast, own_namespace
-from kfac_core.array.structure import (
-    array_fields,
-    combinable,
-    map_structure,
-    replaced,
-    structure,
-)
-from kfac_core.constraints import unknown_block
-from kfac_core.errors import StateError
+from kfac_core.array.structure import array_fields, combinable, structure
 from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.operator import CurvatureOperator
 
@@ -110,7 +102,7 @@ class NetworkState:
     def __getitem__(self, name: str) -> BlockState:
         """Return the state of a block, or raise `UnknownBlockError`."""
         if name not in self.blocks:
-            raise unknown_block(name, self.blocks)
+            raise constraints.unknown_block(name, self.blocks)
         return self.blocks[name]
 
     def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
@@ -139,7 +131,7 @@ class NetworkState:
             return self
         if self.share is None and not any(int(b.updates) for b in self.blocks.values()):
             return NetworkState(self.blocks, share)
-        raise StateError(
+        raise errors.StateError(
             f"The state is that of {_owner(self.share)}, and the call is that of "
             f"{_owner(share)}. A process's part of a state is of use to no other: save "
             "what `Estimator.state_dict` returns, which loads on any number of processes."
@@ -171,7 +163,7 @@ class NetworkState:
         for name, wanted in form.blocks.items():
             block = self.blocks[name]
             if block.statistics is not None and block.operator is None:
-                raise StateError(
+                raise errors.StateError(
                     f"Block {name!r} has statistics and no operator: call `refresh` first."
                 )
             if block.statistics is None:
@@ -184,7 +176,7 @@ class NetworkState:
             }
             blocks[name] = replaced(block, **numbers)
             if not combinable(blocks[name], wanted):
-                raise StateError(
+                raise errors.StateError(
                     f"Block {name!r}: expected statistics and an operator of the form that "
                     "this network's stages return under a compiler. Where the options are "
                     'the same, call `refresh` with check="status".'
@@ -194,7 +186,7 @@ class NetworkState:
     def is_good(self) -> Array:
         """Return whether no block is flagged, as a 0-d boolean array."""
         flags = [block.status for block in self.blocks.values()]
-        xp = own_namespace(flags[0])
+        xp = ns.own_namespace(flags[0])
         return xp.all(xp.stack(flags) == 0)
 
     def __repr__(self) -> str:
@@ -214,16 +206,16 @@ def after_update(before: BlockState, statistics: Statistics, good: Any) -> Block
     """Return a block's state with new statistics, every count one higher if it is good."""
     one = good
     if not isinstance(good, int):
-        xp = own_namespace(good)
+        xp = ns.own_namespace(good)
         # Counts that cannot be read here become arrays.
-        one = int(good) if is_plain(good, xp=xp) else cast(xp, good, xp.int32)
+        one = int(good) if finite.is_plain(good, xp=xp) else ns.cast(xp, good, xp.int32)
     if not isinstance(before.updates, int):
-        one = own_namespace(before.updates).zeros_like(before.updates) + one
+        one = ns.own_namespace(before.updates).zeros_like(before.updates) + one
     basis_age, status = before.basis_age, statistics.status
     if isinstance(basis_age, int):
         basis_age = basis_age if basis_age < 0 else basis_age + one
     else:
-        xp = own_namespace(basis_age)
+        xp = ns.own_namespace(basis_age)
         basis_age = xp.where(basis_age < 0, basis_age, basis_age + one)
         # A copy: a state whose arrays are donated must not hold one of them twice.
         status = copied(status)
@@ -257,10 +249,10 @@ def after_refresh_in_status(
 ) -> BlockState:
     """Return a block's state with the new operator if that has no flags."""
     status = operator.status()
-    xp = own_namespace(status)
+    xp = ns.own_namespace(status)
     good = status == 0
     # Where reading the flag costs nothing, a failed refresh is counted at once.
-    if is_plain(status, xp=xp) and not bool(good):
+    if finite.is_plain(status, xp=xp) and not bool(good):
         failures = before.failures + 1
         return replaced(before, failures=failures, status=before.status | status)
     previous = before.operator
@@ -272,7 +264,7 @@ def after_refresh_in_status(
     status = before.status | status
     if isinstance(before.refreshes, int):
         return replaced(new, status=status)
-    failed = cast(xp, xp.logical_not(good), before.refreshes.dtype)
+    failed = ns.cast(xp, xp.logical_not(good), before.refreshes.dtype)
     return replaced(
         new,
         age=before.age * failed,
@@ -287,10 +279,10 @@ def in_form(value: Any, like: Any) -> Any:
     # NumPy scalars count as arrays here, though some are instances of float or int.
     if like is None or type(like) in (int, float):
         return value
-    xp = own_namespace(like)
+    xp = ns.own_namespace(like)
     return xp.zeros_like(like) + (0 if value is None else value)
 
 
 def copied(x: Array) -> Array:
     """Return a copy of an array."""
-    return own_namespace(x).asarray(x, copy=True)
+    return ns.own_namespace(x).asarray(x, copy=True)

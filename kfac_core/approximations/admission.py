@@ -12,24 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import UpdateOptions
-from kfac_core.array.backend import Namespace
+from kfac_core.array import Namespace, Status, map_structure, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import all_finite, known_finite, known_true
-from kfac_core.array.namespaces import (
-    as_number,
-    as_scalar,
-    common_namespace,
-    namespace_of,
-    own_namespace,
-    same_place,
-    status_unless,
-)
-from kfac_core.array.status import Status
-from kfac_core.array.structure import leaves, map_structure, replaced
-from kfac_core.constraints import COUNT, require_check, require_kind, require_range
+from kfac_core.array.structure import leaves
 from kfac_core.conventions import Conventions
-from kfac_core.errors import MixedArraysError
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.id_rows import IdRows
@@ -49,14 +39,18 @@ __all__ = [
 
 def require_options(options: UpdateOptions, /) -> None:
     """Raise for options of an update that a caller wrote and no network has checked."""
-    require_kind("options", options, UpdateOptions, "UpdateOptions")
-    require_kind("conventions", options.conventions, Conventions, "Conventions")
+    constraints.require_kind("options", options, UpdateOptions, "UpdateOptions")
+    constraints.require_kind(
+        "conventions", options.conventions, Conventions, "Conventions"
+    )
     require_decay(options.decay)
     if options.weight is not None:
         require_weight(options.weight)
-    require_check(options.check)
+    constraints.require_check(options.check)
     if options.max_patch_elements is not None:
-        require_range("max_patch_elements", options.max_patch_elements, COUNT)
+        constraints.require_range(
+            "max_patch_elements", options.max_patch_elements, constraints.COUNT
+        )
 
 
 def entering_options(
@@ -67,33 +61,33 @@ def entering_options(
     Python numbers were checked before; a 0-d array that is traced can only be flagged.
     """
     like = statistics.like
-    xp = own_namespace(like)
-    flags: Any = as_number(statistics.status) * 0
+    xp = ns.own_namespace(like)
+    flags: Any = ns.as_number(statistics.status) * 0
     decay, weight = options.decay, options.weight
     if type(decay) is not float:
-        decay = as_scalar(xp, decay, like.dtype, "decay")
+        decay = ns.as_scalar(xp, decay, like.dtype, "decay")
     if weight is not None and type(weight) is not float:
-        weight = as_scalar(xp, weight, like.dtype, "weight")
+        weight = ns.as_scalar(xp, weight, like.dtype, "weight")
     if not isinstance(decay, float):
-        same_place(statistics=like, decay=decay)
+        ns.same_place(statistics=like, decay=decay)
         good = (decay >= 0) & (decay <= 1)
-        flags = flags | status_unless(xp, good, Status.BAD_DECAY)
+        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
     if weight is not None and not isinstance(weight, float):
-        same_place(statistics=like, weight=weight)
+        ns.same_place(statistics=like, weight=weight)
         good = (weight > 0) & xp.isfinite(weight)
-        flags = flags | status_unless(xp, good, Status.BAD_DECAY)
+        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
     return replaced(options, decay=decay, weight=weight, xp=xp), flags
 
 
 def require_place(statistics: Statistics, rows: Any, /) -> None:
     """Raise if a batch and the statistics differ in library or device."""
     like, new = statistics.like, rows.like
-    if common_namespace(like, new) is not None:
+    if ns.common_namespace(like, new) is not None:
         return
     try:
-        namespace_of(statistics=like, batch=new)
-    except MixedArraysError as error:
-        raise MixedArraysError(
+        ns.namespace_of(statistics=like, batch=new)
+    except errors.MixedArraysError as error:
+        raise errors.MixedArraysError(
             f"{error} (The statistics stay where their first batch was.)"
         ) from None
 
@@ -177,7 +171,7 @@ def overflow_flags(
             good = finite if good is None else good & finite
     if good is None:
         return flags
-    overflow = status_unless(xp, good, Status.OVERFLOWED)
+    overflow = ns.status_unless(xp, good, Status.OVERFLOWED)
     return flags | xp.where(
         overflow * 0 + flags == 0, overflow, xp.zeros_like(overflow)
     )

@@ -6,11 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
+from kfac_core import errors
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check
-from kfac_core.errors import UnsupportedError
+from kfac_core.array import Array, Check, Namespace, Place
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
@@ -194,7 +192,7 @@ class Approximation(Protocol):
         Statistics
             Statistics in new bases.
         """
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{self.name} has no bases; only Eigen blocks have bases."
         )
 

@@ -6,16 +6,8 @@ import math
 from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions
-from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    full_of,
-    moved_axis,
-    status_unless,
-)
-from kfac_core.array.place import Place
-from kfac_core.array.status import Status
+from kfac_core.array import Namespace, Place, Scalar, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import Shares
@@ -84,7 +76,7 @@ def updated_axes(
     V = xp.reshape(rows.vectors(statistics.dtype, xp=xp), (-1, *_shape(layer)))
     averages = {}
     for i, n in enumerate(_shape(layer)):
-        unfolded = xp.reshape(moved_axis(V, i + 1, -1, xp=xp), (-1, n))
+        unfolded = xp.reshape(ns.moved_axis(V, i + 1, -1, xp=xp), (-1, n))
         averages[f"axis{i}"] = FullFactor().updated(
             statistics.averages[f"axis{i}"],
             unfolded,
@@ -120,7 +112,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     trace = next(iter(values.values())).trace()
     unit = xp.where(trace > 0, trace, xp.ones_like(trace))
     S = unit ** (1.0 - len(values))
-    lam = full_of(xp, options.damping, S)
+    lam = ns.full_of(xp, options.damping, S)
     exact = options.rule == "exact"
     means = [value.trace() / value.size for value in values.values()]
     shifts = [xp.zeros_like(mean) for mean in means]
@@ -139,10 +131,10 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
         for (name, value), shift in zip(values.items(), shifts, strict=True)
     }
     good = xp.isfinite(lam) & (lam >= 0)
-    flags = status_unless(xp, good, Status.BAD_DAMPING)
+    flags = ns.status_unless(xp, good, Status.BAD_DAMPING)
     lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
     made = ManyKronecker(
-        factors, cast(xp, S, apply), cast(xp, lam, apply), flags, exact
+        factors, ns.cast(xp, S, apply), ns.cast(xp, lam, apply), flags, exact
     )
     return made.prepared(
         *options.factorizations, check=options.check, name=options.name

@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation, MomentStart
 from kfac_core.approximations.kronecker import (
     Bias,
@@ -36,18 +37,8 @@ from kfac_core.approximations.kronecker import (
     without_bias_products,
 )
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, any_status, cast, full_of, roundoff_of
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check
-from kfac_core.array.structure import map_structure, replaced
-from kfac_core.constraints import (
-    DECAY,
-    one_of,
-    optional,
-    require_one_of,
-    require_options,
-)
+from kfac_core.array import Check, Namespace, Place, Scalar, map_structure, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.conventions import Conventions
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
@@ -156,13 +147,13 @@ class Eigen(Approximation):
     has_bases = True
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            input=one_of("full", "diagonal"),
-            output=one_of("full", "diagonal"),
-            sharing=one_of(*get_args(WeightSharing)),
-            bias=one_of(*get_args(Bias)),
-            moment_decay=optional(DECAY),
+            input=constraints.one_of("full", "diagonal"),
+            output=constraints.one_of("full", "diagonal"),
+            sharing=constraints.one_of(*get_args(WeightSharing)),
+            bias=constraints.one_of(*get_args(Bias)),
+            moment_decay=constraints.optional(constraints.DECAY),
         )
 
     @property
@@ -253,7 +244,7 @@ class Eigen(Approximation):
         -----
         About ``9 (n^3 + m^3)`` flops.
         """
-        require_one_of("moments", moments, get_args(MomentStart))
+        constraints.require_one_of("moments", moments, get_args(MomentStart))
         xp = statistics.namespace
         bases: dict[str, Eigendecomposition] = {}
         status = xp.zeros_like(statistics.status)
@@ -265,13 +256,13 @@ class Eigen(Approximation):
             if side == "input" and self._separates_bias(layer):
                 value = without_bias_products(value, xp=xp)
             zero = xp.zeros_like(value.factor)
-            stored = roundoff_of(average.weight.dtype, xp=xp)
+            stored = ns.roundoff_of(average.weight.dtype, xp=xp)
             damped = FactorizationProblem(
                 value.matrix, value.factor, zero, stored, value.rank
             )
             found = eigendecomposition(damped, check=check, name=side)
             bases[side] = _descending(found, xp)
-            status = status | any_status(found.status, xp=xp)
+            status = status | ns.any_status(found.status, xp=xp)
         start = {
             "kronecker": self._kronecker_moments,
             "carried": _carried_moments,
@@ -311,12 +302,14 @@ class Eigen(Approximation):
     ) -> SpectralOperator:
         """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` in its current state."""
         xp, apply = options.xp, options.apply
-        E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)
+        E = ns.cast(
+            xp, statistics.averages["block"].value(debias=options.debias), apply
+        )
         operator = spectral_operator(
             E,
             input=statistics.bases.get("input"),
             output=statistics.bases.get("output"),
-            damping=full_of(xp, options.damping, E),
+            damping=ns.full_of(xp, options.damping, E),
             vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,
@@ -330,7 +323,7 @@ class Eigen(Approximation):
         flags = undetermined(
             [_spectrum(statistics, side) for side in _SIDES],
             scale=averages["repeats"].value(debias=True),
-            damping=full_of(xp, options.damping, averages["repeats"].weight),
+            damping=ns.full_of(xp, options.damping, averages["repeats"].weight),
             check=options.check,
             name=options.name,
         )

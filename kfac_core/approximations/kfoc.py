@@ -35,13 +35,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast
-from kfac_core.array.place import Place
-from kfac_core.constraints import COUNT, require_options
+from kfac_core.array import Array, Namespace, Place, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
@@ -116,7 +115,7 @@ class KFOC(Approximation):
     name = "kfoc"
 
     def __post_init__(self) -> None:
-        require_options(self, iterations=COUNT)
+        constraints.require_options(self, iterations=constraints.COUNT)
 
     @property
     def reduction_problem(self) -> str:
@@ -202,7 +201,7 @@ def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> F
     if rows.positions > 1:
         D = rows.per_example(dtype, xp=xp)
         return GradientTerm(xp.reshape(D, (*D.shape[:-4], -1, *D.shape[-2:])), scale)
-    g = cast(xp, rows.output_grads, dtype)[..., 0, :]
+    g = ns.cast(xp, rows.output_grads, dtype)[..., 0, :]
     return RowTerm(rows.full_inputs(dtype, xp=xp)[..., 0, :], g, scale)
 
 

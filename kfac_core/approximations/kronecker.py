@@ -29,22 +29,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import positive_or_one
-from kfac_core.array.namespaces import (
-    as_array,
-    as_number,
-    cast,
-    device_of,
-    full_of,
-)
-from kfac_core.array.place import Place
-from kfac_core.array.structure import replaced
-from kfac_core.constraints import one_of, require_options
+from kfac_core.array import Array, Namespace, Place, finite, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.damping import factored_shifts
-from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
@@ -158,15 +148,15 @@ class Kronecker(Approximation):
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            input=one_of(*get_args(FactorKind)),
-            output=one_of(*get_args(FactorKind)),
-            sharing=one_of(*get_args(WeightSharing)),
-            bias=one_of(*get_args(Bias)),
+            input=constraints.one_of(*get_args(FactorKind)),
+            output=constraints.one_of(*get_args(FactorKind)),
+            sharing=constraints.one_of(*get_args(WeightSharing)),
+            bias=constraints.one_of(*get_args(Bias)),
         )
         if self.bias == "separate" and self.input == "uncorrelated":
-            raise ConventionError(
+            raise errors.ConventionError(
                 "Uncorrelated inputs have one factor with the bias in it. Take "
                 "bias='joint', or input='full'."
             )
@@ -336,8 +326,8 @@ class Kronecker(Approximation):
         """
         xp, averages, apply = options.xp, statistics.averages, options.apply
         # Always debiased: S counts rows, and a biased mean would scale F.
-        S = cast(xp, averages["repeats"].value(debias=True), options.compute)
-        S = positive_or_one(as_number(S), xp=xp)
+        S = ns.cast(xp, averages["repeats"].value(debias=True), options.compute)
+        S = finite.positive_or_one(ns.as_number(S), xp=xp)
         separate = self.bias == "separate" and "bias" in layer.parameter_shapes
         kinds = {
             "input": factor_of(self.input, layer),
@@ -380,12 +370,12 @@ class Kronecker(Approximation):
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
             made.append(part if exact else options.kept(part))
-        scale = as_array(cast(xp, S, apply))
+        scale = ns.as_array(ns.cast(xp, S, apply))
         operator = FactoredKronecker(made[0], made[1], scale)
         if not exact:
             return operator
         undamped = FactoredKronecker(damped[0], damped[1], scale)
-        lam = cast(xp, full_of(xp, options.damping, S), apply)
+        lam = ns.cast(xp, ns.full_of(xp, options.damping, S), apply)
         return exactly_damped(
             operator,
             undamped,
@@ -432,7 +422,7 @@ def without_bias_products(value: Any, /, *, xp: Namespace) -> Any:
     if not isinstance(value, ScaledMatrix):
         return value
     A = value.matrix.array
-    i = xp.arange(A.shape[-1], device=device_of(A))
+    i = xp.arange(A.shape[-1], device=ns.device_of(A))
     last = i == A.shape[-1] - 1
     kept = last[:, None] == last
     zeros = xp.zeros_like(A)
@@ -468,15 +458,15 @@ def _separately_damped(
         least=options.least_shift,
         xp=xp,
     )
-    lam = full_of(xp, options.damping, S) / S + xp.zeros_like(shifts[1])
-    scale, name = as_array(cast(xp, S, apply)), options.name
+    lam = ns.full_of(xp, options.damping, S) / S + xp.zeros_like(shifts[1])
+    scale, name = ns.as_array(ns.cast(xp, S, apply)), options.name
 
     def part(kind: Any, value: Any, shift: Array, what: str) -> Any:
         reporting: Any = {"check": options.check, "name": f"{name}/{what}"}
         damped = kind.damped(value, shift, **reporting, apply_dtype=apply)
         return options.kept(damped.prepared(*options.factorizations, **reporting))
 
-    one = cast(xp, xp.ones_like(own)[..., None], apply)
+    one = ns.cast(xp, xp.ones_like(own)[..., None], apply)
     weight = FactoredKronecker(
         part(kinds["input"], A, shifts[0], "input"),
         part(kinds["output"], G, shifts[1], "output"),

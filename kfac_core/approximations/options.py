@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array import Check, Namespace, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check
 from kfac_core.array.structure import structure
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
@@ -96,7 +95,7 @@ class UpdateOptions:
         part_of = getattr(rows, "batch_examples", None)
         whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
         if not isinstance(all_rows, int):
-            all_rows = cast(xp, all_rows, dtype)
+            all_rows = ns.cast(xp, all_rows, dtype)
         outer_products = self.conventions.outer_product_scale(
             examples=whole, rows=all_rows, sources=rows.sources
         )

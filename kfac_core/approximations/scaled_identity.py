@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.namespaces import full_of
-from kfac_core.array.place import Place
-from kfac_core.constraints import NOT_NEGATIVE, require_options
+from kfac_core.array import Place
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -56,7 +56,7 @@ class ScaledIdentity(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        require_options(self, scale=NOT_NEGATIVE)
+        constraints.require_options(self, scale=constraints.NOT_NEGATIVE)
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics: a count of examples."""
@@ -77,11 +77,11 @@ class ScaledIdentity(Approximation):
     ) -> SpectralOperator:
         """Return ``(c + lam) I``."""
         xp, compute, apply = options.xp, options.compute, options.apply
-        one = full_of(xp, self.scale, statistics.like)
+        one = ns.full_of(xp, self.scale, statistics.like)
         spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
         return spectral_operator(
             spectrum,
-            damping=full_of(xp, options.damping, spectrum),
+            damping=ns.full_of(xp, options.damping, spectrum),
             vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,

@@ -20,8 +20,8 @@ from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.namespaces import cast, full_of
-from kfac_core.array.place import Place
+from kfac_core.array import Place
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -98,10 +98,10 @@ class Diagonal(Approximation):
         """Return ``diag(D * D) + lam I`` in its current state."""
         xp, compute, apply = options.xp, options.compute, options.apply
         average = statistics.averages["block"]
-        squares = cast(xp, average.value(debias=options.debias), compute)
+        squares = ns.cast(xp, average.value(debias=options.debias), compute)
         return spectral_operator(
             xp.reshape(squares, layer.matrix_shape),
-            damping=full_of(xp, options.damping, squares),
+            damping=ns.full_of(xp, options.damping, squares),
             vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,

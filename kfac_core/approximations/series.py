@@ -31,15 +31,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
-from kfac_core.array.namespaces import cast
-from kfac_core.array.place import Place
-from kfac_core.array.structure import replaced
-from kfac_core.constraints import COUNT, one_of, optional, require_options
-from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.array import Place, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.lagged import LaggedFactor, length_shares
 from kfac_core.factors.statistics import Statistics
@@ -109,16 +107,18 @@ class Series(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        require_options(
-            self, variant=one_of(*get_args(SeriesVariant)), steps=optional(COUNT)
+        constraints.require_options(
+            self,
+            variant=constraints.one_of(*get_args(SeriesVariant)),
+            steps=constraints.optional(constraints.COUNT),
         )
         if self.variant == "symmetric" and self.steps is None:
-            raise ConventionError(
+            raise errors.ConventionError(
                 "The symmetric variant sums over the lags of sequences of known lengths: "
                 "expected `steps`, the length of the longest."
             )
         if self.variant != "symmetric" and self.steps is not None:
-            raise ConventionError(
+            raise errors.ConventionError(
                 f"The variant {self.variant!r} knows no `steps`; leave it out."
             )
 
@@ -158,7 +158,7 @@ class Series(Approximation):
         """
         rows: Rows = layer.rows(batch)
         if self.variant != "independent" and batch.inputs.ndim > 3:
-            raise ShapeError(
+            raise errors.ShapeError(
                 "Expected `inputs` to have shape (N, T, features) for a series, got "
                 f"{tuple(batch.inputs.shape)}: the time steps are one shared axis. Move "
                 "further axes into that of the sequences."
@@ -193,8 +193,8 @@ class Series(Approximation):
         shares = options.shares(statistics, rows)
         xp, decay = options.xp, options.decay
         old, averages = statistics.averages, dict(new.averages)
-        x = cast(xp, rows.inputs, statistics.dtype)
-        g = cast(xp, rows.output_grads, statistics.dtype)
+        x = ns.cast(xp, rows.inputs, statistics.dtype)
+        g = ns.cast(xp, rows.output_grads, statistics.dtype)
         averages["lagged_input"] = _LAG_1.updated(
             old["lagged_input"],
             x,
@@ -241,7 +241,7 @@ class Series(Approximation):
         if self.variant == "independent":
             return _LAG_0.operator(statistics, layer, options)
         if options.rule == "exact":
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"The {self.variant} series is damped in its moments of lag 0 only, and "
                 "has no exact damping. Use the rule 'factored' or 'factored_unit_pi'."
             )

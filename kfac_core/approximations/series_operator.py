@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from kfac_core import errors
 from kfac_core.approximations.options import OperatorOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, full_of, roundoff_of
-from kfac_core.array.status import Status
+from kfac_core.array import Array, Namespace, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.damping import factored_shifts
-from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
@@ -82,16 +81,16 @@ def _made(
         _FULL.value(averages[side], debias=debias, dtype=dtype, xp=xp) for side in sides
     )
     lagged = [
-        cast(xp, averages[f"lagged_{side}"].value(debias=debias), dtype)
+        ns.cast(xp, averages[f"lagged_{side}"].value(debias=debias), dtype)
         for side in sides
     ]
     # Always debiased, as the lengths are: they count rows.
-    S = cast(xp, averages["repeats"].value(debias=True), dtype)
+    S = ns.cast(xp, averages["repeats"].value(debias=True), dtype)
     nothing = xp.logical_not(S > 0)
     S = xp.where(nothing, xp.ones_like(S), S)
     shifts = factored_shifts(
         [_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)],
-        full_of(xp, options.damping, S),
+        ns.full_of(xp, options.damping, S),
         scale=S,
         unit_pi=options.rule == "factored_unit_pi",
         least=options.least_shift,
@@ -109,12 +108,12 @@ def _made(
     ]
     lengths: Array | None = None
     if "lengths" in averages:
-        lengths = cast(xp, averages["lengths"].value(debias=True), dtype)
-        first = xp.arange(lengths.shape[0], device=device_of(lengths)) == 0
+        lengths = ns.cast(xp, averages["lengths"].value(debias=True), dtype)
+        first = xp.arange(lengths.shape[0], device=ns.device_of(lengths)) == 0
         lengths = xp.where(nothing, xp.astype(first, dtype), lengths)
     (A_0, G_0), (A_1, G_1) = parts, lagged
     root_A, root_G = _root(A_0, A_1, xp), _root(G_0, G_1, xp)
-    stored = roundoff_of(statistics.dtype, xp=xp)
+    stored = ns.roundoff_of(statistics.dtype, xp=xp)
     chain: WeightedRoots | InfiniteChain
     if lengths is None:
         chain = infinite_chain(
@@ -122,7 +121,9 @@ def _made(
         )
     else:
         chain = symmetric_chain(root_A, root_G, lengths, stored=stored, xp=xp)
-    fallback = xp.full((), int(Fallback.WORKING), dtype=xp.int32, device=device_of(S))
+    fallback = xp.full(
+        (), int(Fallback.WORKING), dtype=xp.int32, device=ns.device_of(S)
+    )
     return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, fallback)
 
 
@@ -133,11 +134,11 @@ def _root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
 
 def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:
     if Status.MATRIX_NOT_FINITE in flags:
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"{name}: the moments of lag 1 hold NaN or infinity. Reset the statistics, or "
             "keep them in float64."
         )
-    raise FactorizationError(
+    raise errors.FactorizationError(
         "the moments of lag 0 and lag 1 make no covariance of a chain (flags "
         f"{flags!s}; the largest correlation is {float(made.chain.clipped):.1e} above 1). "
         "Increase `damping`; if that is no remedy, the two lags are not of the same rows.",

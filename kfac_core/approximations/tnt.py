@@ -26,14 +26,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import Kronecker, kronecker_shapes
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast
-from kfac_core.array.place import Place
-from kfac_core.constraints import one_of, require_options
+from kfac_core.array import Array, Namespace, Place
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -96,7 +95,9 @@ class TNT(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        require_options(self, positions=one_of(*get_args(Positions)))
+        constraints.require_options(
+            self, positions=constraints.one_of(*get_args(Positions))
+        )
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of both factors; of a block of one array, none."""
@@ -185,7 +186,7 @@ def _gram_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
     """
     if rows.positions == 1:
         x = rows.full_inputs(dtype, xp=xp)[..., 0, :]
-        g = cast(xp, rows.output_grads, dtype)[..., 0, :]
+        g = ns.cast(xp, rows.output_grads, dtype)[..., 0, :]
         g_norms = xp.sqrt(xp.sum(g * g, axis=(-3, -1)))
         x_norms = xp.sqrt(xp.sum(x * x, axis=-1))
         across = g * x_norms[..., None, :, None]

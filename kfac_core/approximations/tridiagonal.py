@@ -27,15 +27,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from kfac_core import errors
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, roundoff_of
-from kfac_core.array.place import Place
-from kfac_core.array.status import Status
-from kfac_core.array.structure import replaced
-from kfac_core.errors import FactorizationError, NotFiniteError, UnsupportedError
+from kfac_core.array import Array, Namespace, Place, Status, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain, ChainRows
@@ -167,7 +164,7 @@ class BlockTridiagonal(Approximation):
         in float64 where a residual is above its limit.
         """
         if options.rule == "exact":
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "A chain is damped in the moments of its layers, and has no exact damping. "
                 "Use the rule 'factored' or 'factored_unit_pi'."
             )
@@ -199,7 +196,7 @@ def _moments_between(
     """Return the sums over examples (and sources) of ``x_i x_j^T`` and ``g_i g_j^T``."""
     x, y = (part.full_inputs(dtype, xp=xp)[:, 0, :] for part in (rows, following))
     g, h = (
-        cast(xp, xp.reshape(grads, (-1, grads.shape[-1])), dtype)
+        ns.cast(xp, xp.reshape(grads, (-1, grads.shape[-1])), dtype)
         for grads in (rows.output_grads, following.output_grads)
     )
     return {
@@ -233,7 +230,7 @@ def _made(
     def between(root: Root, key: str) -> Root:
         """Return a root with the moment between its layer and the next."""
         moment = statistics.averages[key].value(debias=options.debias)
-        return replaced(root, lagged=cast(xp, moment, dtype))
+        return replaced(root, lagged=ns.cast(xp, moment, dtype))
 
     links, conditionals = {}, {}
     for i, (own, following) in enumerate(itertools.pairwise(roots)):
@@ -242,14 +239,14 @@ def _made(
             following[0],
             between(own[1], f"{i}-{i + 1}-output"),
             following[1],
-            stored=roundoff_of(statistics.dtype, xp=xp),
+            stored=ns.roundoff_of(statistics.dtype, xp=xp),
             xp=xp,
         )
     last = f"{len(roots) - 1}"
     conditionals[last] = marginal(*roots[-1], xp=xp)
     scale = layers[last].scale
     fallback = xp.full(
-        (), int(Fallback.WORKING), dtype=xp.int32, device=device_of(scale)
+        (), int(Fallback.WORKING), dtype=xp.int32, device=ns.device_of(scale)
     )
     return TridiagonalOperator(
         layers, links, conditionals, scale, fallback, tuple(chain.names)
@@ -264,11 +261,11 @@ def _raise_for(flags: Status, made: TridiagonalOperator) -> NoReturn:
         if int(part.flags)
     )
     if Status.MATRIX_NOT_FINITE in flags:
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"{name}: the moments between this layer and the next hold NaN or infinity. "
             "Reset the statistics, or keep them in float64."
         )
-    raise FactorizationError(
+    raise errors.FactorizationError(
         "the moments of this layer and the next make no covariance (flags "
         f"{flags!s}; the largest correlation is "
         f"{float(bad.clipped):.1e} above 1). Increase `damping`; if "

@@ -17,7 +17,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.place import Place
 from kfac_core.array.selection import Selection, selected_backend
-from kfac_core.array.status import Check
+from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Place",
     "Scalar",
     "Selection",
+    "Status",
     "as_scalar",
     "cast",
     "device_of",

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from kfac_core import errors
 from kfac_core.array.generic_backend import BrokenBackend, GenericBackend
 from kfac_core.array.optional import entry_points_of
 from kfac_core.array.structure import Registrar, register_structures_with
-from kfac_core.errors import UnknownBackendError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -195,7 +195,7 @@ def get_backend(name: str, /) -> Backend:
     backend = _loaded[name]
     known = name in _entry_points()
     if isinstance(backend, GenericBackend) and not (known or backend.is_known()):
-        raise UnknownBackendError(
+        raise errors.UnknownBackendError(
             f"Unknown backend {name!r}: registered are {', '.join(backend_names())}, and "
             f"no package {name!r} that follows the Array API standard was found. "
             "Check the spelling of `KFAC_CORE_BACKEND` or of the argument, or install "

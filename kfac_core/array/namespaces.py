@@ -17,17 +17,10 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from kfac_core import errors
 from kfac_core.array.backend import Array, Namespace, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import Status
-from kfac_core.errors import (
-    ArgumentError,
-    BackendUnavailableError,
-    DtypeError,
-    KFACError,
-    MixedArraysError,
-    ShapeError,
-)
 
 __all__ = [
     "NUMBER",
@@ -174,13 +167,13 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
     if cls in _namespaces:
         return
     if isinstance(x, np.ndarray) and cls not in (np.ndarray, np.memmap):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"Expected `{name}` to be a plain array, got {cls.__module__}.{cls.__name__}. "
             "Subclasses change what operations mean (a mask hides numbers). Give "
             "`numpy.asarray(x)`, with masked numbers filled first."
         )
     if array_api_compat.is_pydata_sparse_array(x):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"Expected `{name}` to be a dense array, got {cls.__module__}.{cls.__name__}. "
             "Make it dense."
         )
@@ -196,7 +189,7 @@ def is_usable(x: Any, /) -> bool:
     if cls not in _namespaces:
         try:
             own_namespace(x)
-        except (TypeError, KFACError):
+        except (TypeError, errors.KFACError):
             return False
     if not getattr(x.dtype, "isnative", True):
         return False
@@ -207,7 +200,9 @@ def _require_usable(x: Array, name: str) -> None:
     """Raise for an array of which its backend says that it cannot be computed with."""
     problem = _problem_of[type(x)](x)
     if problem is not None:
-        raise ArgumentError(f"Expected `{name}` to be a dense array, got {problem}.")
+        raise errors.ArgumentError(
+            f"Expected `{name}` to be a dense array, got {problem}."
+        )
 
 
 def same_place(**arrays: Array | None) -> None:
@@ -236,9 +231,11 @@ def same_place(**arrays: Array | None) -> None:
             raise _places_differ(*first, name, place)
 
 
-def _places_differ(first: str, place: Any, second: str, other: Any) -> MixedArraysError:
+def _places_differ(
+    first: str, place: Any, second: str, other: Any
+) -> errors.MixedArraysError:
     """Return a message that names two arguments on different devices."""
-    return MixedArraysError(
+    return errors.MixedArraysError(
         f"`{first}` is on {place} and `{second}` is on {other}: arrays given together must "
         "be on one device. Move one of them yourself; nothing is moved in silence."
     )
@@ -306,7 +303,7 @@ def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
     """
     known = _real_floating.get((xp.__name__, x.dtype))
     if not (known or _is_real_floating(xp, x.dtype)):
-        raise DtypeError(
+        raise errors.DtypeError(
             f"Expected `{name}` to have a real floating dtype of 16, 32 or 64 bits, in the "
             f"machine's byte order, got {x.dtype}. Convert it first, for example with "
             "`astype(x, float32)`."
@@ -316,7 +313,7 @@ def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
 def require_matrix(x: Array, shape: tuple[int, ...], name: str, /) -> None:
     """Raise `ShapeError` unless the array has exactly that shape."""
     if tuple(x.shape) != shape:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{name}` to have shape {shape}, got {tuple(x.shape)}."
         )
 
@@ -378,17 +375,17 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     try:
         namespace = array_api_compat.array_namespace(value)
     except TypeError as error:
-        raise DtypeError(
+        raise errors.DtypeError(
             f"Expected `{name}` to be a number or a 0-d array, got {value!r}."
         ) from error
     if value.ndim != 0:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{name}` to be a number or a 0-d array, got an array of shape "
             f"{tuple(value.shape)}."
         )
     if namespace is not xp:
         given, others = _short(namespace.__name__), _short(xp.__name__)
-        raise MixedArraysError(
+        raise errors.MixedArraysError(
             f"`{name}` is a 0-d array of {given}, but the other arrays are of {others}. "
             "Give a Python number, or an array of that library."
         )
@@ -474,7 +471,7 @@ def _require_version(xp: Namespace) -> None:
         found = f"follows version {version} of the Array API standard"
     else:
         return
-    raise BackendUnavailableError(
+    raise errors.BackendUnavailableError(
         f"{_short(xp.__name__)} {found}; kfac_core needs {ARRAY_API_VERSION} or newer. "
         "Install a newer version of the library."
     )
@@ -519,13 +516,13 @@ def _explain(given: dict[str, Any]) -> Exception:
         except TypeError:
             problem = True
         if problem:
-            return DtypeError(
+            return errors.DtypeError(
                 f"Expected `{name}` to be an array, got {type(x).__name__}. Make it one "
                 "with the library that you use, or with kfac_core.asarray."
             )
     (first, library), *rest = libraries.items()
     second = next((name for name, other in rest if other != library), first)
-    return MixedArraysError(
+    return errors.MixedArraysError(
         f"`{first}` is an array of {_short(library)} and `{second}` of "
         f"{_short(libraries[second])}: arrays given together must be of one library. "
         "Convert one of them; nothing is converted in silence."

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core import constraints
 from kfac_core.array.backend import Namespace
-from kfac_core.constraints import one_of, require_options
 
 __all__ = ["FloatName", "Precision"]
 
@@ -52,8 +52,8 @@ class Precision:
     apply: FloatName | None = None
 
     def __post_init__(self) -> None:
-        name = one_of(*get_args(FloatName), None)
-        require_options(self, storage=name, compute=name, apply=name)
+        name = constraints.one_of(*get_args(FloatName), None)
+        constraints.require_options(self, storage=name, compute=name, apply=name)
 
     def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
         """Return the library's dtypes of computing and of applying."""

@@ -27,6 +27,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from kfac_core import errors
 from kfac_core.array.backend import (
     Array,
     Backend,
@@ -34,7 +35,6 @@ from kfac_core.array.backend import (
     backend_of,
     get_backend,
 )
-from kfac_core.errors import ArgumentError, BackendUnavailableError
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -104,21 +104,21 @@ def selected_backend(backend: str | None = None, /) -> Selection:
     """
     spec, reason = _choose(backend)
     if not isinstance(spec, str):
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"Expected `backend` to be a string such as 'torch:cuda:0', got {spec!r}."
         )
     name, _, device = spec.partition(":")
     found = get_backend(name)
     problem = found.problem()
     if problem is not None:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"Backend {name!r} ({reason}) cannot be used here: {problem}. "
             f"Usable here: {', '.join(_usable()) or 'none'}."
         )
     try:
         return Selection(found, found.device(device or None), spec, reason)
     except (Exception, SystemExit) as error:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"Backend {spec!r} ({reason}): no such device here: {error}"
         ) from error
 

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from kfac_core import errors
 from kfac_core.constraints import shown
-from kfac_core.errors import ArgumentError, StateError
 
 __all__ = ["Archive", "opened", "path_of", "write_archive"]
 
@@ -56,7 +56,7 @@ class Archive:
             np.lib.format.read_magic(member)
             shape, _, dtype = np.lib.format.read_array_header_1_0(member)
             if dtype.name not in DTYPES:
-                raise StateError(
+                raise errors.StateError(
                     f"expected arrays of {', '.join(DTYPES)}, got {dtype}."
                 )
             return dtype.name, shape
@@ -73,7 +73,7 @@ class Archive:
             info = self._zip.getinfo(name)
             # A compressed member may be a thousand times as large as the file.
             if info.compress_type != zipfile.ZIP_STORED:
-                raise StateError(f"{name} is compressed.")
+                raise errors.StateError(f"{name} is compressed.")
             with self._zip.open(info) as member:
                 yield member
 
@@ -103,13 +103,15 @@ def opened(path: str | os.PathLike[str], /) -> Iterator[Archive]:
     try:
         # Opening a FIFO would wait for a writer.
         if place.exists() and not place.is_file():
-            raise StateError("not a regular file.")
+            raise errors.StateError("not a regular file.")
         with contextlib.closing(Archive(place)) as archive:
             yield archive
     except OSError as error:
-        raise StateError(f"{_short(place)}: {error.strerror or error}.") from None
-    except StateError as error:
-        raise StateError(f"{_short(place)}: {error}") from None
+        raise errors.StateError(
+            f"{_short(place)}: {error.strerror or error}."
+        ) from None
+    except errors.StateError as error:
+        raise errors.StateError(f"{_short(place)}: {error}") from None
 
 
 def write_archive(
@@ -153,7 +155,7 @@ def path_of(path: Any, /) -> Path:
     except TypeError:
         text = "\0"
     if "\0" in text:
-        raise ArgumentError(
+        raise errors.ArgumentError(
             f"Expected `path` to be a string without NUL characters or a path, got "
             f"{shown(path)}."
         )
@@ -165,10 +167,10 @@ def _damage_told() -> Iterator[None]:
     """Turn what `zipfile` and NumPy raise for damaged files into a `StateError`."""
     try:
         yield
-    except (StateError, OSError, MemoryError):
+    except (errors.StateError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise StateError(
+        raise errors.StateError(
             f"damaged, incomplete, or not a checkpoint ({shown(str(error))})."
         ) from error
 

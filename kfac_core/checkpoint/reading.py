@@ -16,21 +16,13 @@ from typing import Any, get_args
 
 import numpy as np
 
-from kfac_core.array.namespaces import own_namespace
+from kfac_core import constraints, errors
+from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import asarray, selected_backend
 from kfac_core.checkpoint.archive import Archive, opened, path_of
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
 from kfac_core.checkpoint.writing import FORMAT, VERSION
-from kfac_core.constraints import (
-    TEXT,
-    mapping_to,
-    one_of,
-    optional,
-    require_kind,
-    require_options,
-    shown,
-)
-from kfac_core.errors import StateError
+from kfac_core.constraints import shown
 from kfac_core.estimator import Estimator
 from kfac_core.serialization import DeferredArray
 
@@ -97,12 +89,12 @@ def load_checkpoint(
     >>> bool((a == b).all())
     True
     """
-    require_kind("estimator", estimator, Estimator, "an Estimator")
-    require_options(
+    constraints.require_kind("estimator", estimator, Estimator, "an Estimator")
+    constraints.require_options(
         locals(),
-        backend=optional(TEXT),
-        names=optional(mapping_to(TEXT)),
-        layouts=one_of(*get_args(Layouts)),
+        backend=constraints.optional(constraints.TEXT),
+        names=constraints.optional(constraints.mapping_to(constraints.TEXT)),
+        layouts=constraints.one_of(*get_args(Layouts)),
     )
     selected_backend(backend)
     with opened(path) as archive:
@@ -157,7 +149,7 @@ def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> A
     for name, index in document["tensors"].items():
         block, _, path = name.rpartition("/")
         if block not in blocks or path in blocks[block]["values"]:
-            raise StateError(f"the tensor {shown(name)} belongs to nothing.")
+            raise errors.StateError(f"the tensor {shown(name)} belongs to nothing.")
         dtype, shape = headers[index]
         if name in transposed:
             shape = (*shape[:-2], *shape[-2:][::-1])
@@ -173,7 +165,7 @@ def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> A
 def _read(archive: Archive, index: int, transposed: bool, backend: str | None) -> Any:
     values = asarray(archive.read(index), backend=backend)
     if transposed and values.ndim > 1:
-        return own_namespace(values).matrix_transpose(values)
+        return ns.own_namespace(values).matrix_transpose(values)
     return values
 
 
@@ -182,27 +174,31 @@ def _document(archive: Archive) -> dict[str, Any]:
     try:
         document = json.loads(archive.document())
     except (ValueError, RecursionError) as error:
-        raise StateError(f"the document is not JSON: {shown(str(error))}.") from None
+        raise errors.StateError(
+            f"the document is not JSON: {shown(str(error))}."
+        ) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StateError(f"expected a document of format {FORMAT!r}.")
+        raise errors.StateError(f"expected a document of format {FORMAT!r}.")
     version = document.get("version")
     if type(version) is not int or version != VERSION:
-        raise StateError(
+        raise errors.StateError(
             f"expected version {VERSION} of {FORMAT!r}, got {shown(version)}; it was "
             f"written by {shown(document.get('producer', 'an unknown release'))}."
         )
     state, tensors = document.get("state"), document.get("tensors")
     blocks = state.get("blocks") if isinstance(state, dict) else None
     if not isinstance(blocks, dict) or not all(map(_is_block, blocks.values())):
-        raise StateError("the document holds no state, or no blocks.")
+        raise errors.StateError("the document holds no state, or no blocks.")
     indices = tensors.values() if isinstance(tensors, dict) else [None]
     if not all(type(index) is int for index in indices):
-        raise StateError("the document does not say where its tensors are.")
+        raise errors.StateError("the document does not say where its tensors are.")
     transposed = document.get("transposed")
     if not isinstance(transposed, list) or not all(
         isinstance(name, str) for name in transposed
     ):
-        raise StateError("the document does not say which tensors are transposed.")
+        raise errors.StateError(
+            "the document does not say which tensors are transposed."
+        )
     return document
 
 

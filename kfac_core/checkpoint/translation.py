@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from kfac_core import errors
 from kfac_core.block import Block
-from kfac_core.errors import StateError
 
 __all__ = ["Layouts", "renamed", "with_layouts_of"]
 
@@ -45,10 +45,14 @@ def renamed(state: dict[str, Any], names: Mapping[str, str], /) -> dict[str, Any
     blocks = state["blocks"]
     settings: Any = state.get("settings")
     if unknown := sorted(names.keys() - blocks.keys()):
-        raise StateError(f"There are no blocks {unknown}; it has {sorted(blocks)}.")
+        raise errors.StateError(
+            f"There are no blocks {unknown}; it has {sorted(blocks)}."
+        )
     new = {name: names.get(name, name) for name in blocks}
     if len({*new.values()}) < len(new):
-        raise StateError(f"Expected `names` to give each block its own, got {new}.")
+        raise errors.StateError(
+            f"Expected `names` to give each block its own, got {new}."
+        )
     damping = settings.get("damping") if isinstance(settings, dict) else None
     if isinstance(damping, dict):
         of_each = {new.get(name, name): value for name, value in damping.items()}

@@ -22,11 +22,10 @@ import array_api_compat
 import numpy as np
 
 import kfac_core
-from kfac_core.array.namespaces import is_row_major
+from kfac_core import constraints, errors
+from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint.archive import path_of, write_archive
-from kfac_core.constraints import one_of, require_kind, require_range
-from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 
 __all__ = ["FORMAT", "VERSION", "Parts", "save_checkpoint"]
@@ -87,10 +86,10 @@ def save_checkpoint(
     ...     kc.load_checkpoint(path, again)
     """
     target = Path(os.path.realpath(path_of(path)))
-    require_kind("estimator", estimator, Estimator, "an Estimator")
-    require_range("parts", parts, one_of(*get_args(Parts)))
+    constraints.require_kind("estimator", estimator, Estimator, "an Estimator")
+    constraints.require_range("parts", parts, constraints.one_of(*get_args(Parts)))
     if os.path.lexists(target) and not target.is_file():
-        raise StateError(
+        raise errors.StateError(
             f"{target}: not a regular file; it would be replaced. Give another path."
         )
     state = _only(estimator.state_dict(), parts)
@@ -102,7 +101,7 @@ def save_checkpoint(
         for inner, value in [*block["values"].items()]:
             if array_api_compat.is_array_api_obj(value):
                 values = to_numpy(value)
-                if not is_row_major(values):
+                if not ns.is_row_major(values):
                     transposed.append(f"{name}/{inner}")
                     values = np.swapaxes(values, -1, -2)
                 values = np.asarray(values, order="C")

@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 import kfac_core
+from kfac_core import errors
 from kfac_core.array.optional import entry_points_of
 from kfac_core.cli.parser import Parser
 from kfac_core.cli.screen import WIDTH, complain
-from kfac_core.errors import KFACError
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -166,7 +166,7 @@ def ended(
         sys.stdout.flush()
     except BrokenPipeError:
         return _unread()
-    except (KFACError, OSError) as error:
+    except (errors.KFACError, OSError) as error:
         return complain(command, error)
     except KeyboardInterrupt:
         complain(command, "interrupted")

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
 import kfac_core
+from kfac_core import errors
 from kfac_core.array.backend import adapter_problem, backend_names, get_backend
 from kfac_core.array.capabilities import capability_table
 from kfac_core.array.optional import broken_packages, optional_module
@@ -18,7 +19,6 @@ from kfac_core.array.selection import selected_backend
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import print_json, print_table, printable, wrapped
 from kfac_core.distributed import communicator
-from kfac_core.errors import KFACError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
 
@@ -125,7 +125,7 @@ def _selected() -> dict[str, str | None]:
 
 def _reason(error: BaseException) -> str:
     """Return an error's text; other errors than ours come from third-party adapters."""
-    if isinstance(error, KFACError):
+    if isinstance(error, errors.KFACError):
         return str(error)
     return f"its adapter raised {type(error).__name__}: {error}"
 

@@ -22,7 +22,6 @@ from numpy.typing import ArrayLike
 
 from kfac_core import errors
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.errors import CommunicationError, KFACError, ReplicaError
 
 __all__ = [
     "Agreement",
@@ -224,7 +223,7 @@ class Agreement:
         first = _differing(steps[0], steps[rank])
         second = _differing(steps[rank], steps[0])
         ranks = self.communicator.ranks
-        raise ReplicaError(
+        raise errors.ReplicaError(
             f"Rank {ranks[0]} is at {first!r} and rank {ranks[rank]} at {second!r}. All "
             "ranks must call the same methods with the same options."
         )
@@ -256,13 +255,15 @@ def error_as_data(error: Exception, /) -> dict[str, str | None]:
     return {"class": type(error).__name__, "message": message, "factor": factor}
 
 
-def error_from_data(data: dict[str, str | None], rank: int, /) -> KFACError:
+def error_from_data(data: dict[str, str | None], rank: int, /) -> errors.KFACError:
     """Return the error of another rank, which its message names."""
     name, message = data["class"] or "", f"Rank {rank}: {data['message']}"
     cls = getattr(errors, name, None)
     if cls is None:
-        return CommunicationError(f"Rank {rank} raised {name}: {data['message']}")
+        return errors.CommunicationError(
+            f"Rank {rank} raised {name}: {data['message']}"
+        )
     if name == "FactorizationError":
         return errors.FactorizationError(message, factor=data["factor"])
-    error: KFACError = cls(message)
+    error: errors.KFACError = cls(message)
     return error

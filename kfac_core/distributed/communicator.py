@@ -21,17 +21,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
 from kfac_core.array.optional import entry_points_of
-from kfac_core.constraints import POSITIVE, TEXT, optional, require_range
-from kfac_core.errors import (
-    BackendUnavailableError,
-    CommunicationError,
-    ShapeError,
-    UnknownBackendError,
-    UnsupportedError,
-)
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -189,7 +183,7 @@ class Communicator(abc.ABC):
 
     def __init__(self, rank: int, size: int, *, timeout: float) -> None:
         if not timeout > 0:
-            raise CommunicationError(
+            raise errors.CommunicationError(
                 f"Expected `timeout` to be a positive number of seconds, got {timeout}."
             )
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -200,7 +194,7 @@ class Communicator(abc.ABC):
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "A communicator belongs to its processes and cannot be copied or saved, and "
             "neither can an estimator that has one. Save `Estimator.state_dict()`, which "
             "loads on any number of processes."
@@ -240,7 +234,7 @@ class Communicator(abc.ABC):
         digests = self.all_gather(digest, [1] * self.size).wait().tolist()
         others = [rank for rank in range(self.size) if digests[rank] != digests[0]]
         if others:
-            raise CommunicationError(
+            raise errors.CommunicationError(
                 f"Rank {self.ranks[others[0]]} divides the ranks into other groups than "
                 f"rank {self.ranks[0]}. All ranks must give the same groups."
             )
@@ -345,22 +339,22 @@ class Communicator(abc.ABC):
     def _entering(self, flat: Array) -> Any:
         """Return an array in the form that the engine exchanges: by default, NumPy's."""
         if str(flat.dtype).endswith("bfloat16"):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{type(self).__name__} sends arrays of NumPy, which has no bfloat16. Send "
                 "float32, or tensors of PyTorch by torch.distributed."
             )
-        return backend_of(own_namespace(flat)).to_numpy(flat)
+        return backend_of(ns.own_namespace(flat)).to_numpy(flat)
 
     def _leaving(self, values: Any, like: Array) -> Array:
         """Return what the engine made, in the library and on the device of an array."""
-        backend = backend_of(own_namespace(like))
-        return backend.asarray(np.asarray(values), device=device_of(like))
+        backend = backend_of(ns.own_namespace(like))
+        return backend.asarray(np.asarray(values), device=ns.device_of(like))
 
     def _begin(
         self, operation: Operation, flat: Array, arguments: Mapping[str, Any]
     ) -> Handle:
         if self.size == 1:
-            xp = own_namespace(flat)
+            xp = ns.own_namespace(flat)
             copy = xp.asarray(flat, copy=True)
             return Handle(lambda: copy)
         finish = self._start(operation, self._entering(flat), arguments)
@@ -376,12 +370,12 @@ class Communicator(abc.ABC):
             raise self._wrong_counts(counts)
         if flat.ndim != 1 or (length is not None and flat.shape[0] != length):
             expected = "(k,)" if length is None else f"({length},)"
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `flat` to have shape {expected}, got {tuple(flat.shape)}."
             )
 
-    def _wrong_counts(self, counts: Sequence[int]) -> ShapeError:
-        return ShapeError(
+    def _wrong_counts(self, counts: Sequence[int]) -> errors.ShapeError:
+        return errors.ShapeError(
             f"Expected one count for each of {self.size} ranks, got {len(counts)}."
         )
 
@@ -390,7 +384,7 @@ def _require_groups(groups: Sequence[Sequence[int]], size: int) -> None:
     """Raise `CommunicationError` unless every rank is in exactly one group."""
     members = sorted(rank for group in groups for rank in group)
     if members != list(range(size)):
-        raise CommunicationError(
+        raise errors.CommunicationError(
             f"Expected every rank below {size} in exactly one group, got "
             f"{[list(group) for group in groups]}."
         )
@@ -419,18 +413,18 @@ def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicato
     BackendUnavailableError
         If the engine's library is missing, or its processes were not initialized.
     """
-    require_range("name", name, optional(TEXT))
-    require_range("timeout", timeout, POSITIVE)
+    constraints.require_range("name", name, constraints.optional(constraints.TEXT))
+    constraints.require_range("timeout", timeout, constraints.POSITIVE)
     chosen = name or os.environ.get(ENVIRONMENT_VARIABLE)
     if not chosen:
-        raise UnknownBackendError(
+        raise errors.UnknownBackendError(
             "No communicator was named. Pass a name, or set "
             f"{ENVIRONMENT_VARIABLE}, to one of {', '.join(communicator_names())}."
         )
     adapter = engine(chosen)
     problem = adapter.problem()
     if problem is not None:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"Communicator {chosen!r} cannot be used here: {problem}."
         )
     communicator: Communicator = adapter.connect(timeout=timeout)
@@ -459,14 +453,14 @@ def engine(name: str, /) -> Any:
     """
     entry = entry_points_of(ENTRY_POINT_GROUP).get(name)
     if entry is None:
-        raise UnknownBackendError(
+        raise errors.UnknownBackendError(
             f"Unknown communicator {name!r}; registered are "
             f"{', '.join(communicator_names())}."
         )
     try:
         return entry.load()
     except ImportError as error:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"The adapter {entry.value!r} of communicator {name!r} cannot be imported: "
             f"{error}."
         ) from error
@@ -482,7 +476,7 @@ def _item_size(flat: Array) -> int:
     size = getattr(flat, "itemsize", None)
     if size is not None and not callable(size):
         return int(size)
-    xp = own_namespace(flat)
+    xp = ns.own_namespace(flat)
     if xp.isdtype(flat.dtype, "real floating"):
         return int(xp.finfo(flat.dtype).bits) // 8
     return int(xp.iinfo(flat.dtype).bits) // 8

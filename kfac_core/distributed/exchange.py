@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.transport import (
@@ -175,13 +175,13 @@ class SentDirections:
 def _flat_with_flag(
     entries: Sequence[tuple[str, str, Array]], like: Array, failed: bool
 ) -> Array:
-    xp = own_namespace(like)
-    flag = xp.full((1,), float(failed), dtype=like.dtype, device=device_of(like))
+    xp = ns.own_namespace(like)
+    flag = xp.full((1,), float(failed), dtype=like.dtype, device=ns.device_of(like))
     return xp.concat([flag, *(xp.reshape(x, (-1,)) for *_, x in entries)])
 
 
 def _shaped(flat: Array, like: Array, vector: Any) -> Any:
-    x = own_namespace(flat).reshape(flat, tuple(like.shape))
+    x = ns.own_namespace(flat).reshape(flat, tuple(like.shape))
     return SparseRows(vector.indices, x) if isinstance(vector, SparseRows) else x
 
 

@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kfac_core.approximations.options import UpdateOptions
-from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import device_of, is_finite_number, own_namespace
-from kfac_core.array.structure import leaves, map_structure, replaced
+from kfac_core.array import Array, map_structure, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
+from kfac_core.array.structure import leaves
 from kfac_core.distributed.agreement import (
     Agreement,
     error_as_data,
@@ -569,8 +570,8 @@ class DistributedExecutor(Executor):
         return f"{name}/{side}" if giver is None else "/".join(giver)
 
     def _remote(self, name: str, like: Array, status: int) -> RemoteOperator:
-        xp = own_namespace(like)
-        zero = xp.zeros((), dtype=like.dtype, device=device_of(like))
+        xp = ns.own_namespace(like)
+        zero = xp.zeros((), dtype=like.dtype, device=ns.device_of(like))
         shape = self.network.blocks[name].layer.matrix_shape
         return RemoteOperator(
             self.placement.owners[name], shape, zero, _int32(status, like)
@@ -681,11 +682,11 @@ def _arrays_of(batch: Any) -> list[Array]:
 
 
 def _int32(value: int, like: Array) -> Array:
-    xp = own_namespace(like)
-    return xp.full((), int(value), dtype=xp.int32, device=device_of(like))
+    xp = ns.own_namespace(like)
+    return xp.full((), int(value), dtype=xp.int32, device=ns.device_of(like))
 
 
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    return float(value) if is_finite_number(value) else float(np.asarray(value))
+    return float(value) if ns.is_finite_number(value) else float(np.asarray(value))

@@ -5,18 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.constraints import (
-    COUNT,
-    implementation_of,
-    instance_of,
-    one_of,
-    optional,
-    require_options,
-)
+from kfac_core import constraints, errors
+from kfac_core.array import Array
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.placement import divisors
-from kfac_core.errors import ConventionError
 from kfac_core.options import Execution
 
 __all__ = ["Distributed", "DirectionDtype", "LossScale", "MessageDtype"]
@@ -110,22 +102,22 @@ class Distributed:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            communicator=implementation_of(Communicator),
-            interval=COUNT,
-            reduce=one_of("refresh", "update"),
-            loss=one_of(*get_args(LossScale)),
-            statistics_dtype=one_of(*get_args(MessageDtype), None),
-            operators_dtype=one_of(*get_args(MessageDtype), None),
-            directions_dtype=one_of(*get_args(DirectionDtype), None),
-            bucket_bytes=COUNT,
-            memory=optional(COUNT),
-            execution=instance_of(Execution),
+            communicator=constraints.implementation_of(Communicator),
+            interval=constraints.COUNT,
+            reduce=constraints.one_of("refresh", "update"),
+            loss=constraints.one_of(*get_args(LossScale)),
+            statistics_dtype=constraints.one_of(*get_args(MessageDtype), None),
+            operators_dtype=constraints.one_of(*get_args(MessageDtype), None),
+            directions_dtype=constraints.one_of(*get_args(DirectionDtype), None),
+            bucket_bytes=constraints.COUNT,
+            memory=constraints.optional(constraints.COUNT),
+            execution=constraints.instance_of(Execution),
         )
         possible = divisors(self.communicator.size)
         if self.holders not in ("auto", "all", *possible):
-            raise ConventionError(
+            raise errors.ConventionError(
                 "Expected `holders` to be 'auto', 'all' or one of "
                 f"{possible}, the divisors of the number of ranks, got {self.holders!r}."
             )

@@ -29,11 +29,10 @@ from dataclasses import dataclass
 import array_api_compat
 import numpy as np
 
-from kfac_core.array.place import Place
+from kfac_core import constraints, errors
+from kfac_core.array import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
-from kfac_core.constraints import COUNT, optional, require_range
-from kfac_core.errors import ConventionError, UnsupportedError
 from kfac_core.execution.costs import block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
@@ -293,11 +292,11 @@ def place(
     UnsupportedError
         If a block, or what is left for a rank, has more numbers than `memory`.
     """
-    require_range("size", size, COUNT)
-    require_range("holders", holders, COUNT)
-    require_range("memory", memory, optional(COUNT))
+    constraints.require_range("size", size, constraints.COUNT)
+    constraints.require_range("holders", holders, constraints.COUNT)
+    constraints.require_range("memory", memory, constraints.optional(constraints.COUNT))
     if holders not in divisors(size):
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected the number of holders to be one of {divisors(size)}, the divisors "
             f"of {size} ranks, got {holders}."
         )
@@ -312,7 +311,7 @@ def place(
         numbers = sum(loads[n].statistics + loads[n].operator for n in bundles[i])
         free = [r for r in range(size) if memory is None or used[r] + numbers <= memory]
         if not free:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"Block {bundles[i][0]!r} needs room for {numbers:,} numbers on its owner, "
                 f"and no rank has that left of {memory:,}. Use more ranks, or an "
                 "approximation with smaller factors."

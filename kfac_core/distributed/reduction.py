@@ -20,7 +20,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kfac_core.array.namespaces import Scalar, own_namespace
+from kfac_core.array import Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import leaves
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.transport import in_dtype, pack, unpack
@@ -143,7 +144,7 @@ def summed(
         handles = {}
         for name in sorted({name for part in parts for name in part.arrays}):
             arrays = [part.flat(name, like) for part in parts]
-            flat = own_namespace(like).concat(arrays) if arrays[1:] else arrays[0]
+            flat = ns.own_namespace(like).concat(arrays) if arrays[1:] else arrays[0]
             flat = in_dtype(flat, _wire(name, dtype))
             if to_owners:
                 counts = [int(array.shape[0]) for array in arrays]

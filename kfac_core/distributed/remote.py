@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.status import Check
+from kfac_core import errors
+from kfac_core.array import Array, Check
 from kfac_core.array.structure import structure
-from kfac_core.errors import UnsupportedError
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.operators.operator import CurvatureOperator
 
@@ -72,7 +71,7 @@ class RemoteOperator(CurvatureOperator):
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         """Raise `UnsupportedError`."""
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"This operator is held by rank {self.owner} and not by this one. Call "
             "`Estimator.precondition` or `Estimator.apply` on all ranks, or give "
             "`holders='all'` to `Distributed`. A state that other processes divided is "

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from kfac_core import errors
+from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
-from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import leaves
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.errors import ReplicaError
 
 __all__ = ["code_digests", "require_same"]
 
@@ -46,7 +46,7 @@ def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> No
             n for n in {**of_ranks[0], **other} if of_ranks[0].get(n) != other.get(n)
         ]
         if names:
-            raise ReplicaError(
+            raise errors.ReplicaError(
                 f"Rank {rank} differs from rank {first} in {', '.join(names[:5])}"
                 f"{' and more' if len(names) > 5 else ''}. All ranks need the same "
                 "code, options and parameters, and must call the same methods."
@@ -79,7 +79,7 @@ def _digest(value: Any) -> str:
         digest.update(value.encode())
         return digest.hexdigest()
     for path, x in leaves(value):
-        host = backend_of(own_namespace(x)).to_numpy(x)
+        host = backend_of(ns.own_namespace(x)).to_numpy(x)
         digest.update(f"{path} {host.dtype} {host.shape}".encode())
         digest.update(np.ascontiguousarray(host).tobytes())
     return digest.hexdigest()

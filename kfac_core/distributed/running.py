@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.constraints import POSITIVE, require_range
+from kfac_core import constraints, errors
 from kfac_core.distributed.communicator import (
     Communicator,
     communicator_names,
@@ -18,7 +18,6 @@ from kfac_core.distributed.communicator import (
     engine,
 )
 from kfac_core.distributed.options import Distributed
-from kfac_core.errors import KFACError, UnsupportedError
 
 __all__ = ["execution_for", "running_processes"]
 
@@ -50,11 +49,11 @@ def execution_for(
     UnknownBackendError, BackendUnavailableError
         For an engine that is unknown, or not usable here.
     """
-    require_range("timeout", timeout, POSITIVE)
+    constraints.require_range("timeout", timeout, constraints.POSITIVE)
     if communicator is None:
         for name, size in running_processes().items():
             if size > 1:
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"{size} processes of {name!r} run, and each would keep the statistics "
                     f"of its own rows alone. Pass communicator={name!r} for those of all, "
                     "or communicator='alone' if that is what you want."
@@ -81,7 +80,7 @@ def running_processes() -> dict[str, int]:
     for name in communicator_names():
         try:
             running = getattr(engine(name), "running", None)
-        except KFACError:
+        except errors.KFACError:
             continue
         size = running() if running is not None else 0
         if size:

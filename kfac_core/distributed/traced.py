@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.status import Status
-from kfac_core.array.structure import map_structure, replaced
+from kfac_core import errors
+from kfac_core.array import Array, Status, map_structure, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.errors import UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.stages import Executor, Stage, Tasks, plain
@@ -62,7 +60,7 @@ class SummedOver(Executor):
                 reason = block.approximation.reduction_problem
                 if reduction == "sum":
                     reason = "only sums over rows are added up inside a program"
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"Block {name!r} ({block.approximation.name}) cannot be divided among "
                     f"devices: {reason}."
                 )
@@ -88,7 +86,7 @@ class SummedOver(Executor):
 
     def _psum(self, x: Array) -> Array:
         """Return the sum of an array over all devices."""
-        xp = own_namespace(x)
+        xp = ns.own_namespace(x)
         total = self._communicator.all_reduce(xp.reshape(x, (-1,))).wait()
         return xp.reshape(total, x.shape)
 

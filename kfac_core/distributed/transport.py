@@ -14,13 +14,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    cast,
-    device_of,
-    is_row_major,
-    own_namespace,
-)
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import (
     fields_of,
     is_plain,
@@ -28,7 +24,6 @@ from kfac_core.array.structure import (
     rebuilt,
     structure_of_name,
 )
-from kfac_core.errors import CommunicationError, UnsupportedError
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -77,10 +72,10 @@ class Packed:
 
     def flat(self, dtype: str, like: Array, /) -> Array:
         """Return all numbers of one dtype, in the library of an array."""
-        xp = own_namespace(like)
+        xp = ns.own_namespace(like)
         parts = self.arrays.get(dtype, [])
         if not parts:
-            return xp.zeros((0,), dtype=getattr(xp, dtype), device=device_of(like))
+            return xp.zeros((0,), dtype=getattr(xp, dtype), device=ns.device_of(like))
         return parts[0] if len(parts) == 1 else xp.concat(parts)
 
     def node(self, value: Any) -> Form:
@@ -115,14 +110,14 @@ class Packed:
 
     def _symmetric(self, value: SymmetricMatrix) -> dict[str, Any]:
         x = value.array
-        packed = pack_triangle(x, xp=own_namespace(x))
+        packed = pack_triangle(x, xp=ns.own_namespace(x))
         node = self._array(packed)
         node["shape"] = list(x.shape)
-        node["symmetric"] = [bool(value.full_storage), is_row_major(x)]
+        node["symmetric"] = [bool(value.full_storage), ns.is_row_major(x)]
         return node
 
     def _array(self, value: Array) -> dict[str, Any]:
-        xp = own_namespace(value)
+        xp = ns.own_namespace(value)
         x = xp.asarray(value)
         logical = xp.isdtype(x.dtype, "bool")
         if logical:
@@ -132,7 +127,7 @@ class Packed:
         node: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
         if logical:
             node["bool"] = True
-        if not is_row_major(x):
+        if not ns.is_row_major(x):
             node["columns"] = True
         return node
 
@@ -241,7 +236,7 @@ class _Reader:
         stop = start + math.prod(shape)
         self._at[dtype] = stop
         flat = self._arrays[dtype][start:stop]
-        xp = own_namespace(flat)
+        xp = ns.own_namespace(flat)
         x = xp.reshape(flat, shape)
         if "columns" in node:
             # Products round by the order in memory, and all ranks must round alike.
@@ -274,7 +269,7 @@ def _class_of(name: str) -> Any:
     # Nothing is imported because another rank names it.
     cls = structure_of_name(name)
     if cls is None:
-        raise CommunicationError(
+        raise errors.CommunicationError(
             f"Another rank sent a {name}, which is not a structure of arrays on this rank. "
             "All ranks must run the same code and import the same modules."
         )
@@ -286,7 +281,7 @@ def _listed(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_listed(part) for part in value]}
     if value is not None and type(value) not in (bool, int, float, str):
-        raise CommunicationError(
+        raise errors.CommunicationError(
             f"A static field of type {type(value).__name__} cannot be sent: expected "
             "numbers, strings, None and tuples of these."
         )
@@ -301,13 +296,13 @@ def _tupled(value: Any) -> Any:
 
 def in_dtype(flat: Array, dtype: str, /) -> Array:
     """Return an array in the dtype of a name; itself where it has that already."""
-    xp = own_namespace(flat)
+    xp = ns.own_namespace(flat)
     if not hasattr(xp, dtype):
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"Messages in {dtype} were asked for, which {xp.__name__} does not have. Take "
             "'float32'."
         )
-    return cast(xp, flat, getattr(xp, dtype))
+    return ns.cast(xp, flat, getattr(xp, dtype))
 
 
 def dtype_name(x: Array, /) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kfac_core.array.namespaces import own_namespace
-from kfac_core.constraints import COUNT, POSITIVE, require_range
+from kfac_core import constraints
+from kfac_core.array import namespaces as ns
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
@@ -49,8 +49,8 @@ def run_ranks(
         What the lowest rank raised that failed of its own accord: an error that only
         says that another rank failed is raised where there is no other.
     """
-    require_range("size", size, COUNT)
-    require_range("timeout", timeout, POSITIVE)
+    constraints.require_range("size", size, constraints.COUNT)
+    constraints.require_range("timeout", timeout, constraints.POSITIVE)
     hub = _Hub(size)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
@@ -129,7 +129,7 @@ class VirtualRank(Communicator):
         return lambda: self._finish(call, operation)
 
     def _entering(self, flat: Any) -> Any:
-        return own_namespace(flat).asarray(flat, copy=True)
+        return ns.own_namespace(flat).asarray(flat, copy=True)
 
     def _leaving(self, values: Any, like: Any) -> Any:
         return values
@@ -172,7 +172,7 @@ class VirtualRank(Communicator):
 
     def _result(self, operation: Operation, parts: list[tuple[Any, ...]]) -> Any:
         arrays = [values for _, values, _ in parts]
-        xp = own_namespace(arrays[0])
+        xp = ns.own_namespace(arrays[0])
         arguments = parts[self.rank][2]
         if operation == "all_gather":
             return xp.concat(arrays)

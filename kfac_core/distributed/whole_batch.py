@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import device_of, namespace_of, own_namespace
-from kfac_core.array.structure import replaced
+from kfac_core import errors
+from kfac_core.array import Array, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.options import LossScale
-from kfac_core.errors import KFACError, NotReadyError
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.network import Network
 
@@ -83,7 +82,7 @@ def in_whole_batch(
         try:
             if name in batches:
                 counts[i] = _counts_of(network.blocks[name], batches[name])
-        except KFACError as raised:
+        except errors.KFACError as raised:
             error = type(raised)(f"Block {name!r}: {raised}")
             break
         except Exception as raised:
@@ -120,9 +119,9 @@ def in_whole_batch(
     return scaled
 
 
-def no_arrays(rank: int, /) -> NotReadyError:
+def no_arrays(rank: int, /) -> errors.NotReadyError:
     """Return the error of a rank that does not know the library of its arrays."""
-    return NotReadyError(
+    return errors.NotReadyError(
         f"Rank {rank} has neither rows nor statistics, so that it is unknown of which "
         "library its arrays are. Give `like`, an array such as the batches', to "
         "`Distributed`, or a batch of zero examples."
@@ -146,14 +145,14 @@ def _summed_gradients(
     if batch is None:
         if like is None:
             raise no_arrays(communicator.rank)
-        xp = own_namespace(like)
+        xp = ns.own_namespace(like)
         zeros = {
-            key: xp.zeros((*lead, *shape), dtype=like.dtype, device=device_of(like))
+            key: xp.zeros((*lead, *shape), dtype=like.dtype, device=ns.device_of(like))
             for key, shape in shapes.items()
         }
         batch = GradientBatch(zeros, 0, sources or None)
     gradients = dict(sorted(batch.gradients.items()))
-    xp = namespace_of(**gradients)
+    xp = ns.namespace_of(**gradients)
     flat = xp.concat([xp.reshape(x, (-1,)) for x in gradients.values()])
     total = communicator.all_reduce(flat * share).wait()
     if communicator.rank != 0:
@@ -176,7 +175,7 @@ def _counts_of(block: Any, batch: Any) -> tuple[float, float, float, float]:
         )
     rows = block.rows(batch)
     rows = rows.layers[0] if hasattr(rows, "layers") else rows
-    xp = own_namespace(rows.like)
+    xp = ns.own_namespace(rows.like)
     return float(rows.examples), float(rows.kept(rows.like.dtype, xp=xp)), 0.0, 1.0
 
 

@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kfac_core.array.backend import Array, Namespace, native_operation
+from kfac_core import constraints
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import is_plain, is_structure, rebuilt
-from kfac_core.constraints import implementation_of, require_range
 from kfac_core.stages import Executor, ProductCall, Stage, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
@@ -108,7 +109,9 @@ class Hosted(Executor):
     """
 
     def __init__(self, inner: Executor = plain) -> None:
-        require_range("inner", inner, implementation_of(Executor))
+        constraints.require_range(
+            "inner", inner, constraints.implementation_of(Executor)
+        )
         self._inner = inner
         # By the block and the class of a structure, the last one and its view.
         self._held: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
@@ -229,5 +232,7 @@ def _namespace_of(tasks: Tasks) -> Namespace | None:
     """
     for _, first, *_ in tasks.values():
         like = None if first is None else first.like
-        return None if like is None or type(like) is np.ndarray else own_namespace(like)
+        return (
+            None if like is None or type(like) is np.ndarray else ns.own_namespace(like)
+        )
     return None

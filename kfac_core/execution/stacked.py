@@ -21,17 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.array.namespaces import device_of, is_usable, own_namespace
-from kfac_core.array.structure import (
-    form_of,
-    is_plain,
-    is_structure,
-    map_structure,
-    taken_apart,
-)
+from kfac_core import constraints, errors
+from kfac_core.array import map_structure
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import form_of, is_plain, is_structure, taken_apart
 from kfac_core.block import Block
-from kfac_core.constraints import COUNT, implementation_of, require_range
-from kfac_core.errors import KFACError
 from kfac_core.stages import Executor, Stage, Tasks, plain
 
 __all__ = ["STACKED_UP_TO", "Stacked", "stacked", "unstacked"]
@@ -60,8 +54,10 @@ class Stacked(Executor):
     """
 
     def __init__(self, inner: Executor = plain, *, fewest: int = FEWEST) -> None:
-        require_range("inner", inner, implementation_of(Executor))
-        require_range("fewest", fewest, COUNT)
+        constraints.require_range(
+            "inner", inner, constraints.implementation_of(Executor)
+        )
+        constraints.require_range("fewest", fewest, constraints.COUNT)
         self._inner, self._fewest = inner, fewest
         # The objects are kept with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
@@ -120,7 +116,7 @@ class Stacked(Executor):
         results: dict[str, Any] = {}
         for label, result in self._inner(of_stacks, stacks).items():
             names_of = members[label]
-            if isinstance(result, KFACError) or not stage.accepts(result):
+            if isinstance(result, errors.KFACError) or not stage.accepts(result):
                 continue
             pieces = unstacked(result, len(names_of))
             self._remember(names_of, result, pieces)
@@ -221,7 +217,7 @@ def _result_or_error(run: Callable[..., Any], *task: Any, name: str) -> Any:
     """Return the result of a stack; an error is its result, not raised."""
     try:
         return run(*task, name=name)
-    except KFACError as error:
+    except errors.KFACError as error:
         return error
 
 
@@ -242,7 +238,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     def joined(*parts: Any) -> Any:
         if is_plain(parts[0]):
             return parts[0]
-        return own_namespace(parts[0]).stack(parts)
+        return ns.own_namespace(parts[0]).stack(parts)
 
     return map_structure(joined, *values)
 
@@ -273,7 +269,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
         return [dict(zip(value, row, strict=True)) for row in rows]
     if is_plain(value) or value.ndim == 0 or value.shape[0] != length:
         return [value] * length
-    parts = list(own_namespace(value).unstack(value))
+    parts = list(ns.own_namespace(value).unstack(value))
     if type(parts[0]) is not type(value):
         # NumPy makes scalars of the numbers of a 1-d array.
         return [value[i, ...] for i in range(length)]
@@ -282,9 +278,9 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
 
 def _array_form(x: Any) -> Any:
     """Return what has to agree of arrays that are stacked."""
-    if not is_usable(x):
+    if not ns.is_usable(x):
         # Not an array, or a sparse one: validated later, where the block's name is known.
         return object()
     # NumPy makes scalars of 0-d results, where a loaded state has arrays.
     kind = np.ndarray if isinstance(x, np.generic) else type(x)
-    return kind, x.shape, x.dtype, device_of(x)
+    return kind, x.shape, x.dtype, ns.device_of(x)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from kfac_core import constraints
+from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import Backend, backend_of
-from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import is_plain, leaves
-from kfac_core.constraints import COUNT, implementation_of, require_range
 from kfac_core.stages import Executor, Stage, Tasks, plain
 
 __all__ = ["Threaded", "in_bundles", "in_threads"]
@@ -46,8 +46,10 @@ class Threaded(Executor):
     """
 
     def __init__(self, workers: int, inner: Executor = plain) -> None:
-        require_range("workers", workers, COUNT)
-        require_range("inner", inner, implementation_of(Executor))
+        constraints.require_range("workers", workers, constraints.COUNT)
+        constraints.require_range(
+            "inner", inner, constraints.implementation_of(Executor)
+        )
         self.workers, self._inner = workers, inner
 
     def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def _library_of(tasks: Tasks) -> Backend | None:
     for task in tasks.values():
         for _, x in leaves(task[1]):
             if not is_plain(x):
-                return backend_of(own_namespace(x))
+                return backend_of(ns.own_namespace(x))
     return None
 
 

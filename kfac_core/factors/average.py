@@ -14,17 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.finite import positive_or_one
-from kfac_core.array.namespaces import (
-    NUMBER,
-    Scalar,
-    as_array,
-    as_number,
-    own_namespace,
-)
-from kfac_core.array.structure import is_structure, map_structure, structure
-from kfac_core.constraints import DECAY_SCALAR, WEIGHT_SCALAR, require_range
+from kfac_core import constraints
+from kfac_core.array import Array, Scalar, finite, map_structure
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import is_structure, structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["Average", "require_decay", "require_weight", "share_of"]
@@ -68,7 +61,7 @@ class Average:
         total = self.sum
         if not is_structure(total):
             # A quotient is 1 where sum and weight are equal, as of counts that all are 1.
-            return total / _beside(as_array(self._divisor()), total)
+            return total / _beside(ns.as_array(self._divisor()), total)
         factor = self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
@@ -78,15 +71,15 @@ class Average:
 
     def factor(self, *, debias: bool) -> Array:
         """Return the factor that turns the sum into the average, or 1, 0-d."""
-        xp = own_namespace(self.weight)
+        xp = ns.own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        return as_array(1.0 / self._divisor())
+        return ns.as_array(1.0 / self._divisor())
 
     def _divisor(self) -> Scalar:
         """Return the weight, or 1 where that is zero."""
-        xp = own_namespace(self.weight)
-        return positive_or_one(as_number(self.weight), xp=xp)
+        xp = ns.own_namespace(self.weight)
+        return finite.positive_or_one(ns.as_number(self.weight), xp=xp)
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
@@ -96,22 +89,22 @@ class Average:
 
     def decayed(self, decay: Scalar, weight: Scalar, /) -> Array:
         """Return the weight after an update."""
-        return as_array(as_number(self.weight) * decay + weight)
+        return ns.as_array(ns.as_number(self.weight) * decay + weight)
 
     def counted(self, decay: Scalar, rows: Scalar | None, /) -> Array | None:
         """Return the number of rows after an update with more of them."""
         if self.rows is None or rows is None:
             return None
         # A decay of zero leaves nothing of the rows before.
-        if isinstance(decay, NUMBER):
+        if isinstance(decay, ns.NUMBER):
             keeps: Scalar = float(decay != 0)
         else:
-            keeps = own_namespace(decay).astype(decay != 0, self.rows.dtype)
-        return as_array(as_number(self.rows) * keeps + rows)
+            keeps = ns.own_namespace(decay).astype(decay != 0, self.rows.dtype)
+        return ns.as_array(ns.as_number(self.rows) * keeps + rows)
 
     def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with a scalar."""
-        total = as_array(as_number(self.sum) * decay + value * weight)
+        total = ns.as_array(ns.as_number(self.sum) * decay + value * weight)
         return Average(total, self.decayed(decay, weight))
 
     def absorbed(
@@ -158,19 +151,19 @@ def _beside(weight: Array, x: Array, /) -> Array:
     if weight.ndim in (0, x.ndim):
         return weight
     shape = (*weight.shape, *(1,) * (x.ndim - weight.ndim))
-    return own_namespace(weight).reshape(weight, shape)
+    return ns.own_namespace(weight).reshape(weight, shape)
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
     """Raise `DecayError` for anything but a number in [0, 1] or a 0-d array."""
     if type(decay) is not float or not 0.0 <= decay <= 1.0:
-        require_range(name, decay, DECAY_SCALAR)
+        constraints.require_range(name, decay, constraints.DECAY_SCALAR)
 
 
 def require_weight(weight: Scalar, /) -> None:
     """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
     if type(weight) is not float or not 1e-20 <= weight <= 1e20:
-        require_range("weight", weight, WEIGHT_SCALAR)
+        constraints.require_range("weight", weight, constraints.WEIGHT_SCALAR)
 
 
 def share_of(
@@ -194,7 +187,7 @@ def share_of(
     share : 0-d array
         ``weight * part / total``.
     """
-    xp = own_namespace(part)
+    xp = ns.own_namespace(part)
     if total is None:
         share = xp.astype(part > 0, part.dtype) * weight
         return share / xp.where(part > 0, part, xp.ones_like(part)), share

@@ -16,19 +16,11 @@ from __future__ import annotations
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    Scalar,
-    as_scalar,
-    cast,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, structure
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Scalar, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.damping import require_damping
-from kfac_core.errors import ShapeError
 from kfac_core.factors.factor import Damped
 from kfac_core.linalg.damped import damped_matrix, real_exponent
 from kfac_core.linalg.diagonal import damped_diagonal
@@ -114,13 +106,13 @@ class DampedFactor:
         exponent = real_exponent(exponent)
         xp = self._entering(v)
         if v.ndim not in (1, 2) or v.shape[0] != self.size:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `v` to have shape ({self.size},) or ({self.size}, k), got "
                 f"{tuple(v.shape)}."
             )
         columns = xp.reshape(v, (self.size, -1))
-        result = self._power(cast(xp, columns, self.shifted.dtype), exponent)
-        return cast(xp, xp.reshape(result, v.shape), v.dtype)
+        result = self._power(ns.cast(xp, columns, self.shifted.dtype), exponent)
+        return ns.cast(xp, xp.reshape(result, v.shape), v.dtype)
 
     def trace(self, *, damped: bool = False) -> Array:
         """Return the trace of the moment, or of M, 0-d."""
@@ -143,8 +135,8 @@ class DampedFactor:
         return self.shifted.power(v, exponent)
 
     def _entering(self, v: Array) -> Namespace:
-        xp = namespace_of(v=v, factor=self.shifted.shift)
-        require_floating(xp, v, "v")
+        xp = ns.namespace_of(v=v, factor=self.shifted.shift)
+        ns.require_floating(xp, v, "v")
         return xp
 
 
@@ -189,15 +181,15 @@ def damped_factor(
     """
     require_damping(damping)
     array = moment.array if isinstance(moment, SymmetricMatrix) else moment
-    xp = namespace_of(moment=array)
-    require_floating(xp, array, "moment")
+    xp = ns.namespace_of(moment=array)
+    ns.require_floating(xp, array, "moment")
     square = array.ndim == 2 and array.shape[0] == array.shape[1]
     if not square and array.ndim != 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `moment` to have shape (n, n) or (n,), got {tuple(array.shape)}."
         )
-    value = cast(xp, array, wide_dtype(xp, array.dtype))
-    shift = as_scalar(xp, damping, value.dtype, "damping")
+    value = ns.cast(xp, array, ns.wide_dtype(xp, array.dtype))
+    shift = ns.as_scalar(xp, damping, value.dtype, "damping")
     made: Damped
     if square:
         full = not isinstance(moment, SymmetricMatrix) or moment.full_storage

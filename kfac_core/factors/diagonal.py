@@ -7,10 +7,8 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check
+from kfac_core.array import Array, Check, Namespace, Place, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
 
@@ -84,4 +82,4 @@ class DiagonalFactor:
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
     ) -> Array:
         """Return the average in a dtype."""
-        return cast(xp, average.value(debias=debias), dtype)
+        return ns.cast(xp, average.value(debias=debias), dtype)

@@ -10,10 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check
+from kfac_core.array import Array, Check, Namespace, Place, Scalar
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor

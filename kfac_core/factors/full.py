@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, roundoff_of
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced
+from kfac_core.array import Array, Check, Namespace, Place, Scalar, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.gram import gram_update
@@ -63,15 +60,15 @@ class FullFactor:
         factor = average.factor(debias=debias)
         roundoff = 0.0
         if total.array.dtype != dtype:
-            roundoff = roundoff_of(total.array.dtype, xp=xp)
-            factor = cast(xp, factor, dtype)
-            total = replaced(total, array=cast(xp, total.array, dtype))
+            roundoff = ns.roundoff_of(total.array.dtype, xp=xp)
+            factor = ns.cast(xp, factor, dtype)
+            total = replaced(total, array=ns.cast(xp, total.array, dtype))
         # Of the weights of a stack, one a matrix.
         if factor.ndim:
             factor = xp.reshape(factor, total.array.shape[:-2])
         rank = average.rows
         if rank is not None:
-            rank = cast(xp, rank, dtype)
+            rank = ns.cast(xp, rank, dtype)
             rank = xp.reshape(rank, factor.shape) if rank.ndim else rank
         return ScaledMatrix(total, factor, roundoff, rank)
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, device_of
-from kfac_core.array.place import Place
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Place, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.layers.rows import Rows, require_no_weights
 
@@ -114,9 +113,9 @@ def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Ar
     -----
     ``N S^2`` flops with a mask, none without.
     """
-    S, device = rows.positions, device_of(rows.inputs)
+    S, device = rows.positions, ns.device_of(rows.inputs)
     if steps < S:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected sequences of at most {steps} steps (`steps` of this approximation),"
             f" got {S}. Make `steps` the length of the longest."
         )
@@ -124,7 +123,7 @@ def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Ar
         k = xp.arange(1, steps + 1, device=device)
         return xp.astype(k == S, dtype)
     require_no_weights(rows.mask, "lags", xp=xp)
-    kept = cast(xp, xp.astype(rows.mask, dtype), dtype)
+    kept = ns.cast(xp, xp.astype(rows.mask, dtype), dtype)
     together = xp.matmul(xp.matrix_transpose(kept), kept) / rows.examples
     pairs = _sums_of_diagonals(together, xp)
     # The second difference undoes the double sum over max(k - d, 0).

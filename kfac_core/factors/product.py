@@ -11,10 +11,9 @@ from typing import NoReturn
 
 import array_api_compat
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar
+from kfac_core import errors
+from kfac_core.array import Array, Scalar
 from kfac_core.array.structure import structure
-from kfac_core.errors import UnsupportedError
 
 __all__ = ["RunningProduct"]
 
@@ -67,7 +66,7 @@ class RunningProduct:
 
     def merged(self, other: RunningProduct, /) -> NoReturn:
         """Raise `UnsupportedError`: a best product cannot be merged from parts."""
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "KFOC fits a product to a whole batch, and the best product of a sum is not "
             "made of the best products of its parts. Feed whole batches to `update`, "
             "without `max_patch_elements`, `moments` and `merge`."

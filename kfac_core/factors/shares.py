@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array import Scalar
 
 __all__ = ["Shares"]
 

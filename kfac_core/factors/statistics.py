@@ -7,16 +7,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import truth_of
-from kfac_core.array.namespaces import Scalar, own_namespace
-from kfac_core.array.structure import (
-    map_structure,
-    replaced,
-    structure,
-    without_scalars,
-)
-from kfac_core.errors import ConventionError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar, finite, map_structure, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure, without_scalars
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Eigendecomposition
 
@@ -70,7 +64,7 @@ class Statistics:
     @property
     def namespace(self) -> Namespace:
         """The namespace of the arrays."""
-        return own_namespace(self.like)
+        return ns.own_namespace(self.like)
 
     def emptied(self) -> Statistics:
         """Return zero statistics in the same bases."""
@@ -130,9 +124,9 @@ def _require_same_bases(first: Statistics, second: Statistics) -> None:
         one, other = basis.eigenvectors, second.bases[side].eigenvectors
         if one is other:
             continue
-        xp = own_namespace(one)
-        if truth_of(xp.all(one == other), xp=xp) is False:
-            raise ConventionError(
+        xp = ns.own_namespace(one)
+        if finite.truth_of(xp.all(one == other), xp=xp) is False:
+            raise errors.ConventionError(
                 f"The second moments were taken in other bases of {side!r} than those "
                 "that they are added to. Take them by `batch_moments(..., statistics=...)`,"
                 " with the block's statistics after its last rebase."

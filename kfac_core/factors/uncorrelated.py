@@ -21,11 +21,9 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check
-from kfac_core.array.structure import in_dtype, map_structure, structure
+from kfac_core.array import Array, Check, Namespace, Place, Scalar, map_structure
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import in_dtype, structure
 from kfac_core.factors.average import Average
 from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.gram import gram
@@ -117,7 +115,7 @@ class UncorrelatedFactor:
         """Return ``A + shift I``, by its channel covariance and mean."""
         xp = array_api_compat.array_namespace(value.mean)
         block = damped_matrix(value.covariance, shift, apply_dtype=apply_dtype)
-        mean = cast(xp, value.mean, block.dtype)
+        mean = ns.cast(xp, value.mean, block.dtype)
         return DampedRankOne(block, mean, None, self.repeats, self.tail)
 
     def value(

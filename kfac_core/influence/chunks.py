@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import device_of
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.spectral import SpectralOperator
@@ -151,7 +151,7 @@ def joined(
     """Return arrays joined along an axis; zeros of a shape where there are none."""
     xp = F.namespace
     if not pieces:
-        return xp.zeros(shape, dtype=F.dtype, device=device_of(F.damping))
+        return xp.zeros(shape, dtype=F.dtype, device=ns.device_of(F.damping))
     return pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=axis)
 
 
@@ -180,7 +180,7 @@ def _matrix(gradients: LayerGradients) -> int:
     return 2 * _size(gradients.layer)
 
 
-def _too_small(needed: int, given: int, what: str) -> ShapeError:
-    return ShapeError(
+def _too_small(needed: int, given: int, what: str) -> errors.ShapeError:
+    return errors.ShapeError(
         f"Expected `max_elements` of at least {needed}, for {what}, got {given}."
     )

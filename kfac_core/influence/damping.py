@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, as_scalar, full_of
+from kfac_core.array import Array, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.damping import require_damping
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.spectra import require_same_blocks
@@ -48,7 +48,7 @@ def mean_eigenvalue_damping(
     """
     require_damping(fraction, name="fraction")
     return {
-        name: as_scalar(F.namespace, fraction, F.dtype, "fraction")
+        name: ns.as_scalar(F.namespace, fraction, F.dtype, "fraction")
         * F.mean_eigenvalue()
         for name, F in blocks.items()
     }
@@ -86,6 +86,6 @@ def given_damping(
     found = {}
     for name, F in blocks.items():
         require_damping(given[name])
-        value = as_scalar(F.namespace, given[name], F.dtype, "damping")
-        found[name] = full_of(F.namespace, value, F.damping)
+        value = ns.as_scalar(F.namespace, given[name], F.dtype, "damping")
+        found[name] = ns.full_of(F.namespace, value, F.damping)
     return found

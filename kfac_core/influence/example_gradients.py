@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
-from kfac_core.array.structure import replaced
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.conventions import Conventions, LossReduction
-from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import stack_to_matrices
@@ -60,7 +59,7 @@ class LayerGradients:
             if any(
                 not isinstance(use, Batch) or use.sources is not None for use in uses
             ):
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     "Expected a `Batch` without `sources` for each use of a layer, or a "
                     "mapping of gradients: an example has one gradient."
                 )
@@ -76,7 +75,7 @@ class LayerGradients:
         }
         if len(set(lengths.values())) != 1 or -1 in lengths.values():
             shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-            raise ShapeError(
+            raise errors.ShapeError(
                 "Expected arrays with one and the same axis of examples in front, got "
                 f"{shapes}."
             )
@@ -104,7 +103,7 @@ class LayerGradients:
         if reduction != "mean_rows":
             return conventions.gradient_scale(examples=self.examples, rows=0)
         if isinstance(self.fed, Mapping):
-            raise ConventionError(
+            raise errors.ConventionError(
                 "reduction='mean_rows' counts rows, which gradients do not have. Give a "
                 "`Batch`, or gradients of a summed or mean loss."
             )
@@ -112,7 +111,7 @@ class LayerGradients:
         for use in self.fed:
             one = _taken(use, 0, 1)
             require_known_rows(self.layer.rows(one), reduction)
-            xp, dtype = own_namespace(use.output_grads), use.output_grads.dtype
+            xp, dtype = ns.own_namespace(use.output_grads), use.output_grads.dtype
             if use.mask is None:
                 total = total + self.examples * self.layer.rows(one).kept(dtype, xp=xp)
             else:
@@ -167,21 +166,21 @@ class ExamplePart:
             In the dtype of P.
         """
         given = self.matrices if self.rows is None else self.rows.like
-        xp = namespace_of(gradients=given, queries=P)
+        xp = ns.namespace_of(gradients=given, queries=P)
         if by_rows and isinstance(self.rows, Rows):
             return _bilinear(P, self.rows, xp) * self.scale
         flat = xp.reshape(P, (P.shape[0], -1))
         if self.matrices is None:
             D = self.rows.vectors(P.dtype, xp=xp)
         else:
-            D = xp.reshape(cast(xp, self.matrices, P.dtype), (-1, flat.shape[-1]))
+            D = xp.reshape(ns.cast(xp, self.matrices, P.dtype), (-1, flat.shape[-1]))
         return xp.matmul(flat, xp.matrix_transpose(D)) * self.scale
 
 
 def _bilinear(P: Array, rows: Rows, xp: Namespace) -> Array:
     """Return ``sum_s x^T P g`` for each P and example, shape (q, N)."""
     x = rows.full_inputs(P.dtype, xp=xp)
-    g = cast(xp, rows.output_grads, P.dtype)[..., 0, :, :, :]
+    g = ns.cast(xp, rows.output_grads, P.dtype)[..., 0, :, :, :]
     n, m = int(x.shape[-1]), int(g.shape[-1])
     q, groups = int(P.shape[0]), int(x.shape[0]) if x.ndim == 4 else 1
     # All with the axes (group, query, row or column); one matmul for all queries.

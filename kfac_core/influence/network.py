@@ -17,26 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, status_unless
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Scalar, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check, Status
 from kfac_core.block import Block
-from kfac_core.constraints import (
-    COUNT,
-    DAMPING,
-    optional,
-    require_kind,
-    require_one_of,
-    require_range,
-)
 from kfac_core.conventions import LossReduction
-from kfac_core.errors import (
-    ConventionError,
-    FactorizationError,
-    NotFiniteError,
-    ShapeError,
-)
 from kfac_core.factors.statistics import Statistics
 from kfac_core.influence.chunks import (
     Progress,
@@ -151,11 +137,15 @@ class Influence:
             blocks, statistics, debias=debias, precision=precision, check=check
         )
         if (damping is None) == (damping_fraction is None):
-            raise ConventionError(
+            raise errors.ConventionError(
                 "Expected exactly one of `damping` and `damping_fraction`, got "
                 f"{damping!r} and {damping_fraction!r}."
             )
-        require_range("damping_fraction", damping_fraction, optional(DAMPING))
+        constraints.require_range(
+            "damping_fraction",
+            damping_fraction,
+            constraints.optional(constraints.DAMPING),
+        )
         if damping_fraction is None:
             damping = given_damping(curvatures, damping)
         else:
@@ -205,8 +195,8 @@ class Influence:
         -----
         ``2 n m (n + m)`` flops for each query and block.
         """
-        require_one_of("reduction", reduction, get_args(LossReduction))
-        require_range("max_elements", max_elements, COUNT)
+        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
+        constraints.require_range("max_elements", max_elements, constraints.COUNT)
         found = self._gradients(gradients, reduction)
         return Queries(
             {
@@ -260,9 +250,9 @@ class Influence:
         ``2 n m`` flops for each query, example and block, by ``x^T P_q g`` where an
         example has a single row: its gradient is not formed.
         """
-        require_kind("queries", queries, Queries, "Queries")
-        require_one_of("reduction", reduction, get_args(LossReduction))
-        require_range("max_elements", max_elements, COUNT)
+        constraints.require_kind("queries", queries, Queries, "Queries")
+        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
+        constraints.require_range("max_elements", max_elements, constraints.COUNT)
         found = self._gradients(gradients, reduction)
         require_same_blocks(found, queries.blocks, "queries")
         report = Report(progress, _examples(found) * queries.count * len(found))
@@ -303,8 +293,8 @@ class Influence:
         ``2 (n^2 + n m + m^2)`` flops for an example of a single row, whose gradient is
         not formed, and ``2 n m (n + m)`` for one of several.
         """
-        require_one_of("reduction", reduction, get_args(LossReduction))
-        require_range("max_elements", max_elements, COUNT)
+        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
+        constraints.require_range("max_elements", max_elements, constraints.COUNT)
         found = self._gradients(gradients, reduction)
         report = Report(progress, _examples(found) * len(found))
         total = None
@@ -328,7 +318,7 @@ class Influence:
         status = None
         for name, F in self.curvatures.items():
             positive = F.namespace.min(F.spectrum) + self.damping[name] > 0
-            flags = F.status() | status_unless(
+            flags = F.status() | ns.status_unless(
                 F.namespace, positive, Status.NOT_POSITIVE
             )
             status = flags if status is None else status | flags
@@ -347,7 +337,7 @@ class Influence:
         }
         counts = {name: given.examples for name, given in found.items()}
         if len(set(counts.values())) > 1:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected gradients of the same examples for all blocks, got {counts}."
             )
         return found
@@ -398,7 +388,7 @@ class Influence:
     def _require_finite(self, result: Array, name: str, whose: str) -> None:
         xp = self.curvatures[name].namespace
         if self.check == "raise" and not bool(xp.all(xp.isfinite(result))):
-            raise NotFiniteError(
+            raise errors.NotFiniteError(
                 f"Block {name!r}: gradients of {whose} hold NaN or infinity, or numbers "
                 "too large to be multiplied. Leave those examples out."
             )
@@ -407,7 +397,7 @@ class Influence:
         for name, F in self.curvatures.items():
             smallest = F.namespace.min(F.spectrum) + self.damping[name]
             if not bool(smallest > 0):
-                raise FactorizationError(
+                raise errors.FactorizationError(
                     f"the damped block has the eigenvalue {float(smallest):.1e}. Give a "
                     "positive `damping`, or data to a block that saw none.",
                     factor=name,

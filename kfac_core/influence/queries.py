@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, own_namespace
+from kfac_core import constraints
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.constraints import require_one_of
 
 __all__ = ["Queries", "Storage", "StoredQueries", "storage_dtype", "stored_queries"]
 
@@ -39,11 +39,11 @@ class StoredQueries:
 
     def widened(self, start: int, stop: int, dtype: Any, /) -> Array:
         """Return some of them as they were, in the dtype of the sums."""
-        xp = own_namespace(self.values)
-        P = cast(xp, self.values[start:stop, ...], dtype)
+        xp = ns.own_namespace(self.values)
+        P = ns.cast(xp, self.values[start:stop, ...], dtype)
         if self.scale is None:
             return P
-        return P * cast(xp, self.scale[start:stop], dtype)[:, None, None]
+        return P * ns.cast(xp, self.scale[start:stop], dtype)[:, None, None]
 
 
 @structure()
@@ -89,7 +89,7 @@ def storage_dtype(storage: Storage, /, *, xp: Namespace) -> Any:
     ConventionError
         For another name.
     """
-    require_one_of("storage", storage, get_args(Storage))
+    constraints.require_one_of("storage", storage, get_args(Storage))
     return getattr(xp, storage, xp.float32)
 
 
@@ -108,9 +108,9 @@ def stored_queries(P: Array, dtype: Any, /) -> StoredQueries:
     StoredQueries
         The same, up to rounding.
     """
-    xp = own_namespace(P)
+    xp = ns.own_namespace(P)
     if dtype in (xp.float32, xp.float64):
-        return StoredQueries(cast(xp, P, dtype), None)
+        return StoredQueries(ns.cast(xp, P, dtype), None)
     largest = xp.max(xp.abs(P), axis=(1, 2))
     scale = xp.where(largest > 0, largest, xp.ones_like(largest))
     return StoredQueries(xp.astype(P / scale[:, None, None], dtype), scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from kfac_core.constraints import SIZE, require_one_of, require_range
+from kfac_core import constraints
 from kfac_core.losses.drawn import Positions
 from kfac_core.losses.modes import EstimationMode
 
@@ -30,6 +30,6 @@ def require_estimation(
     ConventionError, ShapeError
         Naming the option.
     """
-    require_one_of("fisher", fisher, get_args(EstimationMode))
-    require_range("samples", samples, SIZE)
-    require_one_of("positions", positions, get_args(Positions))
+    constraints.require_one_of("fisher", fisher, get_args(EstimationMode))
+    constraints.require_range("samples", samples, constraints.SIZE)
+    constraints.require_one_of("positions", positions, get_args(Positions))

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from kfac_core.constraints import require_one_of
+from kfac_core import constraints
 from kfac_core.layers.conv import Conv
 
 __all__ = ["framework_conv"]
@@ -57,7 +57,7 @@ def framework_conv(
     ConventionError
         For unknown `channels`.
     """
-    require_one_of("channels", channels, get_args(Channels))
+    constraints.require_one_of("channels", channels, get_args(Channels))
     last = channels == "last"
     lengths = [int(length) for length in kernel_shape]
     *kernel, width, out = lengths if last else (*lengths[2:], lengths[1], lengths[0])

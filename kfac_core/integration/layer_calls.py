@@ -16,15 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    device_of,
-    own_namespace,
-    wide_dtype,
-)
-from kfac_core.errors import UnsupportedError
+from kfac_core import errors
+from kfac_core.array import Array, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.rows import Batch
 
@@ -105,9 +99,9 @@ class LayerCall:
         """
         if output_grad is None:
             return
-        xp = own_namespace(output_grad)
+        xp = ns.own_namespace(output_grad)
         g = detached_array(output_grad)
-        g = cast(xp, g, wide_dtype(xp, g.dtype))
+        g = ns.cast(xp, g, ns.wide_dtype(xp, g.dtype))
         if self.grad_shape:
             g = xp.reshape(g, self.grad_shape)
         if self.grad_scale != 1.0:
@@ -169,7 +163,7 @@ def batches_of_calls(
     """
     first, *others = batches_in_parts(calls, rows=rows, scale=scale, examples=examples)
     for other in others:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"Calls of layers {[*other]} have inputs of unlike shapes, as of sequences of "
             "several lengths, which are no single batch. Pad them to one length, or take "
             "the statistics of batches_in_parts."
@@ -209,7 +203,7 @@ def batches_in_parts(
         N: float = sum(use.examples_here for use in uses)
         if examples is not None:
             N = examples[name]
-        xp = own_namespace(uses[0].inputs)
+        xp = ns.own_namespace(uses[0].inputs)
         alike: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
         for use in uses:
             x, g = _pair(use, scale, (N / rows) ** 0.5, xp)
@@ -246,7 +240,7 @@ def _pair(use: LayerCall, scale: Scalar, share: Scalar, xp: Any) -> tuple[Array,
     g = _times(g, scale / use.scaled_by)
     # Of x only the squares of its entries count, which may be summed over the sources.
     x = g[0, ...] if g.shape[0] == 1 else xp.sqrt(xp.sum(g * g, axis=0))
-    h = _times(cast(xp, use.inputs, g.dtype)[None, ...], share)
+    h = _times(ns.cast(xp, use.inputs, g.dtype)[None, ...], share)
     others = [xp.zeros_like(h)] * (g.shape[0] - 1)
     return x, _joined([h, *others], xp)
 
@@ -266,7 +260,7 @@ def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
     given = [use.mask for use in uses if use.mask is not None]
     if not given:
         return None
-    shape, device = given[0].shape[1:], device_of(given[0])
+    shape, device = given[0].shape[1:], ns.device_of(given[0])
     masks = []
     for use in uses:
         mask = use.mask
@@ -281,7 +275,7 @@ def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
         return None
     parts = []
     for use in uses:
-        device, lead = device_of(use.inputs), use.inputs.shape[:-1]
+        device, lead = ns.device_of(use.inputs), use.inputs.shape[:-1]
         bias = use.bias
         if isinstance(bias, bool):
             bias = xp.full(lead, bias, dtype=xp.bool, device=device)

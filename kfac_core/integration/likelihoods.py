@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.errors import ConventionError
+from kfac_core import errors
 from kfac_core.losses.bernoulli import Bernoulli
 from kfac_core.losses.categorical import Categorical
 from kfac_core.losses.gaussian import Gaussian
@@ -74,7 +74,7 @@ def row_loss(likelihood: Any, /) -> RowLoss:
         return RowLoss(likelihood=_NAMED[likelihood])
     lacking = [name for name in _NEEDED if not hasattr(likelihood, name)]
     if lacking or isinstance(likelihood, type):
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected `likelihood` to be one of {', '.join(map(repr, _NAMED))}, or an "
             "object of `kfac_core.losses` such as `Gaussian(variance=1.0)`; got "
             f"{likelihood!r}."

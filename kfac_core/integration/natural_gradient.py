@@ -17,36 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kfac_core import constraints, errors
+from kfac_core.array import Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    namespace_of,
-    own_namespace,
-    wide_dtype,
-)
-from kfac_core.constraints import (
-    DAMPING,
-    DECAY_SCALAR,
-    FUNCTION,
-    either,
-    implementation_of,
-    instance_of,
-    one_of,
-    optional,
-    require_options,
-)
 from kfac_core.distributed.agreement import Agreement, are_equal, digest_of
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.replicas import require_same
-from kfac_core.errors import (
-    ConventionError,
-    KFACError,
-    NotFiniteError,
-    NotReadyError,
-    StateError,
-)
 from kfac_core.estimator import Estimator
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.factors.statistics import Statistics
@@ -147,13 +125,19 @@ class NaturalGradient:
         learning_rate: Schedule = 1.0,
         communicator: Communicator | None = None,
     ) -> None:
-        require_options(
+        constraints.require_options(
             locals(),
-            estimator=instance_of(Estimator),
-            reduction=one_of("mean", "sum"),
-            damping=optional(either(DAMPING, FUNCTION)),
-            decay=optional(either(DECAY_SCALAR, FUNCTION)),
-            communicator=optional(implementation_of(Communicator)),
+            estimator=constraints.instance_of(Estimator),
+            reduction=constraints.one_of("mean", "sum"),
+            damping=constraints.optional(
+                constraints.either(constraints.DAMPING, constraints.FUNCTION)
+            ),
+            decay=constraints.optional(
+                constraints.either(constraints.DECAY_SCALAR, constraints.FUNCTION)
+            ),
+            communicator=constraints.optional(
+                constraints.implementation_of(Communicator)
+            ),
         )
         self.communicator = communicator
         self.estimator, self.reduction, self.steps = estimator, reduction, 0
@@ -308,7 +292,7 @@ class NaturalGradient:
         """
         used = self._used(calls)
         if not rows or not used:
-            raise NotReadyError(_NOTHING_SEEN)
+            raise errors.NotReadyError(_NOTHING_SEEN)
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
             scale = rows / self._processes
@@ -352,7 +336,7 @@ class NaturalGradient:
             As `directions`.  Nothing has changed then.
         """
         if self._begun is not None:
-            raise ConventionError(
+            raise errors.ConventionError(
                 "This step was begun already, with other calls. Give all calls of a step "
                 "at once, to `begin` or to `directions`."
             )
@@ -377,17 +361,17 @@ class NaturalGradient:
             If anything does not fit; nothing was changed then.
         """
         if not isinstance(state, Mapping):
-            raise StateError(
+            raise errors.StateError(
                 "Expected `state` to be what `state_dict` returned, got a "
                 f"{type(state).__name__}."
             )
         if type(state.get("steps")) is not int:
-            raise StateError(f"Expected a number of `steps` in {[*state]}.")
+            raise errors.StateError(f"Expected a number of `steps` in {[*state]}.")
         estimator = state.get("estimator", {})
         blocks = estimator.get("blocks", {})
         paths = {path for own in blocks.values() for path in own.get("values", ())}
         if state["steps"] and not any(path.startswith("statistics") for path in paths):
-            raise StateError(
+            raise errors.StateError(
                 f"The state is of {state['steps']} steps and has no statistics: its reader "
                 "read only what a new object has. With torch.distributed.checkpoint, save "
                 "and load DistributedState(kfac)."
@@ -534,7 +518,7 @@ class NaturalGradient:
     def _require_seen(self, rows: Scalar, examples: Mapping[str, float]) -> None:
         missing = self.wants_statistics and not (rows and any(examples.values()))
         if missing or (not rows and self.reduction == "sum"):
-            raise NotReadyError(_NOTHING_SEEN)
+            raise errors.NotReadyError(_NOTHING_SEEN)
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
@@ -589,12 +573,14 @@ class NaturalGradient:
             _require_finite(gradients)
         try:
             found = self.estimator.precondition(gradients)
-        except NotFiniteError:
+        except errors.NotFiniteError:
             _require_finite(gradients)
             raise
         if bound is None or not found:
             return found, None
-        xp = own_namespace(next(x for parts in found.values() for x in parts.values()))
+        xp = ns.own_namespace(
+            next(x for parts in found.values() for x in parts.values())
+        )
         dtype = widest(gradients, found, xp=xp)
         product = dot(gradients, found, dtype=dtype, xp=xp)
         # Its value is read in any case, and numbers cost less on the host.
@@ -661,7 +647,7 @@ class NaturalGradient:
         numbers = np.zeros(0)
         try:
             numbers = self._numbers(gradients, rows, examples)
-        except KFACError as raised:
+        except errors.KFACError as raised:
             error = error or raised
         step = self._plan(gradients, background)
         total = Agreement(self.communicator).vote(step, numbers, error=error)
@@ -731,7 +717,7 @@ class NaturalGradient:
         mean = float(total[0]) / self.communicator.size
         spread = float(total[1]) / self.communicator.size - mean * mean
         if spread > _ALIKE**2 * mean * mean:
-            raise ConventionError(
+            raise errors.ConventionError(
                 "The gradients are not the same on all processes: their norm is "
                 f"{numbers[0]:.6g} on rank "
                 f"{self.communicator.ranks[self.communicator.rank]} and {mean:.6g} on "
@@ -779,10 +765,10 @@ def _norm(gradients: Mapping[str, Mapping[str, Any]], /) -> float:
     }
     if not arrays:
         return 0.0
-    xp = namespace_of(**arrays)
-    dtype = wide_dtype(xp, next(iter(arrays.values())).dtype)
+    xp = ns.namespace_of(**arrays)
+    dtype = ns.wide_dtype(xp, next(iter(arrays.values())).dtype)
     with np.errstate(all="ignore"):
-        norms = [cast(xp, xp.linalg.vector_norm(x), dtype) for x in arrays.values()]
+        norms = [ns.cast(xp, xp.linalg.vector_norm(x), dtype) for x in arrays.values()]
         norm = xp.linalg.vector_norm(xp.stack(norms))
     return float(backend_of(xp).to_numpy(norm))
 
@@ -799,11 +785,11 @@ def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:
     }
     if not arrays:
         return
-    xp = namespace_of(**arrays)
+    xp = ns.namespace_of(**arrays)
     # A sum with NaN or infinity is not finite; one of large numbers may not be either.
     with np.errstate(all="ignore"):
         sums = [xp.sum(x) for x in arrays.values()]
-        finite = xp.isfinite(xp.stack([cast(xp, s, sums[0].dtype) for s in sums]))
+        finite = xp.isfinite(xp.stack([ns.cast(xp, s, sums[0].dtype) for s in sums]))
     good = backend_of(xp).to_numpy(finite).tolist()
     bad = [
         what
@@ -812,4 +798,6 @@ def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:
     ]
     if bad:
         more = f", and {len(bad) - 1} more are not" if bad[1:] else ""
-        raise NotFiniteError(f"{bad[0]} is not finite{more}. Nothing was changed.")
+        raise errors.NotFiniteError(
+            f"{bad[0]} is not finite{more}. Nothing was changed."
+        )

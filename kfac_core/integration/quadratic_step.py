@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar
-from kfac_core.array.status import Check
-from kfac_core.constraints import FRACTION, LIMIT_SCALAR, NOT_NEGATIVE, require_range
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Scalar
 from kfac_core.damping import levenberg_marquardt
-from kfac_core.errors import DampingError
 from kfac_core.integration.schedules import interval_at
 from kfac_core.steps.quadratic_model import QuadraticModel, quadratic_model
 from kfac_core.steps.reduction import reduction_ratio
@@ -138,11 +135,11 @@ class DampingRule:
     def __post_init__(self) -> None:
         """Check the options, which the integrations call ``adapt_...``."""
         interval_at("adapt_every", self.every, 0)
-        require_range("adapt_factor", self.factor, FRACTION)
-        require_range("min_damping", self.minimum, NOT_NEGATIVE)
-        require_range("max_damping", self.maximum, LIMIT_SCALAR)
+        constraints.require_range("adapt_factor", self.factor, constraints.FRACTION)
+        constraints.require_range("min_damping", self.minimum, constraints.NOT_NEGATIVE)
+        constraints.require_range("max_damping", self.maximum, constraints.LIMIT_SCALAR)
         if not self.minimum <= self.maximum:
-            raise DampingError(
+            raise errors.DampingError(
                 "Expected `min_damping` <= `max_damping`, got "
                 f"{self.minimum} and {self.maximum}."
             )

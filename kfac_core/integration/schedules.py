@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kfac_core.array.namespaces import Scalar
-from kfac_core.errors import ConventionError
+from kfac_core import errors
+from kfac_core.array import Scalar
 
 __all__ = ["Interval", "Schedule", "interval_at", "require_positive", "value_at"]
 
@@ -67,7 +67,7 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
     found: Any = interval(step) if callable(interval) else interval
     whole = isinstance(found, int | numbers.Integral) and not isinstance(found, bool)
     if not whole or operator.index(found) < 1:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected `{name}` to be a whole number of steps, at least 1, or a callable "
             f"that returns one; got {found!r}."
         )
@@ -97,7 +97,7 @@ def require_positive(
     good = 0.0 < float(value) < math.inf if number else hasattr(value, "dtype")
     if not good:
         off = ", or None for none" if optional else ""
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected `{name}` to be a finite number > 0{off}, or a callable of the step "
             f"that returns one; got {value!r}."
         )

@@ -12,15 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.second_moment import Full
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.block import Block
-from kfac_core.constraints import FUNCTION, require_one_of, require_range
 from kfac_core.conventions import LossReduction, SourceReduction
-from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch
 from kfac_core.losses.sources import SourceVectors
@@ -108,8 +107,8 @@ class Wiring:
         approximation: Callable[[str, Any], Any] = usual_approximation,
         rest: Literal["refuse", "keep"],
     ) -> None:
-        require_range("approximation", approximation, FUNCTION)
-        require_one_of("rest", rest, ("refuse", "keep"))
+        constraints.require_range("approximation", approximation, constraints.FUNCTION)
+        constraints.require_one_of("rest", rest, ("refuse", "keep"))
         self.blocks: dict[str, Block] = {}
         self.slots: dict[str, dict[str, int]] = {}
         self._names: dict[Any, str] = {}
@@ -121,7 +120,7 @@ class Wiring:
             if kept is None or key in self._names:
                 continue
             if name in self.blocks:
-                raise ConventionError(
+                raise errors.ConventionError(
                     f"Two layers with different parameters are called {name!r}."
                 )
             self._names[key] = name
@@ -131,7 +130,7 @@ class Wiring:
         for i, leaf in enumerate(leaves):
             count = places.count(i)
             if count > 1 or (count == 0 and rest == "refuse"):
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"Expected the parameter {leaf} to be in one block, not in {count}. "
                     "Say what its layer is; or leave one of its uses out by "
                     "`approximation`; or say rest='keep' for parameters in no block."
@@ -148,7 +147,9 @@ class Wiring:
         names = [self._names.get(_key(use)) for use in uses]
         unused = [name for name in self.blocks if name not in names]
         if unused:
-            raise ConventionError(f"The layers {unused} were not used this time.")
+            raise errors.ConventionError(
+                f"The layers {unused} were not used this time."
+            )
         return names
 
     def captured(
@@ -188,7 +189,7 @@ class Wiring:
             For an unknown reduction, and where a block has no use.
         """
         declared: Any = reduction if made is None else "sum"
-        require_one_of("reduction", declared, get_args(LossReduction))
+        constraints.require_one_of("reduction", declared, get_args(LossReduction))
         sources = None if made is None else made.sources
         found: dict[str, Any] = {}
         for name, (x, mask), g in zip(self.names(uses), seen, grads, strict=True):
@@ -216,7 +217,7 @@ class Wiring:
         new = list(leaves)
         for name, parts in vectors.items():
             for role, i in self.slots[name].items():
-                xp, old = namespace_of(leaf=leaves[i]), leaves[i]
+                xp, old = ns.namespace_of(leaf=leaves[i]), leaves[i]
                 new[i] = xp.astype(xp.reshape(parts[role], old.shape), old.dtype)
         return new
 
@@ -227,7 +228,7 @@ def _key(use: Use) -> Any:
 
 
 def _reshaped(x: Array, layer: Layer, role: str) -> Array:
-    return namespace_of(gradient=x).reshape(x, layer.parameter_shapes[role])
+    return ns.namespace_of(gradient=x).reshape(x, layer.parameter_shapes[role])
 
 
 def _require_sizes(
@@ -236,7 +237,7 @@ def _require_sizes(
     expected = layer.parameter_shapes
     sizes = {role: math.prod(shape) for role, shape in expected.items()}
     if sizes != {role: math.prod(shape) for role, shape in found.items()}:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Layer {name!r}: expected parameters of the sizes of {dict(expected)}, got "
             f"{dict(found)}."
         )

@@ -16,17 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import namespace_of
-from kfac_core.array.structure import replaced
-from kfac_core.constraints import TEXT, require_kind, require_range, tuple_of
-from kfac_core.errors import (
-    ConventionError,
-    DtypeError,
-    ShapeError,
-    UnknownBlockError,
-    UnsupportedError,
-)
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Namespace, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -98,21 +90,23 @@ class Chain:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_range("names", self.names, tuple_of(TEXT))
-        require_kind("layers", self.layers, tuple, "a tuple of layers")
+        constraints.require_range(
+            "names", self.names, constraints.tuple_of(constraints.TEXT)
+        )
+        constraints.require_kind("layers", self.layers, tuple, "a tuple of layers")
         if len(self.layers) < 2:
-            raise ConventionError(
+            raise errors.ConventionError(
                 f"Expected a chain of at least two layers, got {list(self.names)}."
             )
         if len(set(self.names)) != len(self.layers):
-            raise ConventionError(
+            raise errors.ConventionError(
                 f"Expected one name for each of {len(self.layers)} layers, got "
                 f"{list(self.names)}."
             )
         for name, layer in zip(self.names, self.layers, strict=True):
             kind = getattr(layer, "kind", type(layer).__name__)
             if kind != "dense":
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"Layer {name!r} is {kind}: only a dense layer has one row for "
                     "each example, which moments between layers are made of."
                 )
@@ -162,21 +156,23 @@ class Chain:
             See `Dense.rows`.
         """
         if set(batches) != set(self.names):
-            raise UnknownBlockError(
+            raise errors.UnknownBlockError(
                 f"Expected `batches` of the layers {list(self.names)}, got "
                 f"{sorted(batches)}."
             )
         rows: dict[str, Rows] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
             if not isinstance(batches[name], Batch):
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"Layer {name!r}: expected one `Batch`, got "
                     f"{type(batches[name]).__name__}. A layer of a chain is used once in "
                     "each example."
                 )
             rows[name] = layer.rows(batches[name])
         self._require_same_examples(rows)
-        xp = namespace_of(**{f"batches[{n!r}]": own.inputs for n, own in rows.items()})
+        xp = ns.namespace_of(
+            **{f"batches[{n!r}]": own.inputs for n, own in rows.items()}
+        )
         masks = [own.mask for own in rows.values() if own.mask is not None]
         if not masks:
             return ChainRows(tuple(rows.values()))
@@ -214,7 +210,7 @@ class Chain:
         require_parameters(parameters, self.parameter_shapes)
         dtypes = {name: str(x.dtype) for name, x in parameters.items()}
         if len(set(dtypes.values())) > 1:
-            raise DtypeError(
+            raise errors.DtypeError(
                 f"Expected the parameters of a chain to have one dtype, got {dtypes}."
             )
         matrices: dict[str, Array] = {}
@@ -243,13 +239,13 @@ class Chain:
         expected = rows[first].examples, rows[first].sources
         for name, own in rows.items():
             if own.positions != 1:
-                raise ShapeError(
+                raise errors.ShapeError(
                     f"Layer {name!r}: expected one row for each example, got "
                     f"{own.positions} shared positions, which need not be those of the "
                     "next layer. Where they are, fold them into the examples."
                 )
             if (own.examples, own.sources) != expected:
-                raise ShapeError(
+                raise errors.ShapeError(
                     f"Layer {name!r}: expected the examples and sources of {first!r}, "
                     f"{expected}, got {(own.examples, own.sources)}."
                 )

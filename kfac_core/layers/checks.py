@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.errors import DtypeError, ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = ["misfit", "require_mask", "require_parameters"]
 
@@ -18,7 +18,7 @@ def misfit(
     /,
     *,
     otherwise: str,
-) -> ShapeError:
+) -> errors.ShapeError:
     """Return the error for output gradients of a wrong shape, or of an empty batch.
 
     Parameters
@@ -36,13 +36,13 @@ def misfit(
         To be raised.
     """
     if grads == expected:
-        return ShapeError(
+        return errors.ShapeError(
             "Expected `inputs` and `output_grads` to hold at least one row, got shapes "
             f"{inputs} and {grads}. Leave an empty batch out."
         )
     if grads[1:] == expected:
         otherwise = "If its first axis holds several sources, say so with `sources`."
-    return ShapeError(
+    return errors.ShapeError(
         f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
         f"{inputs}, got {grads}. {otherwise}"
     )
@@ -71,13 +71,13 @@ def require_parameters(
         For parameters of incompatible shape, dtype, library or device.
     """
     if parameters.keys() != shapes.keys():
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected the parameters {sorted(shapes)}, got {sorted(parameters)}."
         )
-    xp = namespace_of(**parameters)
+    xp = ns.namespace_of(**parameters)
     for name, x in parameters.items():
-        require_floating(xp, x, name)
-        require_matrix(x, tuple(shapes[name]), name)
+        ns.require_floating(xp, x, name)
+        ns.require_matrix(x, tuple(shapes[name]), name)
     return xp
 
 
@@ -104,9 +104,9 @@ def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Arr
         For another dtype or shape.
     """
     if not xp.isdtype(mask.dtype, ("bool", "real floating")):
-        raise DtypeError(
+        raise errors.DtypeError(
             "Expected `mask` to be boolean, True for rows that count, or to be weights of "
             f"floating point, got {mask.dtype}. Write `mask != 0`."
         )
-    require_matrix(mask, lead, "mask")
+    ns.require_matrix(mask, lead, "mask")
     return xp.reshape(mask, (lead[0], -1))

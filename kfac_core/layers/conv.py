@@ -31,25 +31,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    full_of,
-    moved_axis,
-    namespace_of,
-    require_floating,
-    require_matrix,
-    wide_dtype,
-)
-from kfac_core.array.structure import replaced
-from kfac_core.constraints import (
-    FLAG,
-    SIZE,
-    one_of,
-    require_one_of,
-    require_options,
-    shown,
-)
-from kfac_core.errors import ShapeError, UnsupportedError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Namespace, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.constraints import shown
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import (
@@ -155,29 +140,29 @@ class Conv:
             sizes[name] = _numbers(name, ones if given is None else given)
         for name, size in sizes.items():
             if not kernel or len(size) != len(kernel) or min(size) < 1:
-                raise ShapeError(
+                raise errors.ShapeError(
                     f"Expected `{name}` to be numbers >= 1, one for each spatial axis of "
                     f"`kernel_size` {kernel}, got {size}."
                 )
             object.__setattr__(self, name, size)
         if isinstance(self.padding, str):
-            require_one_of("padding", self.padding, ("same", "valid"))
+            constraints.require_one_of("padding", self.padding, ("same", "valid"))
         else:
             object.__setattr__(self, "padding", _pairs(self.padding))
-        require_options(
+        constraints.require_options(
             self,
-            in_channels=SIZE,
-            out_channels=SIZE,
-            groups=SIZE,
-            bias=FLAG,
-            weight_layout=one_of(*get_args(ConvWeightLayout)),
-            data_layout=one_of(*get_args(DataLayout)),
+            in_channels=constraints.SIZE,
+            out_channels=constraints.SIZE,
+            groups=constraints.SIZE,
+            bias=constraints.FLAG,
+            weight_layout=constraints.one_of(*get_args(ConvWeightLayout)),
+            data_layout=constraints.one_of(*get_args(DataLayout)),
         )
         resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)
             if number % self.groups:
-                raise ShapeError(
+                raise errors.ShapeError(
                     f"Expected `{name}` to be a multiple of `groups`, got {number} and "
                     f"{self.groups}."
                 )
@@ -270,7 +255,7 @@ class Conv:
         examples, positions = shape
         one = positions * self._patch_size * self.groups
         if one > max_patch_elements:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `max_patch_elements` to hold one example, which has {positions} "
                 f"patches and {one} elements, got {max_patch_elements}. Give more, or "
                 "choose fewer patches with `choose_patches`."
@@ -305,11 +290,11 @@ class Conv:
         """
         require_every_bias(batch)
         if self.groups > 1:
-            raise UnsupportedError("Expected a convolution without groups.")
+            raise errors.UnsupportedError("Expected a convolution without groups.")
         x, g, mask, xp = self._seen(batch)
         require_no_weights(mask, "pixels in the place of patches", xp=xp)
         if mask is not None:
-            g = xp.where(mask[..., None], g, full_of(xp, 0.0, g))
+            g = xp.where(mask[..., None], g, ns.full_of(xp, 0.0, g))
         pixels = xp.reshape(x, (x.shape[0], -1, x.shape[-1]))
         return PixelRows(pixels, g, mask)
 
@@ -337,8 +322,8 @@ class Conv:
 
         Raises `ShapeError` for another shape than `matrix_shape`.
         """
-        xp = namespace_of(matrix=matrix)
-        require_matrix(matrix, self.matrix_shape, "matrix")
+        xp = ns.namespace_of(matrix=matrix)
+        ns.require_matrix(matrix, self.matrix_shape, "matrix")
         c, d = self.in_channels // self.groups, len(self.kernel_size)
         weight, bias = split_bias(matrix, self._patch_size)
         weight = xp.reshape(weight, (*self.kernel_size, c, self.out_channels))
@@ -358,18 +343,18 @@ class Conv:
     def _seen(self, batch: Batch) -> _Seen:
         """Return x (.., N, *spatial, c), g (.., M, N, S, m) and mask (N, S), checked."""
         x, g, mask = batch.inputs, batch.output_grads, batch.mask
-        xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
-        require_floating(xp, x, "inputs")
-        require_floating(xp, g, "output_grads")
+        xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+        ns.require_floating(xp, x, "inputs")
+        ns.require_floating(xp, g, "output_grads")
         lead = self._leading_axes(batch)
         Q, d, (N, *out) = self.groups, len(self.kernel_size), lead
         if self.data_layout == "channels_first":
-            x = moved_axis(x, 1, -1, xp=xp)
-            g = moved_axis(g, -d - 1, -1, xp=xp)
+            x = ns.moved_axis(x, 1, -1, xp=xp)
+            g = ns.moved_axis(g, -d - 1, -1, xp=xp)
         g = xp.reshape(g, (batch.sources or 1, N, math.prod(out), Q, -1))
         if Q > 1:
-            x = moved_axis(xp.reshape(x, (*x.shape[:-1], Q, -1)), -2, 0, xp=xp)
-            g = moved_axis(g, -2, 0, xp=xp)
+            x = ns.moved_axis(xp.reshape(x, (*x.shape[:-1], Q, -1)), -2, 0, xp=xp)
+            g = ns.moved_axis(g, -2, 0, xp=xp)
         else:
             g = g[..., 0, :]
         if mask is not None:
@@ -384,7 +369,7 @@ class Conv:
             f"*spatial, {self.in_channels}" if last else f"{self.in_channels}, *spatial"
         )
         if x.ndim != d + 2 or x.shape[-1 if last else 1] != self.in_channels:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `inputs` to have shape (N, {axes}) with {d} spatial axes, got "
                 f"{tuple(x.shape)}."
             )
@@ -418,7 +403,7 @@ class Conv:
             or row_indices.min() < 0
             or row_indices.max() >= number
         ):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `row_indices` to be numbers of rows below {number}, of shape "
                 f"(R, P), got shape {row_indices.shape} with entries up to "
                 f"{row_indices.max()}."
@@ -440,15 +425,15 @@ class Conv:
         N, S = g.shape[-3:-1]
         kept = N * S
         if mask is not None:
-            kept = xp.sum(xp.astype(mask, wide_dtype(xp, g.dtype)))
+            kept = xp.sum(xp.astype(mask, ns.wide_dtype(xp, g.dtype)))
         return replaced(rows, batch_examples=int(N), batch_rows=kept)
 
     def _masked(self, x: Array, g: Array, mask: Array | None, xp: Namespace) -> Rows:
         """Return rows of which the masked ones are zero, whatever they held."""
         if mask is not None:
             counted = counted_rows(mask, xp=xp)[..., None]
-            x = xp.where(counted, x, full_of(xp, 0.0, x))
-            g = xp.where(counted, g, full_of(xp, 0.0, g))
+            x = xp.where(counted, x, ns.full_of(xp, 0.0, x))
+            g = xp.where(counted, g, ns.full_of(xp, 0.0, g))
         return Rows(x, g, mask, self.bias)
 
 
@@ -457,7 +442,7 @@ def _numbers(name: str, values: Any) -> Sizes:
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{name}` to have integers for each spatial axis, got "
             f"{shown(values)}."
         ) from None

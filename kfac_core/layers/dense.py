@@ -13,16 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import (
-    namespace_of,
-    require_floating,
-    require_matrix,
-    reshaped,
-    transposed,
-)
-from kfac_core.constraints import FLAG, SIZE, one_of, require_options
-from kfac_core.errors import ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import (
@@ -82,12 +75,12 @@ class Dense:
     leading: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            in_features=SIZE,
-            out_features=SIZE,
-            bias=FLAG,
-            weight_layout=one_of(*get_args(WeightLayout)),
+            in_features=constraints.SIZE,
+            out_features=constraints.SIZE,
+            bias=constraints.FLAG,
+            weight_layout=constraints.one_of(*get_args(WeightLayout)),
         )
 
     @property
@@ -130,14 +123,14 @@ class Dense:
         """
         require_no_choice(batch)
         x, g, mask = batch.inputs, batch.output_grads, batch.mask
-        xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
-        require_floating(xp, x, "inputs")
-        require_floating(xp, g, "output_grads")
+        xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+        ns.require_floating(xp, x, "inputs")
+        ns.require_floating(xp, g, "output_grads")
         lead = self._row_axes(batch)
         rows = lead[0], math.prod(lead[1:])
-        x = reshaped(x, (*self.leading, *rows, self.in_features), xp=xp)
+        x = ns.reshaped(x, (*self.leading, *rows, self.in_features), xp=xp)
         sources = batch.sources or 1
-        g = reshaped(g, (*self.leading, sources, *rows, self.out_features), xp=xp)
+        g = ns.reshaped(g, (*self.leading, sources, *rows, self.out_features), xp=xp)
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
             # Padding may hold anything, NaN included, so it is replaced and not
@@ -202,11 +195,11 @@ class Dense:
         ShapeError
             For another shape.
         """
-        xp = namespace_of(matrix=matrix)
-        require_matrix(matrix, (*self.leading, *self.matrix_shape), "matrix")
+        xp = ns.namespace_of(matrix=matrix)
+        ns.require_matrix(matrix, (*self.leading, *self.matrix_shape), "matrix")
         weight, bias = split_bias(matrix, self.in_features)
         if self.weight_layout == "oi":
-            weight = transposed(weight, xp=xp)
+            weight = ns.transposed(weight, xp=xp)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def _row_axes(self, batch: Batch) -> tuple[int, ...]:
@@ -214,7 +207,7 @@ class Dense:
         inputs = tuple(batch.inputs.shape)[len(self.leading) :]
         grads = tuple(batch.output_grads.shape)[len(self.leading) :]
         if len(inputs) < 2 or inputs[-1] != self.in_features:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `inputs` to have shape (N, ..., {self.in_features}), got "
                 f"{inputs}."
             )

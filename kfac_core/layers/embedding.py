@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of, require_floating
-from kfac_core.constraints import FLAG, SIZE, one_of, require_options
-from kfac_core.errors import DtypeError, ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import misfit, require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
 from kfac_core.layers.id_rows import IdRows
@@ -75,13 +74,13 @@ class Embedding:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            num_embeddings=SIZE,
-            features=SIZE,
-            weight_layout=one_of(*get_args(WeightLayout)),
-            bag=FLAG,
-            duplicates=one_of(*get_args(Duplicates)),
+            num_embeddings=constraints.SIZE,
+            features=constraints.SIZE,
+            weight_layout=constraints.one_of(*get_args(WeightLayout)),
+            bag=constraints.FLAG,
+            duplicates=constraints.one_of(*get_args(Duplicates)),
         )
 
     @property
@@ -117,19 +116,21 @@ class Embedding:
         require_no_choice(batch)
         require_every_bias(batch)
         ids, g, mask = batch.inputs, batch.output_grads, batch.mask
-        xp = namespace_of(inputs=ids, output_grads=g, optional={"mask": mask})
+        xp = ns.namespace_of(inputs=ids, output_grads=g, optional={"mask": mask})
         if not xp.isdtype(ids.dtype, "integral"):
-            raise DtypeError(
+            raise errors.DtypeError(
                 f"Expected `inputs` of an embedding to be integer ids, got {ids.dtype}."
             )
-        require_floating(xp, g, "output_grads")
+        ns.require_floating(xp, g, "output_grads")
         lead = tuple(ids.shape[:-1]) if self.bag else tuple(ids.shape)
         sources = () if batch.sources is None else (batch.sources,)
         expected = (*sources, *lead, self.features)
         shape, grads = tuple(ids.shape), tuple(g.shape)
         kind = "bags of shape (N, k)" if self.bag else "ids of shape (N, ...)"
         if not ids.ndim or (self.bag and ids.ndim != 2):
-            raise ShapeError(f"Expected `inputs` to be {kind}, got shape {shape}.")
+            raise errors.ShapeError(
+                f"Expected `inputs` to be {kind}, got shape {shape}."
+            )
         if grads != expected or 0 in (*expected, *shape):
             raise misfit(grads, expected, shape, otherwise=f"`inputs` are {kind}.")
         examples, positions = lead[0], math.prod(lead[1:])

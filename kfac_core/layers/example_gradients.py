@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import Scalar, cast, status_unless
-from kfac_core.array.status import Status
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar, Status, finite
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.conventions import LossReduction
-from kfac_core.errors import ConventionError, UnsupportedError
 
 __all__ = ["ExampleGradients", "GradientBatch", "require_known_rows"]
 
@@ -56,7 +54,7 @@ class GradientBatch:
     @property
     def inputs(self) -> Array:
         """None: a layer that asks for its inputs is refused by `UnsupportedError`."""
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "Expected a `Batch` of inputs and output gradients, got a `GradientBatch`, "
             "which is for bare parameters (kfac_core.Parameters)."
         )
@@ -95,16 +93,16 @@ class ExampleGradients:
 
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum v``, shape (p, 1)."""
-        return xp.sum(cast(xp, self.gradients, dtype), axis=0)[:, None]
+        return xp.sum(ns.cast(xp, self.gradients, dtype), axis=0)[:, None]
 
     def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum v * v``, shape (p, 1)."""
-        v = cast(xp, self.gradients, dtype)
+        v = ns.cast(xp, self.gradients, dtype)
         return xp.sum(v * v, axis=0)[:, None]
 
     def vectors(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the v, shape (K, p)."""
-        return cast(xp, self.gradients, dtype)
+        return ns.cast(xp, self.gradients, dtype)
 
     def status(
         self, *, xp: Namespace, known: frozenset[str] = frozenset()
@@ -112,8 +110,8 @@ class ExampleGradients:
         """Return whether the gradients are not finite; see `Rows.status`."""
         if "gradients" in known:
             return 0
-        good = all_finite(self.gradients, xp=xp)
-        return status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
+        good = finite.all_finite(self.gradients, xp=xp)
+        return ns.status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
 
 
 def require_known_rows(rows: object, reduction: LossReduction, /) -> None:
@@ -132,7 +130,7 @@ def require_known_rows(rows: object, reduction: LossReduction, /) -> None:
         For gradients of examples and ``reduction="mean_rows"``.
     """
     if reduction == "mean_rows" and isinstance(rows, ExampleGradients):
-        raise ConventionError(
+        raise errors.ConventionError(
             "reduction='mean_rows' counts rows, which the gradients of a scale, a shift or "
             "bare parameters do not have. Multiply all output gradients by the number of "
             "rows of the loss, and say reduction='sum'."

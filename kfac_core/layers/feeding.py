@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kfac_core.array.backend import Array, backend_of
+from kfac_core import errors
+from kfac_core.array import Array, Status, map_structure, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
 from kfac_core.array.generic_backend import GenericBackend
-from kfac_core.array.namespaces import device_of, own_namespace
-from kfac_core.array.status import Status
-from kfac_core.array.structure import (
-    is_structure,
-    map_structure,
-    replaced,
-)
-from kfac_core.errors import ArgumentError, DecayError, NotFiniteError
+from kfac_core.array.structure import is_structure
 from kfac_core.layers.rows import require_finite
 
 __all__ = [
@@ -64,7 +60,7 @@ def detached(batch: Any, name: str, /) -> Any:
         return tuple([detached(use, name) for use in batch])
     if isinstance(batch, dict):
         return {layer: detached(own, f"{name}/{layer}") for layer, own in batch.items()}
-    raise ArgumentError(
+    raise errors.ArgumentError(
         f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
         f"`Batch`, got {type(batch).__name__}. Make one: "
         "kfac_core.Batch(inputs, output_grads)."
@@ -102,7 +98,7 @@ def detached_array(x: Array, /) -> Array:
     kind = type(x)
     if kind not in _detaching:
         try:
-            xp = own_namespace(x)
+            xp = ns.own_namespace(x)
         except TypeError:
             return x  # Not an array: validated later, where its name is known.
         detach = backend_of(xp).detach
@@ -133,7 +129,7 @@ def require_finite_rows(updated: Mapping[str, Any], /) -> None:
         return
     groups: dict[Any, dict[str, Array]] = {}
     for name, new in updated.items():
-        place = type(new.status), str(device_of(new.status))
+        place = type(new.status), str(ns.device_of(new.status))
         groups.setdefault(place, {})[name] = new.status
     for statuses in groups.values():
         found = _read([*statuses.values()])
@@ -161,13 +157,13 @@ def raise_for_flags(flags: int, /, *, name: str) -> None:
     """
     require_finite(flags, name=name)
     if Status.OVERFLOWED in Status(flags):
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"Block {name!r}: the batch is finite, but the sums of its squares overflow. "
             "Nothing was changed. Scale the loss or the inputs, or keep statistics in "
             'float64 (Precision(storage="float64")).'
         )
     if Status.BAD_DECAY in Status(flags):
-        raise DecayError(
+        raise errors.DecayError(
             f"Block {name!r}: expected `decay` in [0, 1] and `weight` > 0, both finite. "
             "Nothing was changed."
         )
@@ -177,6 +173,6 @@ def _read(statuses: list[Array]) -> list[int]:
     """Return 0-d integers of one device, in one transfer to the host."""
     if len(statuses) == 1:
         return [int(statuses[0])]
-    xp = own_namespace(statuses[0])
+    xp = ns.own_namespace(statuses[0])
     found: list[int] = backend_of(xp).to_numpy(xp.stack(statuses)).tolist()
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of, require_matrix
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import require_parameters
 
 __all__ = ["flatten_parameters", "unflatten_parameters"]
@@ -60,9 +60,9 @@ def unflatten_parameters(
     ShapeError
         For another shape.
     """
-    xp = namespace_of(matrix=matrix)
+    xp = ns.namespace_of(matrix=matrix)
     sizes = [math.prod(shape) for shape in shapes.values()]
-    require_matrix(matrix, (sum(sizes), 1), "matrix")
+    ns.require_matrix(matrix, (sum(sizes), 1), "matrix")
     parameters, start = {}, 0
     for (name, shape), size in zip(shapes.items(), sizes, strict=True):
         part = matrix[start : start + size, 0]

@@ -8,9 +8,8 @@ coordinate is 0, as all of its x is.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast
-from kfac_core.array.namespaces import transposed as transpose_of
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = [
     "append_coordinate",
@@ -44,7 +43,7 @@ def homogeneous_coordinate(
     """
     if mask is None:
         return xp.ones_like(x[..., 0], dtype=dtype)
-    return xp.broadcast_to(cast(xp, mask, dtype), x.shape[:-1])
+    return xp.broadcast_to(ns.cast(xp, mask, dtype), x.shape[:-1])
 
 
 def append_coordinate(x: Array, coordinate: Array, /, *, xp: Namespace) -> Array:
@@ -76,7 +75,7 @@ def join_bias(
     if bias is not None:
         row = bias[..., :, None] if transposed else bias[..., None, :]
         weight = xp.concat([weight, row], axis=-1 if transposed else -2)
-    return transpose_of(weight, xp=xp) if transposed else weight
+    return ns.transposed(weight, xp=xp) if transposed else weight
 
 
 def split_bias(matrix: Array, features: int, /) -> tuple[Array, Array | None]:

@@ -7,11 +7,9 @@ vector is ever formed.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import all_finite, known_true
-from kfac_core.array.namespaces import cast, device_of, status_unless
-from kfac_core.array.status import Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array import Array, Namespace, Status, finite, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.layers.rows import (
     OfOutputs,
     WeightSharing,
@@ -64,10 +62,10 @@ class IdRows(OfOutputs):
         Not every library raises for an index out of range; some crash.
         """
         inside = (self.ids >= 0) & (self.ids < self.size)
-        if known_true(inside, xp=xp):
+        if finite.known_true(inside, xp=xp):
             return self, 0
         ids = xp.where(inside, self.ids, xp.zeros_like(self.ids))
-        flag = status_unless(xp, xp.all(inside), Status.IDS_OUT_OF_RANGE)
+        flag = ns.status_unless(xp, xp.all(inside), Status.IDS_OUT_OF_RANGE)
         return replaced(self, ids=ids), flag
 
     def factor_rows(
@@ -91,13 +89,13 @@ class IdRows(OfOutputs):
             # c entries share.
             values = values if self.binary else values * self._standing(dtype, xp)
         if has_weights(self.mask, xp=xp):
-            values = values * cast(xp, self.mask, dtype)
+            values = values * ns.cast(xp, self.mask, dtype)
         flat = xp.reshape(self.ids, (-1,))
         return count_indices(flat, xp.reshape(values, (-1,)), size=self.size, xp=xp)
 
     def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mn D * D`` with ``D = sum_s x g^T``, shape (V, m)."""
-        g = cast(xp, self.output_grads, dtype)
+        g = ns.cast(xp, self.output_grads, dtype)
         if self.bag:
             weights = self.values(dtype, xp=xp)
             if not self.binary:
@@ -106,7 +104,7 @@ class IdRows(OfOutputs):
         else:
             # Positions with one id add up before they are squared; each of the c
             # positions then stands for a c-th of the square.
-            same = cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
+            same = ns.cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
             if self.mask is not None:
                 same = same * self._counted(dtype, xp)[:, None, :]
             sums = xp.matmul(same, g)
@@ -126,16 +124,16 @@ class IdRows(OfOutputs):
     ) -> IdRows:
         """Return the rows with ``Q_G^T g`` for g; ids have no other coordinates."""
         assert input_basis is None
-        g = cast(xp, self.output_grads, dtype)
+        g = ns.cast(xp, self.output_grads, dtype)
         if output_basis is not None:
             g = xp.matmul(g, output_basis)
         return replaced(self, output_grads=g)
 
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mns x g^T``, shape (V, m)."""
-        g = xp.sum(cast(xp, self.output_grads, dtype), axis=0)
+        g = xp.sum(ns.cast(xp, self.output_grads, dtype), axis=0)
         if has_weights(self.mask, xp=xp):
-            g = g * xp.sqrt(cast(xp, self.mask, dtype))[..., None]
+            g = g * xp.sqrt(ns.cast(xp, self.mask, dtype))[..., None]
         rows = g * self.values(dtype, xp=xp)[..., None]
         flat = xp.reshape(self.ids, (-1,))
         return sum_rows_at(
@@ -147,10 +145,12 @@ class IdRows(OfOutputs):
 
         Only for the full matrix of the block, which is V m times larger still.
         """
-        g = cast(xp, self.output_grads, dtype)
+        g = ns.cast(xp, self.output_grads, dtype)
         M, N, _, m = g.shape
-        every = xp.arange(self.size, dtype=self.ids.dtype, device=device_of(self.ids))
-        hot = cast(xp, self.ids[:, :, None] == every, dtype)
+        every = xp.arange(
+            self.size, dtype=self.ids.dtype, device=ns.device_of(self.ids)
+        )
+        hot = ns.cast(xp, self.ids[:, :, None] == every, dtype)
         hot = hot * self.values(dtype, xp=xp)[:, :, None]
         if self.bag:
             hot = xp.sum(hot, axis=1, keepdims=True)
@@ -163,8 +163,8 @@ class IdRows(OfOutputs):
         """Return whether the output gradients are not finite; see `Rows.status`."""
         if "output_grads" in known:
             return 0
-        good = all_finite(self.output_grads, xp=xp)
-        return status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
+        good = finite.all_finite(self.output_grads, xp=xp)
+        return ns.status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
 
     def values(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return what each id adds to its x, shape of the ids."""
@@ -175,14 +175,14 @@ class IdRows(OfOutputs):
 
     def _counted(self, dtype: object, xp: Namespace) -> Array:
         """Return 1 for rows that count, and 0 for others."""
-        return cast(xp, counted_rows(self.mask, xp=xp), dtype)
+        return ns.cast(xp, counted_rows(self.mask, xp=xp), dtype)
 
     def _ones(self, dtype: object, xp: Namespace) -> Array:
         return xp.ones_like(self.ids, dtype=dtype)
 
     def _standing(self, dtype: object, xp: Namespace) -> Array:
         """Return how often each id stands in its example, shape of the ids."""
-        same = cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
+        same = ns.cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
         if self.mask is not None:
             same = same * self._counted(dtype, xp)[:, None, :]
         return xp.sum(same, axis=-1)

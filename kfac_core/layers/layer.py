@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 
 __all__ = ["Layer"]
 

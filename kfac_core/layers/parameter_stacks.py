@@ -17,14 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import (
-    device_of,
-    namespace_of,
-    own_namespace,
-    require_floating,
-)
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
 from kfac_core.layers.layer import Layer
 
 __all__ = ["matrices_to_stack", "stack_to_matrices"]
@@ -58,7 +54,7 @@ def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
     """
     shapes = layer.parameter_shapes
     lead = _leading_axes(stack, shapes)
-    xp = namespace_of(**stack)
+    xp = ns.namespace_of(**stack)
     if not lead:
         return layer.parameters_to_matrix(stack)
     flat = [xp.reshape(stack[name], (*lead, -1)) for name in shapes]
@@ -87,9 +83,9 @@ def matrices_to_stack(layer: Layer, matrices: Array, /) -> dict[str, Array]:
     ShapeError
         For another shape.
     """
-    xp, (n, m) = own_namespace(matrices), layer.matrix_shape
+    xp, (n, m) = ns.own_namespace(matrices), layer.matrix_shape
     if tuple(matrices.shape[-2:]) != (n, m):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected matrices of shape (..., {n}, {m}), got {tuple(matrices.shape)}."
         )
     lead = tuple(matrices.shape[:-2])
@@ -120,7 +116,7 @@ def _permutation(layer: Layer) -> np.ndarray[Any, Any]:
 
 def _placed(index: np.ndarray[Any, Any], like: Array) -> Array:
     small = index.astype(np.int32 if index.size < 2**31 else np.int64)
-    return backend_of(own_namespace(like)).asarray(small, device=device_of(like))
+    return backend_of(ns.own_namespace(like)).asarray(small, device=ns.device_of(like))
 
 
 def _leading_axes(
@@ -128,22 +124,22 @@ def _leading_axes(
 ) -> tuple[int, ...]:
     """Return the axes before the parameters' own, which all of them must share."""
     if set(stack) != set(shapes):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected the parameters {sorted(shapes)}, got {sorted(stack)}."
         )
-    xp, found = namespace_of(**stack), {}
+    xp, found = ns.namespace_of(**stack), {}
     for name, shape in shapes.items():
         x = stack[name]
-        require_floating(xp, x, name)
+        ns.require_floating(xp, x, name)
         axes = x.ndim - len(shape)
         if axes < 0 or tuple(x.shape[axes:]) != tuple(shape):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `{name}` to have shape (..., {', '.join(map(str, shape))}), "
                 f"got {tuple(x.shape)}."
             )
         found[name] = tuple(x.shape[:axes])
     if len(set(found.values())) > 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected all parameters to have the same leading axes, got {found}."
         )
     return next(iter(found.values()))

@@ -13,10 +13,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.constraints import SIZE, mapping_to, require_options, tuple_of
-from kfac_core.errors import ShapeError, UnsupportedError
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
 
@@ -53,9 +52,13 @@ class Parameters:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_options(self, shapes=mapping_to(tuple_of(SIZE)))
+        constraints.require_options(
+            self, shapes=constraints.mapping_to(constraints.tuple_of(constraints.SIZE))
+        )
         if not self.shapes:
-            raise ShapeError("Expected `shapes` of at least one parameter, got none.")
+            raise errors.ShapeError(
+                "Expected `shapes` of at least one parameter, got none."
+            )
         shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
         object.__setattr__(self, "shapes", shapes)
 
@@ -93,26 +96,26 @@ class Parameters:
             For a `Batch` of inputs and output gradients.
         """
         if not isinstance(batch, GradientBatch):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"Expected a `GradientBatch` for a `Parameters` layer, got "
                 f"{type(batch).__name__}; it has no inputs."
             )
         if batch.batch_size < 1:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `batch_size` to be at least 1, got {batch.batch_size}."
             )
         if set(batch.gradients) != set(self.shapes):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected gradients of {sorted(self.shapes)}, got "
                 f"{sorted(batch.gradients)}."
             )
-        xp = namespace_of(**batch.gradients)
+        xp = ns.namespace_of(**batch.gradients)
         sources = () if batch.sources is None else (batch.sources,)
         parts = []
         for name, shape in self.shapes.items():
             gradient = batch.gradients[name]
-            require_floating(xp, gradient, name)
-            require_matrix(gradient, (*sources, *shape), name)
+            ns.require_floating(xp, gradient, name)
+            ns.require_matrix(gradient, (*sources, *shape), name)
             parts.append(xp.reshape(gradient, (batch.sources or 1, -1)))
         return ExampleGradients(
             xp.concat(parts, axis=1), batch.batch_size, batch.sources or 1

@@ -18,25 +18,10 @@ from typing import Any, Literal
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    namespace_of,
-    reshaped,
-    status_unless,
-)
-from kfac_core.array.status import Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import (
-    ConventionError,
-    DtypeError,
-    IdRangeError,
-    NotFiniteError,
-    ShapeError,
-    UnsupportedError,
-)
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar, Status, finite, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.layers.homogeneous import append_coordinate, homogeneous_coordinate
 from kfac_core.linalg.groups import join_groups
 
@@ -212,13 +197,13 @@ class Rows(OfOutputs):
         ----------
         Eschenhagen et al. (2023), arXiv:2311.00636, sections 3.2 and 3.3.
         """
-        x = cast(xp, self.inputs, dtype)
+        x = ns.cast(xp, self.inputs, dtype)
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
         if sharing == "expand":
-            x = reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
+            x = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
             mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
             if has_weights(mask, xp=xp):
-                mask = xp.sqrt(cast(xp, mask, dtype))
+                mask = xp.sqrt(ns.cast(xp, mask, dtype))
                 x = x * mask[:, None]
             if not self.homogeneous:
                 return x, None, g
@@ -227,14 +212,14 @@ class Rows(OfOutputs):
         require_no_weights(self.mask, "sharing='reduce'", xp=xp)
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)
-        tail = cast(xp, number > 0, dtype)
+        tail = ns.cast(xp, number > 0, dtype)
         mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
         return mean, tail if self.homogeneous else None, g
 
     def require_all_positions(self) -> None:
         """Raise `UnsupportedError` if an example's sum over positions is not at hand."""
         if self.partial:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "Only some positions of each example were selected, but this statistic "
                 "sums over all of them. Choose whole examples, or take Kronecker() with "
                 "sharing='expand'."
@@ -245,13 +230,13 @@ class Rows(OfOutputs):
         self.require_all_positions()
         x = self.full_inputs(dtype, xp=xp)
         across = xp.matrix_transpose(x)[..., None, :, :, :]
-        return xp.matmul(across, cast(xp, self.output_grads, dtype))
+        return xp.matmul(across, ns.cast(xp, self.output_grads, dtype))
 
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mns x g^T``, shape (n, Q m)."""
-        g = xp.sum(cast(xp, self.output_grads, dtype), axis=-4, keepdims=True)
+        g = xp.sum(ns.cast(xp, self.output_grads, dtype), axis=-4, keepdims=True)
         if has_weights(self.mask, xp=xp):
-            g = g * xp.sqrt(cast(xp, self.mask, dtype))[..., None]
+            g = g * xp.sqrt(ns.cast(xp, self.mask, dtype))[..., None]
         summed = Rows(self.inputs, g, self.mask, self.homogeneous)
         return join_groups(
             xp.sum(summed.per_example(dtype, xp=xp), axis=(-4, -3)), xp=xp
@@ -292,8 +277,8 @@ class Rows(OfOutputs):
         Rows
             The homogeneous coordinate is one of the inputs' in another basis.
         """
-        x, homogeneous = cast(xp, self.inputs, dtype), self.homogeneous
-        g = cast(xp, self.output_grads, dtype)
+        x, homogeneous = ns.cast(xp, self.inputs, dtype), self.homogeneous
+        g = ns.cast(xp, self.output_grads, dtype)
         if input_basis is not None:
             x = xp.matmul(self.full_inputs(dtype, xp=xp), input_basis[..., None, :, :])
             homogeneous = False
@@ -320,7 +305,7 @@ class Rows(OfOutputs):
                 total = part if total is None else total + part
             if total is not None:
                 return join_groups(total, xp=xp)
-        x, g = cast(xp, self.inputs, dtype), cast(xp, self.output_grads, dtype)
+        x, g = ns.cast(xp, self.inputs, dtype), ns.cast(xp, self.output_grads, dtype)
         x2, tail = (x * x)[..., 0, :], self.tail(dtype, xp=xp)
         if tail is not None:
             x2 = append_coordinate(x2, tail[..., 0], xp=xp)
@@ -361,7 +346,7 @@ class Rows(OfOutputs):
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n(+1))."""
-        x, tail = cast(xp, self.inputs, dtype), self.tail(dtype, xp=xp)
+        x, tail = ns.cast(xp, self.inputs, dtype), self.tail(dtype, xp=xp)
         return x if tail is None else append_coordinate(x, tail, xp=xp)
 
     def tail(self, dtype: object, /, *, xp: Namespace) -> Array | None:
@@ -395,7 +380,7 @@ def counted_rows(mask: Array, /, *, xp: Namespace) -> Array:
 def require_no_weights(mask: Array | None, what: str, /, *, xp: Namespace) -> None:
     """Raise `UnsupportedError` for weights of rows where only a mask has a meaning."""
     if has_weights(mask, xp=xp):
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"Expected `mask` to be boolean with {what}, got weights of rows. Take "
             "Kronecker() with sharing='expand', or leave the weights out."
         )
@@ -404,7 +389,7 @@ def require_no_weights(mask: Array | None, what: str, /, *, xp: Namespace) -> No
 def require_no_choice(batch: Batch, /) -> None:
     """Raise `UnsupportedError` for `row_indices`, which only a convolution has."""
     if batch.row_indices is not None:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "Expected no `row_indices`: only a convolution makes rows that can be "
             "selected. Slice the arrays instead."
         )
@@ -413,7 +398,7 @@ def require_no_choice(batch: Batch, /) -> None:
 def require_every_bias(batch: Batch, /) -> None:
     """Raise `UnsupportedError` for `Batch.bias`, where rows cannot be told apart by it."""
     if batch.bias is not None:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "Expected no `bias` in this batch: rows of a use without the bias are told in "
             "a dense layer, or in a convolution that is read as one batch."
         )
@@ -441,18 +426,20 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
     ConventionError
         For a layer without a bias.
     """
-    xp = namespace_of(inputs=rows.inputs, bias=bias)
+    xp = ns.namespace_of(inputs=rows.inputs, bias=bias)
     if not rows.homogeneous:
-        raise ConventionError(
+        raise errors.ConventionError(
             "Rows without a bias can only be told in a layer that has one; say bias=True "
             "in the layer, or leave `Batch.bias` out."
         )
     N, S = rows.examples, rows.positions
     if bias.dtype != xp.bool:
-        raise DtypeError(f"Expected `bias` to be an array of bool, got {bias.dtype}.")
+        raise errors.DtypeError(
+            f"Expected `bias` to be an array of bool, got {bias.dtype}."
+        )
     size = math.prod(bias.shape)
     if bias.ndim < 1 or bias.shape[0] != N or size not in (N, N * S):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `bias` of one entry for each example, shape ({N},), or for each of "
             f"its {S} rows, got {tuple(bias.shape)}."
         )
@@ -460,7 +447,7 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
     if rows.mask is not None:
         has = has & counted_rows(rows.mask, xp=xp)
     x = rows.inputs
-    tail = xp.broadcast_to(cast(xp, has, x.dtype), x.shape[:-1])
+    tail = xp.broadcast_to(ns.cast(xp, has, x.dtype), x.shape[:-1])
     x = append_coordinate(x, tail, xp=xp)
     return replaced(rows, inputs=x, homogeneous=False)
 
@@ -495,7 +482,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     first = uses[0]
     for use in uses:
         if (use.examples, use.sources) != (first.examples, first.sources):
-            raise ShapeError(
+            raise errors.ShapeError(
                 "Expected all uses of a layer to have the same examples and sources, got "
                 f"{first.examples} and {first.sources}, and {use.examples} and "
                 f"{use.sources}."
@@ -503,7 +490,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     if any(use.homogeneous != first.homogeneous for use in uses):
         uses = [_with_coordinate(use) for use in uses]
         first = uses[0]
-    xp = namespace_of(**{f"uses[{i}]": use.inputs for i, use in enumerate(uses)})
+    xp = ns.namespace_of(**{f"uses[{i}]": use.inputs for i, use in enumerate(uses)})
     mask = None
     masks = [use.mask for use in uses if use.mask is not None]
     if masks:
@@ -525,10 +512,10 @@ def output_rows(
     output_grads: Array, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
 ) -> Array:
     """Return g as rows: each position's, or each example's sum over positions."""
-    g = cast(xp, output_grads, dtype)
+    g = ns.cast(xp, output_grads, dtype)
     if sharing == "reduce":
         g = xp.sum(g, axis=-2, keepdims=True)
-    return reshaped(g, (*g.shape[:-4], -1, g.shape[-1]), xp=xp)
+    return ns.reshaped(g, (*g.shape[:-4], -1, g.shape[-1]), xp=xp)
 
 
 @structure()
@@ -558,7 +545,7 @@ class PixelRows(OfOutputs):
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
     ) -> tuple[Array, None, Array]:
         """Return pixels and output gradients as rows; see `Rows.factor_rows`."""
-        pixels = cast(xp, self.pixels, dtype)
+        pixels = ns.cast(xp, self.pixels, dtype)
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
         return xp.reshape(pixels, (-1, pixels.shape[-1])), None, g
 
@@ -583,8 +570,8 @@ def _finite_status(
             axes = tuple(range(stacked, array.ndim))
             good = xp.all(xp.isfinite(array), axis=axes)
         else:
-            good = all_finite(array, xp=xp)
-        status = status_unless(xp, good, flag) | status
+            good = finite.all_finite(array, xp=xp)
+        status = ns.status_unless(xp, good, flag) | status
     return status
 
 
@@ -605,7 +592,7 @@ def require_finite(status: int, /, *, name: str) -> None:
     """
     flags = Status(status)
     if Status.IDS_OUT_OF_RANGE in flags:
-        raise IdRangeError(
+        raise errors.IdRangeError(
             f"Block {name!r}: `inputs` of this batch hold an id that is negative, or not "
             "below the number of embeddings. Nothing was changed."
         )
@@ -619,7 +606,7 @@ def require_finite(status: int, /, *, name: str) -> None:
     ]
     if bad:
         arguments = " and ".join(f"`{argument}`" for argument in bad)
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"Block {name!r}: {arguments} of this batch hold NaN or infinity in rows that "
             "count. Nothing was changed; skip the batch, or find where it diverged."
         )

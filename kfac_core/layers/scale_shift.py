@@ -12,15 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    cast,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.constraints import SIZE, optional, require_options, tuple_of
-from kfac_core.errors import ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import misfit
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -57,17 +51,19 @@ class ScaleShift:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_options(
+        constraints.require_options(
             self,
-            scale_shape=optional(tuple_of(SIZE)),
-            shift_shape=optional(tuple_of(SIZE)),
+            scale_shape=constraints.optional(constraints.tuple_of(constraints.SIZE)),
+            shift_shape=constraints.optional(constraints.tuple_of(constraints.SIZE)),
         )
         for name in ("scale_shape", "shift_shape"):
             shape = getattr(self, name)
             if shape is not None:
                 object.__setattr__(self, name, tuple(shape))
         if not self.parameter_shapes:
-            raise ShapeError("Expected `scale_shape` or `shift_shape`, got neither.")
+            raise errors.ShapeError(
+                "Expected `scale_shape` or `shift_shape`, got neither."
+            )
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -102,11 +98,11 @@ class ScaleShift:
         require_no_choice(batch)
         require_every_bias(batch)
         x, g = batch.inputs, batch.output_grads
-        xp = namespace_of(inputs=x, output_grads=g)
-        require_floating(xp, x, "inputs")
-        require_floating(xp, g, "output_grads")
+        xp = ns.namespace_of(inputs=x, output_grads=g)
+        ns.require_floating(xp, x, "inputs")
+        ns.require_floating(xp, g, "output_grads")
         if batch.mask is not None:
-            raise ShapeError(
+            raise errors.ShapeError(
                 "Expected no `mask` for a `ScaleShift` layer; set the output gradients of "
                 "rows that do not count to zero."
             )
@@ -116,7 +112,7 @@ class ScaleShift:
             hint = "It has the shape of the layer's outputs, that of `inputs`."
             raise misfit(grads, expected, tuple(x.shape), otherwise=hint)
         # Half precision is widened before anything is multiplied.
-        x, g = (cast(xp, array, wide_dtype(xp, array.dtype)) for array in (x, g))
+        x, g = (ns.cast(xp, array, ns.wide_dtype(xp, array.dtype)) for array in (x, g))
         examples, event = x.shape[0], tuple(x.shape[1:])
         g = xp.reshape(g, (batch.sources or 1, *x.shape))
         parts = []
@@ -153,7 +149,7 @@ def _down_to(
         length in (1, full) for length, full in zip(aligned, event, strict=True)
     )
     if not fits:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `inputs` whose event broadcasts with a {name} of shape {shape}, got "
             f"an event of shape {event}."
         )

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import moved_axis, namespace_of
-from kfac_core.constraints import require_one_of
-from kfac_core.errors import ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.rows import Batch, require_every_bias
 
 __all__ = ["Folding", "steps_of", "unfold_time"]
@@ -56,17 +55,19 @@ def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
     array([[0., 2., 4.],
            [1., 3., 5.]])
     """
-    require_one_of("folding", folding, get_args(Folding))
-    xp = namespace_of(x=x)
+    constraints.require_one_of("folding", folding, get_args(Folding))
+    xp = ns.namespace_of(x=x)
     if steps < 1 or x.shape[0] % steps:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `steps` to divide the first axis of `x`, got {steps} steps and "
             f"shape {tuple(x.shape)}."
         )
     rest = tuple(x.shape[1:])
     if folding == "batch_major":
         return xp.reshape(x, (x.shape[0] // steps, steps, *rest))
-    return moved_axis(xp.reshape(x, (steps, x.shape[0] // steps, *rest)), 0, 1, xp=xp)
+    return ns.moved_axis(
+        xp.reshape(x, (steps, x.shape[0] // steps, *rest)), 0, 1, xp=xp
+    )
 
 
 def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
@@ -104,11 +105,11 @@ def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
     """
     require_every_bias(batch)
     x, g, mask = batch.inputs, batch.output_grads, batch.mask
-    xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+    xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
     lead = 0 if batch.sources is None else 1
     T = x.shape[1]
     if g.shape[lead + 1] != T or (mask is not None and mask.shape[1] != T):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected one time axis of {T} steps, after that of examples, in all arrays; "
             f"got `inputs` of shape {tuple(x.shape)} and `output_grads` of shape "
             f"{tuple(g.shape)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.errors import UnsupportedError
+from kfac_core import errors
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows, join_uses
 
@@ -35,7 +35,7 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     """
     uses = list(fed) if isinstance(fed, list | tuple) else [fed]
     if not uses or any(getattr(use, "row_indices", None) is not None for use in uses):
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "Expected at least one `Batch`, without `row_indices`: the gradient of an "
             "example is a sum over all its positions."
         )
@@ -43,7 +43,7 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     if len(rows) == 1:
         return rows[0]
     if not all(isinstance(part, Rows) for part in rows):
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"Several uses of a {layer.kind} layer cannot be joined; only those of a "
             "dense or conv layer can."
         )

@@ -13,17 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, finite
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import (
-    device_of,
-    own_namespace,
-    roundoff_of,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.errors import FactorizationError
 from kfac_core.linalg.symmetric import (
     SymmetricMatrix,
     matrix_diagonal,
@@ -95,8 +88,8 @@ def probe_of(array: Array, xp: Namespace, /) -> Array:
 
     Where the host has no values of the matrix there are two, as columns.
     """
-    make = _kept_probe if is_plain(array, xp=xp) else _two_probes
-    return make(array.shape[-1], array.dtype, device_of(array), xp)
+    make = _kept_probe if finite.is_plain(array, xp=xp) else _two_probes
+    return make(array.shape[-1], array.dtype, ns.device_of(array), xp)
 
 
 def inverse_residual(
@@ -183,7 +176,7 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
     # Roundoff first: the squares of huge ratios overflow.
     ratio = xp.sqrt(largest) / unit
-    return roundoff_of(lower.dtype, xp=xp) * ratio * ratio
+    return ns.roundoff_of(lower.dtype, xp=xp) * ratio * ratio
 
 
 def root_condition(lower: Array, /, *, xp: Namespace) -> Array:
@@ -225,7 +218,7 @@ def smallest_known(
         zero if the roots are of the dtype of storage, which has checks of its own.
     """
     worst = xp.zeros_like(lowers[0][0, 0])
-    if stored <= roundoff_of(worst.dtype, xp=xp):
+    if stored <= ns.roundoff_of(worst.dtype, xp=xp):
         return worst
     for lower in lowers:
         condition = root_condition(lower, xp=xp)
@@ -391,7 +384,7 @@ def positive_eigenvalues(
         Eigenvalues of the shifted matrix; not below the shift where A was clipped.
     """
     shifted = eigenvalues + shift
-    if known_true(shifted > 0, xp=xp):
+    if finite.known_true(shifted > 0, xp=xp):
         return shifted
     definite = xp.all(shifted > 0, axis=axes, keepdims=True)
     clipped = xp.where(eigenvalues < 0, xp.zeros_like(shifted), eigenvalues) + shift
@@ -492,11 +485,11 @@ def undetermined(
     FactorizationError
         With ``check="raise"``, in the place of the flag.
     """
-    xp = own_namespace(damping)
+    xp = ns.own_namespace(damping)
     error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
-    flags = status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
+    flags = ns.status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
     if check == "raise" and int(flags):
-        raise FactorizationError(
+        raise errors.FactorizationError(
             f"with damping {float(xp.max(damping)):.1e} eigenvalues are not "
             "determined: the roundoff of what is stored changes a damped one by "
             f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "

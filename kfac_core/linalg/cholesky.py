@@ -6,9 +6,9 @@ failure is never an exception here: the factor is then NaN on and below the diag
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched, is_factorization_failure
-from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
 from kfac_core.linalg.triangular import triangular_inverse
 
@@ -134,5 +134,5 @@ def is_positive_factor(lower: Array, /, *, xp: Namespace) -> Array:
 def add_to_diagonal(array: Array, shift: Scalar, /, *, xp: Namespace) -> Array:
     """Return ``array + shift I``, shape (..., n, n); never modifies the array."""
     n = array.shape[-1]
-    eye = xp.eye(n, dtype=array.dtype, device=device_of(array))
+    eye = xp.eye(n, dtype=array.dtype, device=ns.device_of(array))
     return array + for_matrices(shift) * eye

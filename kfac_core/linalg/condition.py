@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.linalg.certificate import relative_norm
 
 __all__ = ["estimated_norm", "measured_residual"]
@@ -54,8 +54,8 @@ def estimated_norm(
     At most eleven products, each of which synchronizes with the device.
     """
     size = math.prod(shape)
-    place: dict[str, Any] = {"dtype": like.dtype, "device": device_of(like)}
-    index = xp.reshape(xp.arange(size, device=device_of(like)), shape)
+    place: dict[str, Any] = {"dtype": like.dtype, "device": ns.device_of(like)}
+    index = xp.reshape(xp.arange(size, device=ns.device_of(like)), shape)
     x = xp.full(shape, 1.0 / size, **place)
     norm = 0.0
     for _ in range(_MOST_STEPS):

@@ -23,8 +23,8 @@ Martens and Grosse (2015), arXiv:1503.05671, section 4.3 and appendix B.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import smallest_known
 from kfac_core.linalg.kronecker import kronecker_dense
@@ -113,7 +113,7 @@ def conditional(
 def marginal(input_root: Root, output_root: Root, /, *, xp: Namespace) -> WeightedRoots:
     """Return ``A (x) G`` itself in the form of a conditional, for the last layer."""
     K, L = input_root.root, output_root.root
-    W = xp.ones((K.shape[0], L.shape[0]), dtype=K.dtype, device=device_of(K))
+    W = xp.ones((K.shape[0], L.shape[0]), dtype=K.dtype, device=ns.device_of(K))
     nothing = xp.zeros_like(W[0, 0])
     flags = xp.astype(nothing, xp.int32)
     return WeightedRoots(K, input_root.dual, L, output_root.dual, W, nothing, flags)

@@ -16,27 +16,10 @@ import abc
 from collections.abc import Callable
 from typing import Any, NoReturn, TypedDict, TypeVar
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, is_readable, known_true, truth_of
-from kfac_core.array.namespaces import (
-    NUMBER,
-    Scalar,
-    any_status,
-    cast,
-    device_of,
-    full_of,
-    is_finite_number,
-    own_namespace,
-    roundoff_of,
-)
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import (
-    ConventionError,
-    DtypeError,
-    FactorizationError,
-    NotReadyError,
-)
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import (
     Spectrum,
     positive_eigenvalues,
@@ -160,7 +143,7 @@ class FactorizedProducts(abc.ABC):
         inverse = made.matrix
         if v.ndim > inverse.array.ndim:
             return self._of_many(self.solve, v)
-        return multiply_symmetric(inverse, v, xp=own_namespace(v))
+        return multiply_symmetric(inverse, v, xp=ns.own_namespace(v))
 
     def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``."""
@@ -184,9 +167,9 @@ class FactorizedProducts(abc.ABC):
     def status(self) -> Array:
         """Return the flags of all factorizations made, 0-d int32."""
         xp = self._xp()
-        status = xp.zeros((), dtype=xp.int32, device=device_of(self._like()))
+        status = xp.zeros((), dtype=xp.int32, device=ns.device_of(self._like()))
         for made in self._made():
-            status = status | any_status(made.status, xp=xp)
+            status = status | ns.any_status(made.status, xp=xp)
         return status
 
     def _made(self) -> list[CholeskyFactor | Inverse | Eigendecomposition]:
@@ -209,7 +192,7 @@ class FactorizedProducts(abc.ABC):
         return side_by_side(function, v, len(self.stack_shape) + 1, xp=self._xp())
 
     def _xp(self) -> Namespace:
-        return own_namespace(self._like())
+        return ns.own_namespace(self._like())
 
 
 @structure(static=("size", "solving"))
@@ -276,7 +259,7 @@ class FactorizedMatrix(FactorizedProducts):
             inverse = self.inverse.matrix
         else:
             inverse = inverse_from_cholesky(self._lower(), overwrite=False, xp=xp)
-        return self.norm * cast(xp, one_norm(inverse, xp=xp), self.norm.dtype)
+        return self.norm * ns.cast(xp, one_norm(inverse, xp=xp), self.norm.dtype)
 
     def _like(self) -> Array:
         return self.shift
@@ -286,7 +269,7 @@ class FactorizedMatrix(FactorizedProducts):
 
     def _gone(self, *_: object, **__: object) -> NoReturn:
         """Raise: A is gone."""
-        raise NotReadyError(f"This needs more than was kept: {GONE}.")
+        raise errors.NotReadyError(f"This needs more than was kept: {GONE}.")
 
     multiply = power = trace = eigenvalues = dense = spectrum = in_wide_basis = _gone
 
@@ -445,7 +428,7 @@ class DampedMatrix(FactorizedProducts):
         xp, basis = self._xp(), self.basis
         assert basis is not None
         shifted = self.shift > 0
-        if known_true(xp.logical_not(shifted), xp=xp):
+        if finite.known_true(xp.logical_not(shifted), xp=xp):
             return self
         flags = self._undetermined(check="status", name=name)
         flags = xp.where(xp.any(shifted), flags, xp.zeros_like(flags))
@@ -493,14 +476,14 @@ class DampedMatrix(FactorizedProducts):
         damped = positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
         # What was inverted was found definite then; only free looks are taken twice.
         known = self.inverse is not None or self.cholesky is not None
-        looks = exponent < 0 and (not known or is_plain(damped, xp=xp))
-        if looks and truth_of(xp.all(damped > 0), xp=xp) is False:
-            raise FactorizationError(
+        looks = exponent < 0 and (not known or finite.is_plain(damped, xp=xp))
+        if looks and finite.truth_of(xp.all(damped > 0), xp=xp) is False:
+            raise errors.FactorizationError(
                 f"a {self.size} x {self.size} matrix with eigenvalues down to zero and no "
                 f"damping has no power {exponent}. Increase `damping`.",
                 factor="matrix",
             )
-        if looks and is_readable(damped, xp=xp):
+        if looks and finite.is_readable(damped, xp=xp):
             self._having("eigenbasis")._undetermined(check="raise", name="matrix")
         scaled = damped**exponent
         Q = basis.eigenvectors
@@ -562,7 +545,7 @@ class DampedMatrix(FactorizedProducts):
         M, xp, dtype = self.problem, self._xp(), self.dtype
         if dtype == M.shift.dtype:
             return M
-        factor, shift = cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
+        factor, shift = ns.cast(xp, M.factor, dtype), ns.cast(xp, M.shift, dtype)
         return FactorizationProblem(self.applied, factor, shift, M.roundoff, M.rank)
 
     def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
@@ -590,13 +573,15 @@ def real_exponent(exponent: object, /) -> float:
     ConventionError
         If it is not finite.
     """
-    if isinstance(exponent, bool) or not isinstance(exponent, NUMBER):
-        raise DtypeError(
+    if isinstance(exponent, bool) or not isinstance(exponent, ns.NUMBER):
+        raise errors.DtypeError(
             f"Expected `exponent` to be a real number, got {exponent!r}. An array of one "
             "number becomes one with float(...)."
         )
-    if not is_finite_number(exponent):
-        raise ConventionError(f"Expected `exponent` to be finite, got {exponent}.")
+    if not ns.is_finite_number(exponent):
+        raise errors.ConventionError(
+            f"Expected `exponent` to be finite, got {exponent}."
+        )
     return float(exponent)
 
 
@@ -610,8 +595,8 @@ def require_readable(like: Array, factorization: str, /) -> None:
     factorization : str
         What is missing.
     """
-    if not is_readable(like, xp=own_namespace(like)):
-        raise NotReadyError(
+    if not finite.is_readable(like, xp=ns.own_namespace(like)):
+        raise errors.NotReadyError(
             f"{factorization!r} was not prepared, and none is made while a program is "
             "traced, since a failure could not be reported. Add "
             f"{factorization!r} to `factorizations`."
@@ -665,16 +650,16 @@ def damped_matrix(
     True
     """
     if isinstance(matrix, SymmetricMatrix):
-        xp = own_namespace(matrix.array)
-        matrix = ScaledMatrix(matrix, full_of(xp, 1.0, matrix.array))
+        xp = ns.own_namespace(matrix.array)
+        matrix = ScaledMatrix(matrix, ns.full_of(xp, 1.0, matrix.array))
     B, narrowed = matrix.matrix, None
-    xp = own_namespace(B.array)
+    xp = ns.own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
-        narrowed = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
+        narrowed = SymmetricMatrix(ns.cast(xp, B.array, apply_dtype), B.full_storage)
     # NumPy makes scalars of its own of 0-d arrays.
-    shift = full_of(xp, shift, B.array)
+    shift = ns.full_of(xp, shift, B.array)
     # As it was stored.
-    roundoff = max(matrix.roundoff, roundoff_of(B.array.dtype, xp=xp))
+    roundoff = max(matrix.roundoff, ns.roundoff_of(B.array.dtype, xp=xp))
     damped = FactorizationProblem(B, matrix.factor, shift, roundoff, matrix.rank)
     made = DampedMatrix(damped, narrowed)
     if not factorizations:

@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    device_of,
-    full_of,
-    own_namespace,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import FactorizationError
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.fallback import raise_invalid
@@ -90,7 +82,7 @@ class DampedDiagonal:
         if self.definite or not {"inverse", "cholesky"} & set(factorizations):
             return self
         positive = self._xp().all(self._entries(True) > 0)
-        flags = self.flags | status_unless(self._xp(), positive, Status.NOT_POSITIVE)
+        flags = self.flags | ns.status_unless(self._xp(), positive, Status.NOT_POSITIVE)
         if check == "raise":
             _raise_for(Status(int(flags)), name)
         return replaced(self, flags=flags, definite=True)
@@ -150,7 +142,7 @@ class DampedDiagonal:
     def eigenvectors(self) -> Array:
         """Return the identity, shape (n, n)."""
         xp = self._xp()
-        return xp.eye(self.size, dtype=self.dtype, device=device_of(self.shift))
+        return xp.eye(self.size, dtype=self.dtype, device=ns.device_of(self.shift))
 
     def to_basis(self, v: Array, /) -> Array:
         """Return v; the eigenbasis is the coordinate basis."""
@@ -181,7 +173,7 @@ class DampedDiagonal:
         return entries
 
     def _xp(self) -> Namespace:
-        return own_namespace(self.entries)
+        return ns.own_namespace(self.entries)
 
 
 def damped_diagonal(
@@ -225,12 +217,12 @@ def damped_diagonal(
         If an entry of ``a + shift`` is zero and M has to be definite
         (``check="raise"``).
     """
-    xp = own_namespace(entries)
-    shift = full_of(xp, shift, entries)
+    xp = ns.own_namespace(entries)
+    shift = ns.full_of(xp, shift, entries)
     good_shift = xp.all(xp.isfinite(shift) & (shift >= 0))
     finite = xp.all(xp.isfinite(entries))
     clipped = xp.where(entries < 0, xp.zeros_like(entries), entries)
-    flags = status_unless(xp, good_shift, Status.BAD_DAMPING) | status_unless(
+    flags = ns.status_unless(xp, good_shift, Status.BAD_DAMPING) | ns.status_unless(
         xp, finite, Status.MATRIX_NOT_FINITE
     )
     if check == "raise":
@@ -238,7 +230,10 @@ def damped_diagonal(
     else:
         clipped = xp.where(flags == 0, clipped, xp.full_like(clipped, xp.nan))
     if apply_dtype is not None:
-        clipped, shift = cast(xp, clipped, apply_dtype), cast(xp, shift, apply_dtype)
+        clipped, shift = (
+            ns.cast(xp, clipped, apply_dtype),
+            ns.cast(xp, shift, apply_dtype),
+        )
     made = DampedDiagonal(clipped, shift, flags, definite=False)
     return made.prepared(*factorizations, check=check, name=name)
 
@@ -246,7 +241,7 @@ def damped_diagonal(
 def _raise_for(flags: Status, name: str) -> None:
     raise_invalid(flags, name)
     if Status.NOT_POSITIVE in flags:
-        raise FactorizationError(
+        raise errors.FactorizationError(
             "a diagonal factor has a zero on its diagonal. Increase `damping`.",
             factor=name,
         )

@@ -7,7 +7,7 @@ nothing; only products of the decomposition do.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace
 from kfac_core.array.dispatch import dispatched, is_factorization_failure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 

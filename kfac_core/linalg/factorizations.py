@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import own_namespace, roundoff_of
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import root_condition
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -57,9 +57,9 @@ class CholeskyFactor:
 
     def rounding_error(self) -> Array:
         """Estimate the error of solving with L from the roundoff of its dtype alone."""
-        xp = own_namespace(self.lower)
+        xp = ns.own_namespace(self.lower)
         condition = root_condition(self.lower, xp=xp)
-        return roundoff_of(self.lower.dtype, xp=xp) * condition
+        return ns.roundoff_of(self.lower.dtype, xp=xp) * condition
 
 
 @structure()

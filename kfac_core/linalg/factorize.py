@@ -13,16 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import known_finite, known_true
-from kfac_core.array.namespaces import (
-    as_number,
-    own_namespace,
-    roundoff_of,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure, without_scalars
-from kfac_core.errors import FactorizationError
+from kfac_core.array.structure import structure, without_scalars
 from kfac_core.linalg.certificate import (
     ERROR_LIMIT,
     RESIDUAL_LIMIT,
@@ -131,7 +126,7 @@ def cholesky_factor(
     -----
     ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
     """
-    xp = own_namespace(problem.matrix.array)
+    xp = ns.own_namespace(problem.matrix.array)
     options: Any = {"check": check, "name": name, "xp": xp}
     factor: CholeskyFactor = with_fallbacks(
         _attempt_cholesky, problem, _clipped_cholesky, **options
@@ -166,7 +161,7 @@ def damped_inverse(
     -----
     ``n^3`` flops.
     """
-    xp, lower = own_namespace(problem.matrix.array), None
+    xp, lower = ns.own_namespace(problem.matrix.array), None
     if factor is not None and (check == "status" or not fallback_of(factor)):
         lower = factor.lower
     made = _attempt_inverse(problem, xp, lower)
@@ -202,7 +197,7 @@ def eigendecomposition(
     about ``1e-7 |A|``, so that a damped inverse from them is 10 to 60 times less
     accurate than one by Cholesky.
     """
-    xp = own_namespace(problem.matrix.array)
+    xp = ns.own_namespace(problem.matrix.array)
     options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
     basis: Eigendecomposition = with_fallbacks(
         _attempt_eigen, problem, _no_eigendecomposition, **options
@@ -252,7 +247,7 @@ def _validity(
 
     Nothing and None where the host knows that all of a stack is valid.
     """
-    shift = as_number(problem.shift)
+    shift = ns.as_number(problem.shift)
     # The image of an infinite shift is not finite.
     if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
         return (), None
@@ -295,7 +290,7 @@ def _attempt_inverse(
     if lower is None:
         lower = _lower(problem, valid, xp)
     # A factor that failed is NaN there; this one is overwritten below.
-    positive = as_number(lower[..., -1, -1]) > 0
+    positive = ns.as_number(lower[..., -1, -1]) > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
     if not known_true(positive, xp=xp):
         # Not every BLAS makes NaN of NaN.
@@ -322,7 +317,7 @@ def _attempt_eigen(problem: FactorizationProblem, xp: Namespace) -> Eigendecompo
     residual = eigen_residual(w, Q, z, image, xp=xp)
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
-    computed = roundoff_of(w.dtype, xp=xp)
+    computed = ns.roundoff_of(w.dtype, xp=xp)
     error = eigenvalue_errors(w, Q, stored=problem.roundoff, computed=computed, xp=xp)
     w, error = settled_eigenvalues(w, error, _known_rank(problem, xp), xp=xp)
     _, fallback = untouched(residual, xp)
@@ -368,8 +363,8 @@ def _is_stored_well(
     """
     if not problem.roundoff:
         return None
-    noise = problem.roundoff * as_number(problem.factor) * problem.matrix.trace()
-    enough = as_number(noise) <= ERROR_LIMIT * as_number(problem.shift)
+    noise = problem.roundoff * ns.as_number(problem.factor) * problem.matrix.trace()
+    enough = ns.as_number(noise) <= ERROR_LIMIT * ns.as_number(problem.shift)
     if known_true(enough, xp=xp):
         return None
     return enough | (noise <= ERROR_LIMIT * smallest())
@@ -411,7 +406,7 @@ def _judged(
 ) -> tuple[Array, Array, Array, Array]:
     """Return the status, the residual, the clipped mass and the fallback of an attempt."""
     clipped, fallback = untouched(residual, xp)
-    accurate = as_number(residual) <= RESIDUAL_LIMIT
+    accurate = ns.as_number(residual) <= RESIDUAL_LIMIT
     if stored is not None:
         accurate = accurate & stored
     status = first_flag(
@@ -439,7 +434,7 @@ def _clipped_cholesky(
     factor = CholeskyFactor(lower, status, residual, basis.clipped, fallback)
     error = float(xp.max(factor.rounding_error()))
     if not error <= RESIDUAL_LIMIT:
-        raise FactorizationError(
+        raise errors.FactorizationError(
             f"with damping {float(xp.max(problem.shift)):.1e} the Cholesky factor of a "
             f"{problem.size} x {problem.size} matrix is too ill-conditioned to solve with "
             f"(relative error {error:.0e}, limit {RESIDUAL_LIMIT}). Increase `damping`, or "
@@ -478,7 +473,7 @@ def _clipped(
     residual = xp.where(backward > basis.residual, backward, basis.residual)
     smallest, worst = float(xp.min(damped)), float(xp.max(residual))
     if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
-        raise FactorizationError(
+        raise errors.FactorizationError(
             f"a {problem.size} x {problem.size} matrix is not positive definite even after "
             f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "
             f"to zero: with damping {float(xp.max(problem.shift)):.1e} its eigenvalues run "
@@ -495,7 +490,7 @@ def _clipped(
 def _no_eigendecomposition(
     problem: FactorizationProblem, made: Eigendecomposition, name: str, xp: Namespace
 ) -> Eigendecomposition:
-    raise FactorizationError(
+    raise errors.FactorizationError(
         f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "
         f"{float(xp.max(made.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
         "there is here. Look at the statistics for entries of wildly different size.",

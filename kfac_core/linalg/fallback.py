@@ -18,17 +18,10 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import (
-    any_status,
-    device_of,
-    own_namespace,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import in_dtype, leaves, replaced
-from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, finite, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import in_dtype, leaves
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 
 __all__ = [
@@ -72,7 +65,7 @@ def fallback_of(made: Any, /) -> Fallback:
     Fallback
         Fallback; reports show its name in lower case.
     """
-    xp = own_namespace(made.fallback)
+    xp = ns.own_namespace(made.fallback)
     return Fallback(int(xp.max(made.fallback)))
 
 
@@ -178,7 +171,7 @@ def in_wider_dtype(
     if check == "status":
         return make(dtype), Status.OK
     known = xp.__array_namespace_info__().dtypes(
-        device=device_of(like), kind="real floating"
+        device=ns.device_of(like), kind="real floating"
     )
     widest = dtype == xp.float64 or "float64" not in known
     try:
@@ -186,7 +179,7 @@ def in_wider_dtype(
         flags = Status(int(made.status()))  # type: ignore[attr-defined]
         if not flags or widest:
             return made, flags
-    except FactorizationError:
+    except errors.FactorizationError:
         if widest:
             raise
     wide: Any = make(xp.float64)
@@ -210,12 +203,12 @@ def raise_invalid(flags: Status, name: str, /) -> None:
         As the flags say.
     """
     if Status.MATRIX_NOT_FINITE in flags:
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"{name}: the matrix holds NaN or infinity. Its statistics were not finite, "
             "or their sums overflowed; reset them, or keep them in float64."
         )
     if Status.BAD_DAMPING in flags:
-        raise DampingError(
+        raise errors.DampingError(
             f"{name}: the damping is negative or not finite. Expected a finite number >= 0."
         )
 
@@ -241,9 +234,9 @@ def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Arr
     array, shape (..., n, n)
         The array itself where the host knows that all of it is valid.
     """
-    if known_true(valid, xp=xp):
+    if finite.known_true(valid, xp=xp):
         return array
-    eye = xp.eye(array.shape[-1], dtype=array.dtype, device=device_of(array))
+    eye = xp.eye(array.shape[-1], dtype=array.dtype, device=ns.device_of(array))
     return xp.where(valid[..., None, None], array, fill * eye)
 
 
@@ -269,9 +262,9 @@ def first_flag(
     first = conditions[0][0]
     for condition, _ in conditions[1:]:
         first = first & condition
-    if none is not None and known_true(first, xp=xp):
+    if none is not None and finite.known_true(first, xp=xp):
         return none
-    status = xp.zeros(first.shape, dtype=xp.int32, device=device_of(first))
+    status = xp.zeros(first.shape, dtype=xp.int32, device=ns.device_of(first))
     for condition, flag in reversed(conditions):
         status = xp.where(condition, status, xp.full_like(status, int(flag)))
     return status
@@ -294,8 +287,8 @@ def untouched(residual: Array, xp: Namespace, /) -> tuple[Array, Array]:
     fallback : array of int32
         `Fallback` of each matrix.
     """
-    make = _same_zeros if is_plain(residual, xp=xp) else _zeros
-    return make(tuple(residual.shape), residual.dtype, device_of(residual), xp)
+    make = _same_zeros if finite.is_plain(residual, xp=xp) else _zeros
+    return make(tuple(residual.shape), residual.dtype, ns.device_of(residual), xp)
 
 
 def widened(problem: P, /, *, xp: Namespace) -> P | None:
@@ -317,7 +310,7 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     if first.dtype == xp.float64:
         return None
     info = xp.__array_namespace_info__()
-    if "float64" not in info.dtypes(device=device_of(first), kind="real floating"):
+    if "float64" not in info.dtypes(device=ns.device_of(first), kind="real floating"):
         return None
     return in_dtype(problem, xp.float64, xp)
 
@@ -361,7 +354,7 @@ def in_narrow_dtype(
     if next(x for _, x in leaves(made) if _is_floating(x, xp)).dtype == dtype:
         return made
     narrow: Any = in_dtype(made, dtype, xp)
-    good = xp.asarray(True, device=device_of(narrow.status))
+    good = xp.asarray(True, device=ns.device_of(narrow.status))
     for path, x in leaves(narrow):
         if _is_floating(x, xp) and path not in ("residual", "clipped"):
             good = good & xp.all(xp.isfinite(x))
@@ -370,13 +363,13 @@ def in_narrow_dtype(
         good = good & xp.all(rounding_error() <= RESIDUAL_LIMIT)
     if check == "raise":
         if not bool(good):
-            raise FactorizationError(
+            raise errors.FactorizationError(
                 f"a factorization is beyond the range or the precision of {dtype}. "
                 'Increase `damping`, or take Precision(apply="float64").',
                 factor=name,
             )
         return narrow  # type: ignore[no-any-return]
-    flag = status_unless(xp, good, Status.INACCURATE)
+    flag = ns.status_unless(xp, good, Status.INACCURATE)
     return replaced(narrow, status=narrow.status | flag)  # type: ignore[no-any-return]
 
 
@@ -392,7 +385,7 @@ def _flags(status: Array, xp: Namespace) -> int:
     """Return the flags of a whole stack; synchronizes with the device."""
     if status.ndim == 0:
         return int(status)
-    return int(any_status(status, xp=xp)) if bool(xp.any(status != 0)) else 0
+    return int(ns.any_status(status, xp=xp)) if bool(xp.any(status != 0)) else 0
 
 
 def _zeros(

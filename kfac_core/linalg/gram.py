@@ -8,16 +8,10 @@ the rows to append it.  Weights multiply outer products: ``sum_i w_i x_i x_i^T``
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.errors import ShapeError
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["gram", "gram_update", "updated_gram"]
@@ -75,23 +69,23 @@ def gram(
     array([[10., 14.],
            [14., 20.]])
     """
-    xp = namespace_of(rows=rows, optional={"weights": weights, "mask": mask})
+    xp = ns.namespace_of(rows=rows, optional={"weights": weights, "mask": mask})
     if rows.ndim != 2:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `rows` to have shape (n, d), got {tuple(rows.shape)}."
         )
-    require_floating(xp, rows, "rows")
-    rows = cast(xp, rows, wide_dtype(xp, rows.dtype))
+    ns.require_floating(xp, rows, "rows")
+    rows = ns.cast(xp, rows, ns.wide_dtype(xp, rows.dtype))
     for name, x in (("weights", weights), ("mask", mask)):
         if x is not None and tuple(x.shape) != (rows.shape[0],):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `{name}` to have shape ({rows.shape[0]},), one number a row, "
                 f"got {tuple(x.shape)}."
             )
     tail = xp.ones_like(rows[:, 0]) if homogeneous else None
     if weights is not None:
-        require_floating(xp, weights, "weights")
-        root = xp.sqrt(cast(xp, weights, rows.dtype))
+        ns.require_floating(xp, weights, "weights")
+        root = xp.sqrt(ns.cast(xp, weights, rows.dtype))
         rows = rows * root[:, None]
         tail = None if tail is None else tail * root
     if mask is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, moved_axis
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = [
     "dense_of_blocks",
@@ -29,7 +29,7 @@ def split_groups(V: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Array:
         return V
     *many, n, columns = V.shape
     parts = xp.reshape(V, (*many, n, lead[0], columns // lead[0]))
-    return moved_axis(parts, -2, -3, xp=xp)
+    return ns.moved_axis(parts, -2, -3, xp=xp)
 
 
 def join_groups(V: Array, /, *, xp: Namespace) -> Array:
@@ -37,7 +37,7 @@ def join_groups(V: Array, /, *, xp: Namespace) -> Array:
     if V.ndim == 2:
         return V
     *many, groups, n, m = V.shape
-    return xp.reshape(moved_axis(V, -3, -2, xp=xp), (*many, n, groups * m))
+    return xp.reshape(ns.moved_axis(V, -3, -2, xp=xp), (*many, n, groups * m))
 
 
 def side_by_side(
@@ -72,10 +72,10 @@ def side_by_side(
     K, k = math.prod(many), own[-1]
     if K == 0:
         return v
-    moved = moved_axis(xp.reshape(v, (K, *own)), 0, -1, xp=xp)
+    moved = ns.moved_axis(xp.reshape(v, (K, *own)), 0, -1, xp=xp)
     done = function(xp.reshape(moved, (*own[:-1], k * K)))
     parts = xp.reshape(done, (*done.shape[:-1], k, K))
-    parts = moved_axis(parts, -1, 0, xp=xp)
+    parts = ns.moved_axis(parts, -1, 0, xp=xp)
     return xp.reshape(parts, (*many, *parts.shape[1:]))
 
 
@@ -122,7 +122,7 @@ def dense_of_blocks(blocks: Array, /, *, n: int, xp: Namespace) -> Array:
     if blocks.ndim == 2:
         return blocks
     groups, m = blocks.shape[0], blocks.shape[-1] // n
-    same = xp.eye(groups, dtype=blocks.dtype, device=device_of(blocks))
+    same = xp.eye(groups, dtype=blocks.dtype, device=ns.device_of(blocks))
     # Axes: input row, group row, output row, input column, group column, output column.
     parts = xp.permute_dims(xp.reshape(blocks, (groups, n, m, n, m)), (1, 0, 2, 3, 4))
     spread = parts[:, :, :, :, None, :] * same[None, :, None, None, :, None]

@@ -7,9 +7,9 @@ size is ever made: memory is that of the result, or of a block of it.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import cast, device_of
 
 __all__ = ["count_indices", "sum_rows_at"]
 
@@ -49,7 +49,7 @@ def count_indices(
     order = xp.argsort(indices)
     ids = xp.take(indices, order)
     sums = xp.cumulative_sum(xp.take(weights, order), include_initial=True)
-    every = xp.arange(size + 1, dtype=ids.dtype, device=device_of(ids))
+    every = xp.arange(size + 1, dtype=ids.dtype, device=ns.device_of(ids))
     edges = xp.take(sums, xp.searchsorted(ids, every))
     return edges[1:] - edges[:-1]
 
@@ -85,7 +85,9 @@ def sum_rows_at(rows: Array, indices: Array, /, *, size: int, xp: Namespace) -> 
     blocks = []
     for start in range(0, size, step):
         stop = min(size, start + step)
-        wanted = xp.arange(start, stop, dtype=indices.dtype, device=device_of(indices))
-        hot = cast(xp, wanted[:, None] == indices[None, :], rows.dtype)
+        wanted = xp.arange(
+            start, stop, dtype=indices.dtype, device=ns.device_of(indices)
+        )
+        hot = ns.cast(xp, wanted[:, None] == indices[None, :], rows.dtype)
         blocks.append(xp.matmul(hot, rows))
     return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)

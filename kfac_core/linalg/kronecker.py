@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import moved_axis, namespace_of
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = ["kronecker_dense", "kronecker_multiply"]
 
@@ -55,11 +55,11 @@ def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
     xp = _namespace_of_factors(factors, v=v)
     expected = tuple(factor.shape[1] for factor in factors)
     if tuple(v.shape) != expected:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `v` to have shape {expected}, got {tuple(v.shape)}."
         )
     for axis, factor in enumerate(factors):
-        v = moved_axis(xp.tensordot(factor, v, axes=((1,), (axis,))), 0, axis, xp=xp)
+        v = ns.moved_axis(xp.tensordot(factor, v, axes=((1,), (axis,))), 0, axis, xp=xp)
     return v
 
 
@@ -97,12 +97,14 @@ def kronecker_dense(factors: Sequence[Array], /) -> Array:
 
 def _namespace_of_factors(factors: Sequence[Array], **others: Array) -> Namespace:
     if not factors:
-        raise ShapeError("Expected `factors` to hold at least one matrix, got none.")
+        raise errors.ShapeError(
+            "Expected `factors` to hold at least one matrix, got none."
+        )
     named = {f"factors[{i}]": factor for i, factor in enumerate(factors)}
-    xp = namespace_of(**others, **named)
+    xp = ns.namespace_of(**others, **named)
     for name, factor in named.items():
         if factor.ndim != 2:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `{name}` to be a matrix, got shape {tuple(factor.shape)}."
             )
     return xp

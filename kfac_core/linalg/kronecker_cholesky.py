@@ -26,11 +26,10 @@ from typing import NoReturn
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import FactorizationError
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
 from kfac_core.linalg.fallback import first_flag, guarded, with_fallbacks
@@ -170,7 +169,7 @@ class _Spectral:
         """Return the relative error of solving with a factor, 0-d."""
         P, Q, d = self.left, self.right, self.spectrum
         n, m = d.shape[-2:]
-        z = probe(n * m, dtype=d.dtype, device=device_of(d), xp=xp)
+        z = probe(n * m, dtype=d.dtype, device=ns.device_of(d), xp=xp)
         z = xp.broadcast_to(xp.reshape(z, (n, m)), d.shape)
         expected = xp.matrix_transpose(P) @ z @ Q / d
         expected = P @ expected @ xp.matrix_transpose(Q)
@@ -200,7 +199,7 @@ def _attempt(problem: _Spectral, xp: Namespace) -> KroneckerCholesky:
     positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
     whole = finite & positive
     corners = guarded(whole, corners, 1.0, xp=xp)
-    status = xp.zeros((), dtype=xp.int32, device=device_of(d))
+    status = xp.zeros((), dtype=xp.int32, device=ns.device_of(d))
     made = KroneckerCholesky(
         guarded(whole, safe, 1.0, xp=xp), corners, problem.right, status, status
     )
@@ -216,7 +215,7 @@ def _attempt(problem: _Spectral, xp: Namespace) -> KroneckerCholesky:
 def _not_positive(
     problem: _Spectral, made: KroneckerCholesky, name: str, xp: Namespace
 ) -> NoReturn:
-    raise FactorizationError(
+    raise errors.FactorizationError(
         "the Cholesky factor of the exactly damped block is not accurate in any precision "
         "that there is here: the block is too ill-conditioned. Increase `damping`, or take "
         "products by the inverse, powers or `sample`.",

@@ -26,8 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.linalg.gram import updated_gram
 
 __all__ = [

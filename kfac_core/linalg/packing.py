@@ -14,9 +14,9 @@ This is the rectangular full packed form of LAPACK up to the order of its blocks
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = ["pack_triangle", "packed_rows", "packed_shape", "unpack_triangle"]
 
@@ -86,7 +86,7 @@ def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:
         For a shape that is not that of n rows.
     """
     if tuple(packed.shape[-2:]) != packed_shape(n):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected a packed triangle of {n} rows to have shape {packed_shape(n)}, got "
             f"{tuple(packed.shape[-2:])}."
         )
@@ -119,6 +119,6 @@ def _below(x: Array, xp: Namespace) -> Array:
 
 
 def _indices(x: Array, xp: Namespace) -> tuple[Array, Array]:
-    device = device_of(x)
+    device = ns.device_of(x)
     rows = xp.arange(x.shape[-2], device=device)[:, None]
     return rows, xp.arange(x.shape[-1], device=device)[None, :]

@@ -17,9 +17,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from kfac_core.array.backend import Array, Namespace, backend_of
-from kfac_core.array.namespaces import device_of
-from kfac_core.errors import ConventionError, ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
 
 __all__ = [
     "Index",
@@ -67,7 +68,7 @@ def resolve_padding(
         For an unknown rule; for other than d pairs of numbers >= 0.
     """
     if isinstance(padding, str) and padding not in ("same", "valid"):
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected `padding` to be 'same', 'valid' or pairs (lo, hi), got {padding!r}."
         )
     if padding == "valid":
@@ -78,7 +79,7 @@ def resolve_padding(
         totals = [max(reached - n, 0) for n, reached in used]
         return tuple((total // 2, total - total // 2) for total in totals)
     if [len(p) for p in padding] != [2] * len(spatial) or min(map(min, padding)) < 0:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `padding` to be {len(spatial)} pairs (lo, hi) of numbers >= 0, one "
             f"for each spatial axis, got {padding}."
         )
@@ -111,7 +112,7 @@ def output_size(
     axes = zip(spatial, pads, kernel_size, strides, dilation, strict=True)
     sizes = tuple((n + sum(p) - (k - 1) * e - 1) // s + 1 for n, p, k, s, e in axes)
     if min(sizes) < 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected spatial axes into which `kernel_size` {kernel_size} with `dilation` "
             f"{dilation} fits, got {spatial}, padded by {pads}."
         )
@@ -213,7 +214,7 @@ def extract_patches_at(
 def take_rows(x: Array, index: Index, /, *, xp: Namespace) -> Array:
     """Return rows of an array of shape (..., n, C) as one of (..., index.size, C)."""
     flat = index.reshape(-1).astype(np.int32 if x.shape[-2] < 2**31 else np.int64)
-    placed = backend_of(xp).asarray(flat, device=device_of(x))
+    placed = backend_of(xp).asarray(flat, device=ns.device_of(x))
     return xp.take(x, placed, axis=-2)
 
 
@@ -249,7 +250,7 @@ def choose_patches(
     ... )
     """
     if min(keep) < 1:
-        raise ShapeError(f"Expected `keep` to be two numbers >= 1, got {keep}.")
+        raise errors.ShapeError(f"Expected `keep` to be two numbers >= 1, got {keep}.")
     (N, S), rng = shape, np.random.default_rng(seed)
     R, P = min(keep[0], N), min(keep[1], S)
     examples = np.sort(rng.choice(N, R, replace=False))
@@ -262,7 +263,7 @@ def _prepared(
 ) -> tuple[Array, Sizes]:
     """Return the padded array, and the numbers of its output positions."""
     if x.ndim < len(k) + 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `x` to have {len(k)} spatial axes and channels, got {x.shape}."
         )
     window = {"kernel_size": k, "strides": strides, "dilation": dilation}
@@ -272,6 +273,8 @@ def _prepared(
     for axis, pair in enumerate(pads, start=x.ndim - 1 - len(k)):
         if pair != (0, 0):
             shapes = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in pair]
-            lo, hi = (xp.zeros(s, dtype=x.dtype, device=device_of(x)) for s in shapes)
+            lo, hi = (
+                xp.zeros(s, dtype=x.dtype, device=ns.device_of(x)) for s in shapes
+            )
             x = xp.concat([lo, x, hi], axis=axis)
     return x, sizes

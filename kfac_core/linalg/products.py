@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 
 __all__ = ["multiply_matrices"]

@@ -14,10 +14,9 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, status_unless
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
     Spectrum,
@@ -81,7 +80,7 @@ class DampedRankOne:
     @property
     def shift(self) -> Array:
         """The shift d, 0-d."""
-        return cast(self._xp(), self.block.shift, self.dtype)
+        return ns.cast(self._xp(), self.block.shift, self.dtype)
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
@@ -196,7 +195,7 @@ class DampedRankOne:
     def dense(self, *, shifted: bool) -> Array:
         """Return the matrix, shape (n, n)."""
         xp = self._xp()
-        eye = xp.eye(self.size, dtype=self.dtype, device=device_of(self.mean))
+        eye = xp.eye(self.size, dtype=self.dtype, device=ns.device_of(self.mean))
         return self.multiply(eye, shifted=shifted)
 
     def status(self) -> Array:
@@ -257,10 +256,10 @@ class DampedRankOne:
     def _checked(self, *, check: Check, name: str) -> DampedRankOne:
         """Return the same with the dense inverse if that by the mean is inaccurate."""
         xp = self._xp()
-        z = probe(self.size, dtype=self.dtype, device=device_of(self.mean), xp=xp)
+        z = probe(self.size, dtype=self.dtype, device=ns.device_of(self.mean), xp=xp)
         found = self._solve(self.multiply(z, shifted=True))
         residual = relative_norm(found - z, z, xp=xp)
-        flag = status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
+        flag = ns.status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
         if check == "status":
             block = self.block
             assert block.inverse is not None

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, namespace_of, require_floating
-from kfac_core.errors import ConventionError, ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = ["series_gamma", "series_sum", "shares_of_lengths"]
 
@@ -60,12 +60,12 @@ def series_gamma(
     -----
     T multiplications an entry; see `series_sum`.
     """
-    xp = namespace_of(correlation=correlation, optional={"lengths": lengths})
-    require_floating(xp, correlation, "correlation")
+    xp = ns.namespace_of(correlation=correlation, optional={"lengths": lengths})
+    ns.require_floating(xp, correlation, "correlation")
     if steps < 1:
-        raise ConventionError(f"Expected `steps` of at least 1, got {steps}.")
+        raise errors.ConventionError(f"Expected `steps` of at least 1, got {steps}.")
     if lengths is None:
-        k = xp.arange(1, steps + 1, device=device_of(correlation))
+        k = xp.arange(1, steps + 1, device=ns.device_of(correlation))
         shares = xp.astype(k == steps, correlation.dtype)
     else:
         shares = shares_of_lengths(lengths, steps=steps, dtype=correlation.dtype)
@@ -94,13 +94,13 @@ def shares_of_lengths(lengths: Array, /, *, steps: int, dtype: Any) -> Array:
     ShapeError
         For anything but a vector with an entry.
     """
-    xp = namespace_of(lengths=lengths)
+    xp = ns.namespace_of(lengths=lengths)
     if lengths.ndim != 1 or lengths.shape[0] < 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             "Expected `lengths` to have shape (N,) with N >= 1, got "
             f"{tuple(lengths.shape)}."
         )
-    k = xp.arange(1, steps + 1, dtype=lengths.dtype, device=device_of(lengths))
+    k = xp.arange(1, steps + 1, dtype=lengths.dtype, device=ns.device_of(lengths))
     return xp.mean(xp.astype(lengths[:, None] == k[None, :], dtype), axis=0)
 
 
@@ -137,7 +137,7 @@ def series_sum(correlation: Array, shares: Array, /, *, xp: Namespace) -> Array:
     1e-2 in float32 (T = 20, x = -0.99999).  ``6 T`` flops an entry.
     """
     T, zeros = shares.shape[0], xp.zeros_like(shares)
-    k = xp.arange(1, T + 1, dtype=shares.dtype, device=device_of(shares))
+    k = xp.arange(1, T + 1, dtype=shares.dtype, device=ns.device_of(shares))
     is_odd = xp.remainder(k, 2.0) == 1.0
     odd, even = xp.where(is_odd, shares, zeros), xp.where(is_odd, zeros, shares)
     # Row i stands for the power i: how far each length is above it.

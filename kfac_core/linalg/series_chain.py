@@ -17,9 +17,8 @@ Recurrent Neural Networks", ICLR: option 1.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, roundoff_of, status_unless
-from kfac_core.array.status import Status
+from kfac_core.array import Array, Namespace, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
@@ -74,7 +73,7 @@ class Root:
     def residual(self, xp: Namespace) -> Array:
         """Return ``|A_0 A_0^-1 z - z| / |z|`` of the fixed probe, 0-d."""
         n = self.root.shape[0]
-        z = probe(n, dtype=self.root.dtype, device=device_of(self.root), xp=xp)
+        z = probe(n, dtype=self.root.dtype, device=ns.device_of(self.root), xp=xp)
         got = z
         for factor in (self.dual, self.root):
             got = xp.matmul(factor, xp.matmul(xp.matrix_transpose(factor), got))
@@ -157,7 +156,7 @@ def triangular_root(lower: Array, lagged: Array, /, *, xp: Namespace) -> Root:
     Root
         Root of ``L L^T``.
     """
-    eye = xp.eye(lower.shape[0], dtype=lower.dtype, device=device_of(lower))
+    eye = xp.eye(lower.shape[0], dtype=lower.dtype, device=ns.device_of(lower))
     finite = xp.all(xp.isfinite(lower))
     # Some libraries raise where a factor is NaN.
     dual = solve_triangular(xp.where(finite, lower, eye), eye, transpose=True, xp=xp)
@@ -199,7 +198,9 @@ def symmetric_chain(
     (psi_A, K_A, D_A, clipped_A, flags_A), (psi_G, K_G, D_G, clipped_G, flags_G) = (
         _symmetric_side(side, xp) for side in (input_root, output_root)
     )
-    k = xp.arange(1, shares.shape[0] + 1, dtype=shares.dtype, device=device_of(shares))
+    k = xp.arange(
+        1, shares.shape[0] + 1, dtype=shares.dtype, device=ns.device_of(shares)
+    )
     W = series_sum(psi_A[:, None] * psi_G[None, :], shares, xp=xp)
     lowers = input_root.root, output_root.root
     known = smallest_known(lowers, stored, xp=xp)
@@ -224,14 +225,14 @@ def flagged_eigenbasis(
 ) -> tuple[Array, Array, Array]:
     """Return eigenvalues, eigenvectors and flags; NaN where the matrix is not finite."""
     finite = xp.all(xp.isfinite(matrix))
-    eye = xp.eye(matrix.shape[0], dtype=matrix.dtype, device=device_of(matrix))
+    eye = xp.eye(matrix.shape[0], dtype=matrix.dtype, device=ns.device_of(matrix))
     # Some libraries hang on NaN.
     safe = xp.where(finite, matrix, eye)
     w, Q = eigh(SymmetricMatrix(safe, True), xp=xp)
     z = probe_of(safe, xp)
     residual = eigen_residual(w, Q, z, xp.matmul(safe, z), xp=xp)
     accurate = (residual <= RESIDUAL_LIMIT) & (side.residual(xp) <= RESIDUAL_LIMIT)
-    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
+    flags = ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | ns.status_unless(
         xp, accurate | xp.logical_not(finite), Status.INACCURATE
     )
     nan = xp.full_like(matrix, xp.nan)
@@ -241,7 +242,7 @@ def flagged_eigenbasis(
 def excess(largest: Array, xp: Namespace) -> tuple[Array, Array]:
     """Return by how much a correlation is above 1, and the flags of that."""
     clipped = xp.where(largest > 1.0, largest - 1.0, xp.zeros_like(largest))
-    return clipped, status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
+    return clipped, ns.status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
 
 
 def positive_flags(
@@ -265,12 +266,12 @@ def positive_flags(
         `Status` flags.
     """
     smallest = xp.min(values)
-    digits = 10.0 * roundoff_of(values.dtype, xp=xp) / RESIDUAL_LIMIT
+    digits = 10.0 * ns.roundoff_of(values.dtype, xp=xp) / RESIDUAL_LIMIT
     accurate = smallest > digits * unit
     if known is not None:
         accurate = accurate & (smallest >= known * unit)
     accurate = accurate | xp.logical_not(smallest > 0)
-    return status_unless(xp, smallest > 0, Status.NOT_POSITIVE) | status_unless(
+    return ns.status_unless(xp, smallest > 0, Status.NOT_POSITIVE) | ns.status_unless(
         xp, accurate, Status.INACCURATE
     )
 

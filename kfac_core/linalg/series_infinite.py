@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import math
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_readable
-from kfac_core.array.namespaces import device_of, roundoff_of, status_unless
-from kfac_core.array.status import Check, Status
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, finite
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import smallest_known
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
@@ -90,7 +88,7 @@ class InfiniteChain:
         P, Q = self.input_correlation, self.output_correlation
         y = into(self.input_root, v, self.output_root, xp=xp)
         # A program is compiled for all that there may be: more of them add zeros.
-        known = is_readable(self.doublings, xp=xp)
+        known = finite.is_readable(self.doublings, xp=xp)
         doublings = int(self.doublings) if known else _MOST_DOUBLINGS
         X, Y = stein_solve(P, Q, y, doublings=doublings, xp=xp)
         return self.scale * out_of(self.input_root, X + Y - y, self.output_root, xp=xp)
@@ -109,7 +107,7 @@ class InfiniteChain:
         """Return F, row-major, by a dense inverse of ``I - Psi``: ``2 (n m)^3`` flops."""
         psi = kronecker_dense((self.input_correlation, self.output_correlation))
         R = kronecker_dense((self.input_root, self.output_root))
-        eye = xp.eye(psi.shape[0], dtype=psi.dtype, device=device_of(psi))
+        eye = xp.eye(psi.shape[0], dtype=psi.dtype, device=ns.device_of(psi))
         sum_of_powers = xp.linalg.inv(eye - psi)
         both = sum_of_powers + xp.matrix_transpose(sum_of_powers) - eye
         return self.scale * xp.matmul(R, xp.matmul(both, xp.matrix_transpose(R)))
@@ -167,7 +165,7 @@ def infinite_chain(
     known = smallest_known(lowers, stored, xp=xp)
     flags = flags_A | flags_G
     flags = flags | positive_flags(gaps, xp.ones_like(m_A[0]), xp, known=known)
-    flags = flags | status_unless(xp, converged, Status.INACCURATE)
+    flags = flags | ns.status_unless(xp, converged, Status.INACCURATE)
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
     R, L = input_root.root, output_root.root
     return InfiniteChain(
@@ -240,7 +238,7 @@ def _doublings(
     left: Array, right: Array, check: Check, xp: Namespace
 ) -> tuple[int, Array]:
     """Return how many doublings a sum of powers needs, and whether they are enough."""
-    eps = roundoff_of(left.dtype, xp=xp)
+    eps = ns.roundoff_of(left.dtype, xp=xp)
 
     def size(P: Array, Q: Array) -> Array:
         return xp.linalg.vector_norm(P) * xp.linalg.vector_norm(Q)
@@ -259,7 +257,7 @@ def _doublings(
         if now > limit:
             break
         P, Q = xp.matmul(P, P), xp.matmul(Q, Q)
-    raise FactorizationError(
+    raise errors.FactorizationError(
         "the sum over the lags of an infinite chain does not converge: consecutive steps "
         "are correlated by 1 in working precision. Increase `damping`, or use the "
         "symmetric variant, which is finite."

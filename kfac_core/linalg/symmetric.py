@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace, Scalar, finite
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.finite import quiet
-from kfac_core.array.namespaces import Scalar, as_number, device_of, own_namespace
 from kfac_core.array.structure import structure
 
 __all__ = [
@@ -56,22 +55,22 @@ class SymmetricMatrix:
         """Return both triangles, shape (..., n, n); a copy only where one was missing."""
         if self.full_storage:
             return self.array
-        xp = own_namespace(self.array)
-        i = xp.arange(self.size, device=device_of(self.array))
+        xp = ns.own_namespace(self.array)
+        i = xp.arange(self.size, device=ns.device_of(self.array))
         mirrored = xp.matrix_transpose(self.array)
         return xp.where(i[:, None] >= i, self.array, mirrored)
 
     def diagonal(self) -> Array:
         """Return the diagonal, shape (..., n)."""
-        return matrix_diagonal(self.array, xp=own_namespace(self.array))
+        return matrix_diagonal(self.array, xp=ns.own_namespace(self.array))
 
     def trace(self) -> Array:
         """Return the trace, shape (...)."""
-        return matrix_trace(self.array, xp=own_namespace(self.array))
+        return matrix_trace(self.array, xp=ns.own_namespace(self.array))
 
     def scaled(self, factor: Scalar, /) -> SymmetricMatrix:
         """Return the matrix times a number."""
-        xp = own_namespace(self.array)
+        xp = ns.own_namespace(self.array)
         return SymmetricMatrix(*scale_symmetric(self, factor, xp=xp))
 
 
@@ -108,8 +107,8 @@ class ScaledMatrix:
 
     def trace(self) -> Array:
         """Return the trace of ``c B``, shape (...)."""
-        xp = own_namespace(self.factor)
-        return as_number(self.factor) * matrix_trace(self.matrix.array, xp=xp)
+        xp = ns.own_namespace(self.factor)
+        return ns.as_number(self.factor) * matrix_trace(self.matrix.array, xp=xp)
 
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""
@@ -203,7 +202,7 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
     array, shape (..., n, k)
         ``S v``, in ``2 n^2 k`` flops.
     """
-    with quiet("status", xp=xp):
+    with finite.quiet("status", xp=xp):
         return xp.matmul(matrix.full(), v)
 
 

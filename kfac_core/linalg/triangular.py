@@ -6,7 +6,7 @@ that nearly all of their work is in matrix products.  The leaves are small gener
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace
 from kfac_core.array.dispatch import dispatched, is_factorization_failure
 
 __all__ = ["multiply_triangular", "solve_triangular", "triangular_inverse"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array import Array, Namespace
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural

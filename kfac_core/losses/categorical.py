@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, roundoff_of
-from kfac_core.errors import DtypeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import (
@@ -103,7 +103,7 @@ class Categorical(Loss):
         # Parallel sums need not be monotone, so that impossible classes are taken out.
         cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
         total = xp.max(cumulated, axis=-1, keepdims=True)
-        below_one = 1.0 - roundoff_of(z.dtype, xp=xp)
+        below_one = 1.0 - ns.roundoff_of(z.dtype, xp=xp)
         threshold = xp.minimum(u[..., None] * total, total * below_one)
         label = xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
         return xp.where(is_uniform(u), label, -1)
@@ -159,7 +159,7 @@ def _less_rank_one(
 def _rows_of_targets(targets: Array, z: Array, xp: Namespace) -> Array:
     """Return rows t of what is no integer; labels that are none are refused as such."""
     if targets.ndim < z.ndim:
-        raise DtypeError(
+        raise errors.DtypeError(
             f"Expected `targets` to be integer labels of shape {tuple(z.shape[:-1])}, or "
             f"rows of probabilities of shape {tuple(z.shape)}, got {targets.dtype} of "
             f"shape {tuple(targets.shape)}. Make integers of labels."
@@ -172,11 +172,11 @@ def _one_hot(labels: Array, z: Array, xp: Namespace) -> tuple[Array, Array]:
     require_last_axes(labels, tuple(z.shape[:-1]), "targets")
     if xp.iinfo(labels.dtype).bits < 32:
         # Eight bits cannot count a thousand classes.
-        labels = cast(xp, labels, xp.int32)
+        labels = ns.cast(xp, labels, xp.int32)
     labels = labels[..., None]
     return _classes(labels, z, xp), (labels >= 0) & (labels < z.shape[-1])
 
 
 def _classes(index: Array, z: Array, xp: Namespace) -> Array:
     """Return where along the last axis the class of an index ``(..., 1)`` is."""
-    return index == xp.arange(z.shape[-1], dtype=index.dtype, device=device_of(z))
+    return index == xp.arange(z.shape[-1], dtype=index.dtype, device=ns.device_of(z))

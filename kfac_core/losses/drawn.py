@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of
-from kfac_core.constraints import WHOLE, require_flag, require_one_of, require_range
-from kfac_core.errors import ConventionError
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import EstimationMode, noise_spec
 from kfac_core.losses.noise import NoiseSpec, draw_noise
@@ -80,16 +79,16 @@ def drawn_vectors(
     >>> [v.shape for v in drawn.vectors]
     [(8, 3)]
     """
-    require_range("seed", seed, WHOLE)
-    require_flag("shared", shared)
-    require_one_of("positions", positions, get_args(Positions))
+    constraints.require_range("seed", seed, constraints.WHOLE)
+    constraints.require_flag("shared", shared)
+    constraints.require_one_of("positions", positions, get_args(Positions))
     spec = noise_spec(loss, natural, mode=mode, samples=samples)
     if samples != 1 and spec is None:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"The mode {mode!r} draws nothing, so that `samples` is 1; got {samples}."
         )
     if positions == "separate" and shared and natural.ndim == 2:
-        raise ConventionError(
+        raise errors.ConventionError(
             "positions='separate' needs outputs of shape (N, T, P), whose T rows belong to "
             f"one example; got {tuple(natural.shape)} from layers with fewer examples."
         )
@@ -107,5 +106,5 @@ def drawn_vectors(
     # A separate source has one row of each example.
     drawn = (*rows[:2], *(1 for _ in rows[2:])) if separate else rows
     noise = draw_noise(NoiseSpec("uniform", drawn), like=natural, rng=seed)
-    xp = namespace_of(noise=noise)
+    xp = ns.namespace_of(noise=noise)
     return with_random_signs(made, xp.broadcast_to(noise, rows))

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import require_positive, wide_companion, wide_natural

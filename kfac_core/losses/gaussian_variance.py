@@ -22,8 +22,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.errors import UnsupportedError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import wide_companion, wide_natural
@@ -94,7 +94,7 @@ class GaussianLearnedVariance(Loss):
 
     def ggn_multiply(self, natural: Array, v: Array, /) -> NoReturn:
         """Raise `UnsupportedError`: the Hessian is never positive definite."""
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "The Gaussian loss with a learned variance has no Gauss-Newton matrix: the "
             "Hessian with respect to mean and log-variance depends on the targets and is "
             "not positive semidefinite. Use a Fisher mode ('gradients', "

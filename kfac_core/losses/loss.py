@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, Protocol
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.losses.noise import NoiseDistribution
 
 __all__ = ["Loss"]

@@ -35,10 +35,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.constraints import SIZE, implementation_of, require_one_of, require_range
+from kfac_core import constraints, errors
+from kfac_core.array import Array
 from kfac_core.conventions import SourceReduction
-from kfac_core.errors import ShapeError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseSpec
 
@@ -84,7 +83,7 @@ def curvature_matrix(mode: EstimationMode, /) -> CurvatureMatrix:
     ConventionError
         For an unknown mode.
     """
-    require_one_of("mode", mode, get_args(EstimationMode))
+    constraints.require_one_of("mode", mode, get_args(EstimationMode))
     return _PROPERTIES[mode].matrix
 
 
@@ -102,7 +101,7 @@ def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     >>> [kc.losses.source_reduction_of(mode) for mode in ("gradients", "exact")]
     ['mean', 'sum']
     """
-    require_one_of("mode", mode, get_args(EstimationMode))
+    constraints.require_one_of("mode", mode, get_args(EstimationMode))
     return _PROPERTIES[mode].reduction
 
 
@@ -147,11 +146,11 @@ def noise_spec(
     >>> v.vectors.shape
     (1, 8, 3)
     """
-    require_range("loss", loss, implementation_of(Loss))
-    require_range("samples", samples, SIZE)
-    require_one_of("mode", mode, get_args(EstimationMode))
+    constraints.require_range("loss", loss, constraints.implementation_of(Loss))
+    constraints.require_range("samples", samples, constraints.SIZE)
+    constraints.require_one_of("mode", mode, get_args(EstimationMode))
     if samples < 1:
-        raise ShapeError(f"Expected `samples` to be at least 1, got {samples}.")
+        raise errors.ShapeError(f"Expected `samples` to be at least 1, got {samples}.")
     if mode == "gradients":
         shape = (samples, *loss.noise_shape(natural))
         return NoiseSpec(loss.noise_distribution, shape)

@@ -14,15 +14,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import (
-    device_of,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.constraints import require_one_of
-from kfac_core.errors import DtypeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
 
 __all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]
 
@@ -79,15 +74,17 @@ def draw_noise(
     program, the same in every call: draw outside, and give the noise as an argument.
     """
     if not isinstance(rng, np.random.Generator | int | np.integer):
-        raise DtypeError(
+        raise errors.DtypeError(
             f"Expected `rng` to be a numpy.random.Generator or an integer seed, got "
             f"{type(rng).__name__}. Randomness is never taken from a global state."
         )
-    xp = namespace_of(like=like)
-    require_floating(xp, like, "like")
-    require_one_of("spec.distribution", spec.distribution, get_args(NoiseDistribution))
+    xp = ns.namespace_of(like=like)
+    ns.require_floating(xp, like, "like")
+    constraints.require_one_of(
+        "spec.distribution", spec.distribution, get_args(NoiseDistribution)
+    )
     generator = np.random.default_rng(rng)
-    is_double = wide_dtype(xp, like.dtype) == xp.float64
+    is_double = ns.wide_dtype(xp, like.dtype) == xp.float64
     dtype = np.dtype(np.float64 if is_double else np.float32)
     if spec.distribution == "normal":
         values = np.asarray(generator.standard_normal(spec.shape)).astype(dtype)
@@ -96,4 +93,4 @@ def draw_noise(
         below_one = np.nextafter(dtype.type(1.0), dtype.type(0.0))
         values = np.asarray(generator.random(spec.shape)).astype(dtype)
         values = np.minimum(values, below_one)
-    return backend_of(xp).asarray(values, device=device_of(like))
+    return backend_of(xp).asarray(values, device=ns.device_of(like))

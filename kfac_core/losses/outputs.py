@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import math
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    cast,
-    is_finite_number,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.errors import ConventionError, ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = [
     "is_integral",
@@ -55,17 +49,17 @@ def wide_natural(
     ShapeError, DtypeError, MixedArraysError
         For invalid arrays; the message names the argument.
     """
-    xp = namespace_of(natural=natural, **others)
-    require_floating(xp, natural, "natural")
+    xp = ns.namespace_of(natural=natural, **others)
+    ns.require_floating(xp, natural, "natural")
     if natural.ndim < 1 or natural.shape[-1] < 1 or natural.shape[-1] % multiple_of:
         what = (
             "P >= 1" if multiple_of == 1 else f"P a positive multiple of {multiple_of}"
         )
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `natural` to have shape (N, ..., P) with {what}, got "
             f"{tuple(natural.shape)}."
         )
-    return cast(xp, natural, wide_dtype(xp, natural.dtype)), xp
+    return ns.cast(xp, natural, ns.wide_dtype(xp, natural.dtype)), xp
 
 
 def wide_companion(
@@ -106,9 +100,9 @@ def wide_companion(
         For invalid arrays; the message names the argument.
     """
     if not (any_real and (x.dtype == xp.bool or is_integral(xp, x))):
-        require_floating(xp, x, name)
+        ns.require_floating(xp, x, name)
     require_last_axes(x, shape, name)
-    return cast(xp, x, dtype)
+    return ns.cast(xp, x, dtype)
 
 
 def require_last_axes(x: Array, shape: tuple[int, ...], name: str, /) -> None:
@@ -116,15 +110,15 @@ def require_last_axes(x: Array, shape: tuple[int, ...], name: str, /) -> None:
     extra = x.ndim - len(shape)
     if extra < 0 or tuple(x.shape[extra:]) != tuple(shape):
         lengths = "".join(f", {length}" for length in shape)
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{name}` to have shape (...{lengths}), got {tuple(x.shape)}."
         )
 
 
 def require_positive(value: float, name: str, /) -> float:
     """Return a number as a float; raise unless it is finite and positive."""
-    if not is_finite_number(value) or value <= 0 or not math.isfinite(1.0 / value):
-        raise ConventionError(
+    if not ns.is_finite_number(value) or value <= 0 or not math.isfinite(1.0 / value):
+        raise errors.ConventionError(
             f"Expected `{name}` to be a finite number > 0, got {value!r}."
         )
     return float(value)

@@ -12,24 +12,12 @@ import math
 import numbers
 from typing import Any, Literal, get_args
 
-from kfac_core.array.backend import Array, Namespace, backend_of
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    device_of,
-    is_finite_number,
-    namespace_of,
-    require_matrix,
-)
-from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import (
-    NOT_NEGATIVE,
-    implementation_of,
-    require_one_of,
-    require_range,
-)
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Namespace, Scalar, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import backend_of
+from kfac_core.array.structure import structure
 from kfac_core.conventions import SourceReduction
-from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import (
     CurvatureMatrix,
@@ -148,25 +136,25 @@ def vectors(
     >>> vectors(loss, logits, mode="gradients", noise=noise).source_reduction
     'mean'
     """
-    require_range("loss", loss, implementation_of(Loss))
-    require_one_of("mode", mode, get_args(EstimationMode))
+    constraints.require_range("loss", loss, constraints.implementation_of(Loss))
+    constraints.require_one_of("mode", mode, get_args(EstimationMode))
     if not hasattr(weight, "dtype"):
-        require_range("weight", weight, NOT_NEGATIVE)
+        constraints.require_range("weight", weight, constraints.NOT_NEGATIVE)
     own = source_reduction_of(mode)
     reduction = source_reduction or own
-    require_one_of("source_reduction", reduction, get_args(SourceReduction))
-    require_one_of("positions", positions, ("together", "separate"))
+    constraints.require_one_of("source_reduction", reduction, get_args(SourceReduction))
+    constraints.require_one_of("positions", positions, ("together", "separate"))
     exact = mode in ("exact", "exact_GGN")
     if positions == "separate" and not exact:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"positions='separate' is for the exact modes, got {mode!r}. The noise of the "
             "sampled modes is independent at every position already."
         )
-    xp = namespace_of(natural=natural)
+    xp = ns.namespace_of(natural=natural)
     detach = backend_of(xp).detach
     natural, _ = wide_natural(detach(natural))
     if natural.ndim < 2:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `natural` to have shape (N, ..., P), got {tuple(natural.shape)}."
         )
     if mode == "empirical":
@@ -211,8 +199,8 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
         For invalid arrays; the message names the argument.
     """
     v = made.vectors
-    xp = namespace_of(vectors=v, noise=noise)
-    require_matrix(noise, tuple(v.shape[:-1]), "noise")
+    xp = ns.namespace_of(vectors=v, noise=noise)
+    ns.require_matrix(noise, tuple(v.shape[:-1]), "noise")
     u = wide_companion(noise, v.shape[:-1], "noise", dtype=v.dtype, xp=xp)
     u = u[..., None]
     signed = xp.where(u < 0.5, v, -v)
@@ -221,10 +209,10 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
 
 def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
     if targets is None:
-        raise ConventionError("The mode 'empirical' needs `targets`, got None.")
+        raise errors.ConventionError("The mode 'empirical' needs `targets`, got None.")
     made = loss.gradient(natural, targets)
     if made.ndim != natural.ndim:
-        raise ShapeError(
+        raise errors.ShapeError(
             "Expected `targets` to be of the rows of `natural`, whose shape is "
             f"{tuple(natural.shape)}; got {tuple(targets.shape)}."
         )
@@ -234,7 +222,7 @@ def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
 def _exact(loss: Loss, natural: Array, matrix: CurvatureMatrix, xp: Namespace) -> Array:
     """Return ``B e_i`` of every row, for each i."""
     *rows, inner = loss.inner_shape(natural)
-    unit = xp.eye(inner, dtype=natural.dtype, device=device_of(natural))
+    unit = xp.eye(inner, dtype=natural.dtype, device=ns.device_of(natural))
     unit = xp.reshape(unit, (inner, *(1 for _ in rows), inner))
     unit = xp.broadcast_to(unit, (inner, *rows, inner))
     return _factor(loss, matrix)(natural, unit)
@@ -245,7 +233,7 @@ def _at_each_position(made: Array, xp: Namespace) -> Array:
     sources, N, *shared, P = made.shape
     T = math.prod(shared)
     flat = xp.reshape(made, (1, sources, N, T, P))
-    eye = xp.eye(T, dtype=made.dtype, device=device_of(made))
+    eye = xp.eye(T, dtype=made.dtype, device=ns.device_of(made))
     kept = eye[:, None, None, :, None] > 0
     apart = xp.where(kept, flat, xp.zeros_like(flat))
     return xp.reshape(apart, (T * sources, N, *shared, P))
@@ -255,15 +243,15 @@ def _sampled(
     loss: Loss, natural: Array, noise: Array | None, mode: EstimationMode
 ) -> Array:
     if noise is None:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"The mode {mode!r} needs `noise`, got None. `noise_spec` says of which "
             "distribution and shape, and `draw_noise` draws it."
         )
-    xp = namespace_of(natural=natural, noise=noise)
+    xp = ns.namespace_of(natural=natural, noise=noise)
     spec = noise_spec(loss, natural, mode=mode)
     shape = spec.shape[1:] if spec else ()
     if noise.ndim != len(shape) + 1 or noise.shape[0] < 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `noise` to have shape (M, {str(shape)[1:-1].rstrip(',')}), M >= 1 "
             f"samples, got {tuple(noise.shape)}."
         )
@@ -282,24 +270,24 @@ def _factor(loss: Loss, matrix: CurvatureMatrix) -> Any:
 def _weighted(made: Array, weight: Scalar | Array, xp: Namespace) -> Array:
     """Return the vectors times the root of the weight; zero where that is zero."""
     if isinstance(weight, numbers.Real):
-        if not is_finite_number(weight) or weight < 0:
-            raise ConventionError(
+        if not ns.is_finite_number(weight) or weight < 0:
+            raise errors.ConventionError(
                 f"Expected `weight` to be a finite number >= 0, got {weight}."
             )
         if weight == 0:
             return xp.zeros_like(made)
         return made if weight == 1 else made * math.sqrt(weight)
-    namespace_of(natural=made, weight=weight)
+    ns.namespace_of(natural=made, weight=weight)
     rows = tuple(made.shape[1:-1])
     shape = tuple(weight.shape)
     if shape not in ((), rows[:1], rows):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `weight` to be a number or of shape {rows[:1]}"
             f"{'' if len(rows) == 1 else f' or {rows}'}, got {shape}."
         )
     if shape:
         weight = xp.reshape(weight, (*shape, *(1 for _ in rows[len(shape) :]), 1))
-    weight = cast(xp, weight, made.dtype)
+    weight = ns.cast(xp, weight, made.dtype)
     # A bad weight in an array cannot raise under a tracer; the statistics refuse NaN.
     good = weight >= 0
     root = xp.where(good, xp.sqrt(xp.where(good, weight, 0.0)), xp.nan)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array import Array, Check, Namespace, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.operator import CurvatureOperator, products_without
@@ -80,7 +79,7 @@ class DenseOperator(CurvatureOperator):
     ) -> SpectralOperator:
         """Return F in its eigenbasis, without damping; about ``9 (n m)^3`` flops."""
         block = self.block.prepared("eigenbasis", check=check, name=name)
-        xp = own_namespace(block.shift)
+        xp = ns.own_namespace(block.shift)
         return SpectralOperator(
             block.basis,
             None,
@@ -101,7 +100,7 @@ class DenseOperator(CurvatureOperator):
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm, 0-d, of the matrix itself."""
         dense = self.to_dense(damped=damped)
-        return own_namespace(dense).linalg.vector_norm(dense)
+        return ns.own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""

@@ -6,27 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import known_true, truth_of
-from kfac_core.array.namespaces import (
-    Scalar,
-    as_scalar,
-    cast,
-    device_of,
-    full_of,
-    namespace_of,
-    own_namespace,
-    require_floating,
-    roundoff_of,
-    status_unless,
-    transposed,
-    wide_dtype,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import require_check, require_one_of
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Namespace, Scalar, Status, finite, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.damping import DampingRule, factored_shifts, require_damping
-from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.factors.factor import Damped
 from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix, damped_matrix
 from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
@@ -148,7 +132,7 @@ class FactoredKronecker(CurvatureOperator):
         About ``9 (n^3 + m^3)`` flops where the eigenbases were not prepared.
         """
         made = self.prepared("eigenbasis", check=check, name=name)
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         bases = {side: eigenbasis_of(part) for side, part in made.parts().items()}
         return SpectralOperator(
             bases["input"],
@@ -168,11 +152,11 @@ class FactoredKronecker(CurvatureOperator):
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``S tr(A + a I) tr(G + b I)``, or ``S tr(A) tr(G)``."""
         traces = self.input.trace(shifted=damped) * self.output.trace(shifted=damped)
-        return own_namespace(self.scale).sum(self.scale * traces)
+        return ns.own_namespace(self.scale).sum(self.scale * traces)
 
     def _logdet(self) -> Array:
         """Return ``m log det(A + a I) + n log det(G + b I) + n m log S``."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         n, m = self.input.size, self.output.size
         logdets = m * self.input.logdet() + n * self.output.logdet()
         return xp.sum(logdets + n * m * xp.log(self.scale))
@@ -180,12 +164,12 @@ class FactoredKronecker(CurvatureOperator):
     def _undamped_logdet(self) -> Array:
         """Return ``m log det A + n log det G + n m log S``, of eigenvalues in float64."""
         made = self.prepared("eigenbasis")
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         n, m = self.input.size, self.output.size
         total = n * m * xp.sum(xp.log(self.scale) + xp.zeros_like(self.output.shift))
         for part, times in ((made.input, m), (made.output, n)):
             found = part.spectrum(eigenbasis_of(part))
-            if roundoff_of(found.eigenvalues.dtype, xp=xp) > 2.0**-52:
+            if ns.roundoff_of(found.eigenvalues.dtype, xp=xp) > 2.0**-52:
                 wide = part.in_wide_basis(name="block")
                 found = wide.spectrum(eigenbasis_of(wide))
             # What only roundoff made counts as zero.
@@ -196,7 +180,7 @@ class FactoredKronecker(CurvatureOperator):
 
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return ``S |A + a I| |G + b I|``, or ``S |A| |G|``, 0-d, over all groups."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         norm = xp.linalg.vector_norm
         A = self.input.dense(shifted=damped)
         G = self.output.dense(shifted=damped)
@@ -205,7 +189,7 @@ class FactoredKronecker(CurvatureOperator):
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return all products of the factors' eigenvalues, times S, ascending."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         a = self.input.eigenvalues(shifted=damped)
         g = self.output.eigenvalues(shifted=damped)
         products = self._scale() * a[..., :, None] * g[..., None, :]
@@ -215,7 +199,7 @@ class FactoredKronecker(CurvatureOperator):
         """Return ``S kron(A + a I, G + b I)``, or ``S kron(A, G)``."""
         A = self.input.dense(shifted=damped)
         G = self.output.dense(shifted=damped)
-        return dense_of_groups(self._scale() * A, G, xp=own_namespace(A))
+        return dense_of_groups(self._scale() * A, G, xp=ns.own_namespace(A))
 
     def status(self) -> Array:
         """Return the flags of both factors."""
@@ -232,10 +216,12 @@ class FactoredKronecker(CurvatureOperator):
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         # In this order compilers have no transpose to move before the first product.
-        right = self.output.solve(transposed(V, xp=xp))
-        both = self.input.solve(transposed(right, xp=xp), overwrite=True)
+        right = self.output.solve(ns.transposed(V, xp=xp))
+        both = self.input.solve(ns.transposed(right, xp=xp), overwrite=True)
         # Where nothing is shared S is 1, which saves a pass if the host knows it.
-        return both if known_true(self.scale == 1, xp=xp) else both / self._scale()
+        return (
+            both if finite.known_true(self.scale == 1, xp=xp) else both / self._scale()
+        )
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)
@@ -360,23 +346,25 @@ def kronecker_operator(
     """
     require_damping(damping)
     require_damping(least_shift, name="least_shift")
-    require_one_of("rule", rule, get_args(DampingRule))
-    require_one_of("solving", solving, get_args(Solving))
-    require_check(check)
+    constraints.require_one_of("rule", rule, get_args(DampingRule))
+    constraints.require_one_of("solving", solving, get_args(Solving))
+    constraints.require_check(check)
     for factorization in factorizations:
-        require_one_of("factorizations", factorization, get_args(Factorization))
+        constraints.require_one_of(
+            "factorizations", factorization, get_args(Factorization)
+        )
     given = {"output": output} if input is None else {"input": input, "output": output}
     arrays = {
         side: x.array if isinstance(x, SymmetricMatrix) else x
         for side, x in given.items()
     }
-    xp = namespace_of(**arrays)
+    xp = ns.namespace_of(**arrays)
     for side, x in arrays.items():
         _require_factor(xp, x, side)
-    dtype = wide_dtype(xp, xp.result_type(*arrays.values()))
+    dtype = ns.wide_dtype(xp, xp.result_type(*arrays.values()))
     values = {
         side: SymmetricMatrix(
-            cast(xp, arrays[side], dtype),
+            ns.cast(xp, arrays[side], dtype),
             not isinstance(x, SymmetricMatrix) or x.full_storage,
         )
         for side, x in given.items()
@@ -385,10 +373,12 @@ def kronecker_operator(
         if value.array.ndim == 2 and value.full_storage:
             array = _symmetric(xp, value.array, side, check=check)
             values[side] = SymmetricMatrix(array, True)
-    S = full_of(xp, as_scalar(xp, scale, dtype, "scale"), values["output"].array)
-    if truth_of(S > 0, xp=xp) is False:
-        raise ConventionError(f"Expected `scale` to be positive, got {float(S)}.")
-    lam = full_of(xp, as_scalar(xp, damping, dtype, "damping"), S)
+    S = ns.full_of(xp, ns.as_scalar(xp, scale, dtype, "scale"), values["output"].array)
+    if finite.truth_of(S > 0, xp=xp) is False:
+        raise errors.ConventionError(
+            f"Expected `scale` to be positive, got {float(S)}."
+        )
+    lam = ns.full_of(xp, ns.as_scalar(xp, damping, dtype, "damping"), S)
     exact = rule == "exact" and input is not None
     if exact:
         shifts = dict.fromkeys(values, xp.zeros_like(lam))
@@ -409,7 +399,7 @@ def kronecker_operator(
         what = value if value.array.ndim == 2 else value.array
         parts[side] = make(what, shifts[side], check=check, name=f"{name}/{side}")
     if input is None:
-        one = xp.ones((1,), dtype=dtype, device=device_of(S))
+        one = xp.ones((1,), dtype=dtype, device=ns.device_of(S))
         parts["input"] = damped_diagonal(one, 0.0)
     undamped = FactoredKronecker(parts["input"], parts["output"], S)
     if not exact:
@@ -459,9 +449,9 @@ def exactly_damped(
     NotFiniteError, DampingError, FactorizationError
         As `SpectralOperator.prepared` (``check="raise"``).
     """
-    xp = own_namespace(damping)
+    xp = ns.own_namespace(damping)
     good = xp.isfinite(damping) & (damping >= 0)
-    flags = status_unless(xp, good, Status.BAD_DAMPING)
+    flags = ns.status_unless(xp, good, Status.BAD_DAMPING)
     lam = xp.where(good, damping, xp.full_like(damping, xp.nan))
     if not factorizations:
         shape = undamped.vector_shape
@@ -472,10 +462,10 @@ def exactly_damped(
 
 
 def _require_factor(xp: Namespace, x: Array, side: str) -> None:
-    require_floating(xp, x, side)
+    ns.require_floating(xp, x, side)
     square = x.ndim == 2 and x.shape[0] == x.shape[1]
     if not (square or x.ndim == 1) or x.shape[0] < 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{side}` to have shape (n, n), or (n,) for a diagonal, got "
             f"{tuple(x.shape)}."
         )
@@ -487,11 +477,11 @@ def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
     With any other this raises, or with ``check="status"`` returns NaN in its place.
     """
     off = xp.max(xp.abs(x - xp.matrix_transpose(x)))
-    limit = _ASYMMETRY * roundoff_of(x.dtype, xp=xp) * xp.max(xp.abs(x))
+    limit = _ASYMMETRY * ns.roundoff_of(x.dtype, xp=xp) * xp.max(xp.abs(x))
     if check == "status":
         return xp.where(off > limit, math.nan * x, x)
-    if truth_of(off > limit, xp=xp):
-        raise ConventionError(
+    if finite.truth_of(off > limit, xp=xp):
+        raise errors.ConventionError(
             f"Expected `{side}` to be symmetric; its triangles differ by up to "
             f"{float(off):.1e}. Pass (x + x.T) / 2 if that is what you mean."
         )
@@ -500,7 +490,7 @@ def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
 
 def _mean(value: SymmetricMatrix) -> Array:
     """Return the mean eigenvalue of a matrix or of a diagonal."""
-    xp = own_namespace(value.array)
+    xp = ns.own_namespace(value.array)
     if value.array.ndim == 1:
         return xp.mean(xp.where(value.array < 0, 0.0 * value.array, value.array))
     return value.trace() / value.size

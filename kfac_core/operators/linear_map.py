@@ -10,9 +10,9 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of, require_floating
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
 
 __all__ = ["LinearMap"]
 
@@ -65,10 +65,10 @@ class LinearMap(abc.ABC):
     def __matmul__(self, vectors: Array, /) -> Array:
         """Return the product with flat vectors, shape ``(p,)`` or ``(p, k)``."""
         p = self.shape[0]
-        xp = namespace_of(vectors=vectors)
-        require_floating(xp, vectors, "vectors")
+        xp = ns.namespace_of(vectors=vectors)
+        ns.require_floating(xp, vectors, "vectors")
         if vectors.ndim not in (1, 2) or vectors.shape[0] != p:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected flat vectors of shape ({p},), or ({p}, k) for k of them, got "
                 f"{tuple(vectors.shape)}. A vector of shape {self.vector_shape} goes to "
                 "`multiply`."

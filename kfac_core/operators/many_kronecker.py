@@ -7,16 +7,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    device_of,
-    moved_axis,
-    own_namespace,
-    roundoff_of,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import positive_eigenvalues
 from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization
@@ -124,9 +117,9 @@ class ManyKronecker(CurvatureOperator):
         made = replaced(self, factors=factors)
         if not self.exact or self.definite or "inverse" not in factorizations:
             return made
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         positive = xp.all(made._spectrum(True) > 0)
-        flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
+        flags = self.flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
         if check == "raise":
             raise_for(flags, name)
         bases, inaccurate = accurate_bases(
@@ -156,7 +149,7 @@ class ManyKronecker(CurvatureOperator):
 
     def _logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         if self.exact:
             return xp.sum(xp.log(self._ready("inverse")._spectrum(True)))
         total = self.vector_shape[0] * xp.log(self.scale)
@@ -166,17 +159,17 @@ class ManyKronecker(CurvatureOperator):
 
     def _undamped_logdet(self) -> Array:
         """Return the sum of the factors' log-determinants, each as often as it counts."""
-        p, xp = self.vector_shape[0], own_namespace(self.scale)
+        p, xp = self.vector_shape[0], ns.own_namespace(self.scale)
         total = p * xp.log(self.scale)
         for part in self.factors.values():
             w = part.eigenvalues(shifted=False)
-            roundoff = part.size * roundoff_of(w.dtype, xp=xp)
+            roundoff = part.size * ns.roundoff_of(w.dtype, xp=xp)
             total = total + (p // part.size) * log_sum(w, roundoff=roundoff)
         return total
 
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm, 0-d: the product of those of the factors."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         shifted = damped and not self.exact
         norm = self.scale
         for part in self.factors.values():
@@ -189,7 +182,7 @@ class ManyKronecker(CurvatureOperator):
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         spectrum = self._ready("eigenbasis")._spectrum(damped)
         return xp.sort(xp.reshape(spectrum, (-1,)))
 
@@ -199,9 +192,9 @@ class ManyKronecker(CurvatureOperator):
         parts = [part.dense(shifted=shifted) for part in self.factors.values()]
         dense = self.scale * kronecker_dense(parts)
         if damped and self.exact:
-            xp = own_namespace(dense)
+            xp = ns.own_namespace(dense)
             eye = xp.eye(
-                self.vector_shape[0], dtype=dense.dtype, device=device_of(dense)
+                self.vector_shape[0], dtype=dense.dtype, device=ns.device_of(dense)
             )
             dense = dense + self.damping * eye
         return dense
@@ -272,9 +265,9 @@ class ManyKronecker(CurvatureOperator):
         """Apply a function of each factor along its own axis, of one vector or many."""
         first = v.ndim - len(self.factors)
         for axis, part in enumerate(self.factors.values(), start=first):
-            moved = moved_axis(v, axis, 0, xp=xp)
+            moved = ns.moved_axis(v, axis, 0, xp=xp)
             flat = function(part, xp.reshape(moved, (part.size, -1)))
-            v = moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
+            v = ns.moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
         return v
 
     def _share(self) -> Array:
@@ -285,14 +278,14 @@ class ManyKronecker(CurvatureOperator):
         """Return the eigenvalues in the order of the bases, shape (n_1, ..., n_k)."""
         shifted = damped and not self.exact
         share = self._share()
-        spectrum = own_namespace(share).ones_like(share)
+        spectrum = ns.own_namespace(share).ones_like(share)
         for part in self.factors.values():
             w = share * part.eigenvalues(shifted=shifted)
             spectrum = spectrum[..., None] * w
         if not (damped and self.exact):
             return spectrum
         axes = tuple(range(spectrum.ndim))
-        xp = own_namespace(spectrum)
+        xp = ns.own_namespace(spectrum)
         return positive_eigenvalues(spectrum, self.damping, axes=axes, xp=xp)
 
     def _dampings(self) -> dict[str, Array]:

@@ -18,30 +18,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import (
-    is_plain,
-    is_readable,
-    known_finite,
-    plain_number,
-)
-from kfac_core.array.namespaces import (
-    cast,
-    common_namespace,
-    namespace_of,
-    own_namespace,
-    require_floating,
-    require_matrix,
-    roundoff_of,
-    smallest_normal_of,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.errors import (
-    DampingError,
-    FactorizationError,
-    NotFiniteError,
-    UnsupportedError,
-)
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, finite
+from kfac_core.array import namespaces as ns
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.damped import GONE, FactorizedMatrix, real_exponent
 from kfac_core.linalg.factorizations import Factorization, Solving
@@ -280,7 +259,7 @@ class CurvatureOperator(LinearMap):
         is then infinite or zero, and `logdet` is to be used.
         """
         logdet = self.logdet(damped=damped)
-        xp = own_namespace(logdet)
+        xp = ns.own_namespace(logdet)
         largest = math.log(float(xp.finfo(logdet.dtype).max))
         return xp.where(
             logdet > largest,
@@ -291,7 +270,7 @@ class CurvatureOperator(LinearMap):
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm ``sqrt(sum_ij F_ij^2)`` of F_damped, or of F, 0-d."""
         w = self.eigenvalues(damped=damped)
-        return own_namespace(w).linalg.vector_norm(w)
+        return ns.own_namespace(w).linalg.vector_norm(w)
 
     @abc.abstractmethod
     def eigenvalues(self, *, damped: bool = True) -> Array:
@@ -323,7 +302,7 @@ class CurvatureOperator(LinearMap):
         UnsupportedError
             For an operator with a single method of solving.
         """
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{type(self).__name__} has one way of solving. Leave out `solving`."
         )
 
@@ -347,7 +326,7 @@ class CurvatureOperator(LinearMap):
         NotFiniteError, FactorizationError
             If the eigenbasis cannot be made (``check="raise"``).
         """
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{type(self).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
             "block with Kronecker, Eigen, Diagonal or Full."
         )
@@ -370,7 +349,7 @@ class CurvatureOperator(LinearMap):
         UnsupportedError
             If the block couples rows.
         """
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "A sparse gradient needs a block that does not mix rows: an embedding with a "
             "diagonal input factor, or a diagonal block. Give the whole gradient."
         )
@@ -385,7 +364,7 @@ class CurvatureOperator(LinearMap):
         A traced program cannot report a failure, so that the factor without the
         factorization raises instead.  ``small`` is any small array of the operator.
         """
-        if is_readable(small, xp=own_namespace(small)):
+        if finite.is_readable(small, xp=ns.own_namespace(small)):
             return self.prepared(factorization)
         return self
 
@@ -403,7 +382,7 @@ class CurvatureOperator(LinearMap):
     def _undamped_logdet(self) -> Array:
         """Return the log-determinant of F, 0-d."""
         w = self.eigenvalues(damped=False)
-        roundoff = roundoff_of(w.dtype, xp=own_namespace(w))
+        roundoff = ns.roundoff_of(w.dtype, xp=ns.own_namespace(w))
         return log_sum(w, roundoff=self.shape[0] * roundoff)
 
     @abc.abstractmethod
@@ -435,7 +414,7 @@ class CurvatureOperator(LinearMap):
     ) -> tuple[Array, Namespace]:
         """Return a vector in the form that the formulas take, and its namespace."""
         if product in self.unsupported_products:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{type(self).__name__} has no {product}: "
                 f"{self.unsupported_products[product]}."
             )
@@ -477,11 +456,11 @@ class CurvatureOperator(LinearMap):
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
         # Elsewhere looking would synchronize with a device, or there are no values yet.
-        if not known_finite(result, xp=xp):
-            if is_plain(result, xp=xp):
+        if not finite.known_finite(result, xp=xp):
+            if finite.is_plain(result, xp=xp):
                 _raise_for_product(vector, xp)
         elif 0 not in product.shape and _has_underflowed(product, vector, divides, xp):
-            raise NotFiniteError(
+            raise errors.NotFiniteError(
                 "the product with a vector that is not zero is below the range of "
                 f"{product.dtype}. Scale the vector, or take float64."
             )
@@ -496,7 +475,7 @@ class CurvatureOperator(LinearMap):
             told[label] = _told(value)
         made = [f for f in get_args(Factorization) if f in self.factorizations]
         told["prepared"] = ", ".join(made) or "nothing"
-        flags = plain_number(self.status(), xp=own_namespace(self.like))
+        flags = finite.plain_number(self.status(), xp=ns.own_namespace(self.like))
         if flags is not None:
             told["status"] = Status(int(flags)).name or str(int(flags))
         body = ", ".join(f"{label}={value}" for label, value in told.items())
@@ -565,7 +544,7 @@ def log_sum(w: Array, /, *, roundoff: float = 0.0) -> Array:
     array, 0-d
         ``sum log w``.
     """
-    xp = own_namespace(w)
+    xp = ns.own_namespace(w)
     positive = w > roundoff * xp.max(w)
     logs = xp.log(xp.where(positive, w, xp.ones_like(w)))
     return xp.sum(xp.where(positive, logs, xp.full_like(logs, -math.inf)))
@@ -597,18 +576,18 @@ def entering(
     ShapeError, DtypeError, MixedArraysError
         For a vector of incompatible shape, dtype, library or device.
     """
-    xp = common_namespace(vector, like)
+    xp = ns.common_namespace(vector, like)
     if xp is not None and vector.dtype == like.dtype and tuple(vector.shape) == shape:
         return vector, xp
-    xp = namespace_of(**{name: vector, "operator": like})
-    require_floating(xp, vector, name)
-    require_matrix(vector, shape, name)
-    return cast(xp, vector, like.dtype), xp
+    xp = ns.namespace_of(**{name: vector, "operator": like})
+    ns.require_floating(xp, vector, name)
+    ns.require_matrix(vector, shape, name)
+    return ns.cast(xp, vector, like.dtype), xp
 
 
 def leaving(result: Array, vector: Array, /) -> Array:
     """Return a result in the dtype of the vector that it was computed from."""
-    return cast(own_namespace(result), result, vector.dtype)
+    return ns.cast(ns.own_namespace(result), result, vector.dtype)
 
 
 def raise_for(
@@ -632,18 +611,18 @@ def raise_for(
     """
     found = Status(int(flags))
     if Status.MATRIX_NOT_FINITE in found:
-        raise NotFiniteError(f"{name}: the block holds NaN or infinity.")
+        raise errors.NotFiniteError(f"{name}: the block holds NaN or infinity.")
     if Status.BAD_DAMPING in found:
-        raise DampingError(
+        raise errors.DampingError(
             f"{name}: `damping` is negative or not finite. Expected a finite number >= 0."
         )
     if Status.NOT_POSITIVE in found:
-        raise FactorizationError(
+        raise errors.FactorizationError(
             f"the damped block has an eigenvalue that is not positive. {remedy}",
             factor=name,
         )
     if Status.INACCURATE in found:
-        raise FactorizationError(
+        raise errors.FactorizationError(
             "the damping is so small beside the block that roundoff changes a damped "
             f"eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
             factor=name,
@@ -657,7 +636,7 @@ def _has_underflowed(
     # One entry is enough for nearly all products.
     if abs(float(result[(-1,) * result.ndim])) > 1e-30:
         return False
-    smallest = smallest_normal_of(result.dtype, xp=xp)
+    smallest = ns.smallest_normal_of(result.dtype, xp=xp)
     largest = float(xp.max(xp.abs(result)))
     if not largest < smallest or (largest == 0 and not divides):
         return False
@@ -666,11 +645,11 @@ def _has_underflowed(
 
 def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
     """Raise for a product that is not finite, with what it comes from."""
-    if not known_finite(vector, xp=xp):
-        raise NotFiniteError(
+    if not finite.known_finite(vector, xp=xp):
+        raise errors.NotFiniteError(
             "the vector holds NaN or infinity. Expected finite numbers; skip this step."
         )
-    raise NotFiniteError(
+    raise errors.NotFiniteError(
         f"the product with a finite vector is beyond the range of {vector.dtype}, or the "
         "operator is flagged (`status()`). Scale the vector, increase `damping`, or take "
         "float64."
@@ -679,5 +658,5 @@ def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
 
 def _told(value: Array) -> str:
     """Return a number as text; only its shape if reading it would synchronize."""
-    number = plain_number(value, xp=own_namespace(value))
+    number = finite.plain_number(value, xp=ns.own_namespace(value))
     return f"array of shape {tuple(value.shape)}" if number is None else f"{number:.3g}"

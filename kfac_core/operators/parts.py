@@ -6,15 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    cast,
-    device_of,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import in_dtype
-from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Damped
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
@@ -161,7 +156,7 @@ def applied_in(
         return made
     narrow = in_dtype(made, dtype, xp)
     size = math.prod(made.stack_shape)
-    z = probe(size, dtype=made.like.dtype, device=device_of(made.like), xp=xp)
+    z = probe(size, dtype=made.like.dtype, device=ns.device_of(made.like), xp=xp)
     z = xp.reshape(z, made.stack_shape)
     worst = xp.zeros_like(made.like)
     # The formulas themselves: what is flagged already may be NaN.
@@ -172,19 +167,19 @@ def applied_in(
     )
     for formula in formulas:
         expected = formula(made, z)
-        found = formula(narrow, cast(xp, z, dtype))
-        difference = cast(xp, found, expected.dtype) - expected
+        found = formula(narrow, ns.cast(xp, z, dtype))
+        difference = ns.cast(xp, found, expected.dtype) - expected
         column = (-1, 1)
         error = relative_norm(
             xp.reshape(difference, column), xp.reshape(expected, column), xp=xp
         )
         worst = xp.where(error > worst, error, worst)
-    flags = status_unless(xp, worst <= RESIDUAL_LIMIT, Status.INACCURATE)
+    flags = ns.status_unless(xp, worst <= RESIDUAL_LIMIT, Status.INACCURATE)
     if check == "status":
         flagged: Chained = narrow.flagged(flags)
         return flagged
     if int(flags):
-        raise FactorizationError(
+        raise errors.FactorizationError(
             f"rounded to {dtype} the block is off by {float(worst):.0e} "
             f"(limit {RESIDUAL_LIMIT}). Increase `damping`, or take "
             'Precision(apply="float64").',

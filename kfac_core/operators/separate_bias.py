@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, own_namespace
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array import Array, Check, Namespace, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization, Solving
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.spectral import SpectralOperator
@@ -87,7 +86,7 @@ class SeparateBias(CurvatureOperator):
         """Return F in its eigenbasis, without damping; that of the bias is its own row."""
         weight: SpectralOperator = self.weight.spectral(check=check, name=name)
         bias: SpectralOperator = self.bias.spectral(check=check, name=f"{name}/bias")
-        xp = own_namespace(self.like)
+        xp = ns.own_namespace(self.like)
         # The bias's output factor is a multiple of the weight's, in the same order.
         spectrum = xp.concat([weight._values(), bias._values()], axis=-2)
         return SpectralOperator(
@@ -105,22 +104,24 @@ class SeparateBias(CurvatureOperator):
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of both, ascending."""
-        xp = own_namespace(self.like)
+        xp = ns.own_namespace(self.like)
         both = [part.eigenvalues(damped=damped) for part in (self.weight, self.bias)]
         return xp.sort(xp.concat(both))
 
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the root of the sum of both squared norms, 0-d."""
-        xp = own_namespace(self.like)
+        xp = ns.own_namespace(self.like)
         both = [part.frobenius_norm(damped=damped) for part in (self.weight, self.bias)]
         return xp.linalg.vector_norm(xp.stack(both))
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return both blocks on the diagonal of one matrix."""
-        xp = own_namespace(self.like)
+        xp = ns.own_namespace(self.like)
         W = self.weight.to_dense(damped=damped)
         b = self.bias.to_dense(damped=damped)
-        between = xp.zeros((W.shape[0], b.shape[0]), dtype=W.dtype, device=device_of(W))
+        between = xp.zeros(
+            (W.shape[0], b.shape[0]), dtype=W.dtype, device=ns.device_of(W)
+        )
         upper = xp.concat([W, between], axis=1)
         lower = xp.concat([xp.matrix_transpose(between), b], axis=1)
         return xp.concat([upper, lower], axis=0)

@@ -20,18 +20,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_readable
-from kfac_core.array.namespaces import (
-    device_of,
-    full_of,
-    own_namespace,
-    roundoff_of,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import NotReadyError, UnsupportedError
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Status, finite, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.factorizations import Factorization
@@ -139,9 +131,9 @@ class SeriesOperator(CurvatureOperator):
         if "cholesky" not in wanted:
             return made
         # The dense matrix is formed in the dtype of applying; its inverse is known apart.
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         z = probe(
-            self._rows(), dtype=self.scale.dtype, device=device_of(self.scale), xp=xp
+            self._rows(), dtype=self.scale.dtype, device=ns.device_of(self.scale), xp=xp
         )
         column = xp.reshape(
             made.chain.solve(xp.reshape(z, made.stack_shape), xp=xp), (-1, 1)
@@ -149,14 +141,14 @@ class SeriesOperator(CurvatureOperator):
         half = dense.block.lower_solve(z, transpose=False)
         found = dense.block.lower_solve(half, transpose=True)
         error = relative_norm(found - column, column, xp=xp)
-        flags = status_unless(xp, error <= RESIDUAL_LIMIT, Status.INACCURATE)
+        flags = ns.status_unless(xp, error <= RESIDUAL_LIMIT, Status.INACCURATE)
         if check == "raise":
             raise_for(flags, name)
         return made.flagged(flags)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F; from the dense matrix for the infinite variant."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         chain = self._chain(damped=damped)
         if isinstance(chain, WeightedRoots):
             return chain.trace(xp=xp)
@@ -172,12 +164,12 @@ class SeriesOperator(CurvatureOperator):
             return self._factored().logdet()
         n, m = self.vector_shape
         logdets = m * self.input.logdet() + n * self.output.logdet()
-        return logdets + self.chain.logdet(xp=own_namespace(self.scale))
+        return logdets + self.chain.logdet(xp=ns.own_namespace(self.scale))
 
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm, 0-d, of the dense matrix."""
         dense = self.to_dense(damped=damped)
-        return own_namespace(dense).linalg.vector_norm(dense)
+        return ns.own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of the dense matrix, ascending."""
@@ -185,8 +177,8 @@ class SeriesOperator(CurvatureOperator):
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return F as one matrix, ``2 (n m)^3`` flops."""
-        dense = self._chain(damped=damped).dense(xp=own_namespace(self.scale))
-        return 0.5 * (dense + own_namespace(self.scale).matrix_transpose(dense))
+        dense = self._chain(damped=damped).dense(xp=ns.own_namespace(self.scale))
+        return 0.5 * (dense + ns.own_namespace(self.scale).matrix_transpose(dense))
 
     def status(self) -> Array:
         """Return the flags of both factors, of the chain and of the dense matrix."""
@@ -225,9 +217,9 @@ class SeriesOperator(CurvatureOperator):
     def _chain(self, *, damped: bool) -> WeightedRoots | InfiniteChain:
         if damped:
             return self.chain
-        xp = own_namespace(self.scale)
-        if self.shares is None and not is_readable(self.scale, xp=xp):
-            raise NotReadyError(
+        xp = ns.own_namespace(self.scale)
+        if self.shares is None and not finite.is_readable(self.scale, xp=xp):
+            raise errors.NotReadyError(
                 "the undamped infinite chain need not converge, which could not be "
                 "reported while a program is traced. Multiply with it outside."
             )
@@ -243,20 +235,20 @@ class SeriesOperator(CurvatureOperator):
             return DenseOperator(self.dense, self.vector_shape)
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), full_storage=True)
-        zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
+        zero = ns.full_of(ns.own_namespace(self.scale), 0.0, matrix.array)
         return DenseOperator(damped_matrix(matrix, zero), self.vector_shape)
 
     def _factored(self) -> DenseOperator:
         """Return F as an operator with its Cholesky factor, made now if that can raise."""
         there = self.dense is not None and self.dense.cholesky is not None
-        if there or not is_readable(self.scale, xp=own_namespace(self.scale)):
+        if there or not finite.is_readable(self.scale, xp=ns.own_namespace(self.scale)):
             return self._dense_matrix()
         self._require_small()
         return self.prepared("cholesky")._dense_matrix()
 
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "the terms of a series share no eigenvectors, so that this can be computed "
                 f"from the dense matrix only, and {self._rows()} rows are more than "
                 f"{DENSE_LIMIT}. Use `multiply`, `multiply_inverse` or `sample`, or the "
@@ -270,7 +262,7 @@ class SeriesOperator(CurvatureOperator):
 def _pseudo_root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
     """Return a root of the matrix without its shift, which may be singular."""
     w, Q = factor.eigenvalues(shifted=False), factor.eigenvectors()
-    roundoff = 10.0 * factor.size * roundoff_of(w.dtype, xp=xp)
+    roundoff = 10.0 * factor.size * ns.roundoff_of(w.dtype, xp=xp)
     kept = w > roundoff * xp.max(w)
     root = xp.sqrt(xp.where(kept, w, xp.zeros_like(w)))
     inverse = xp.where(kept, 1.0 / xp.where(kept, root, xp.ones_like(w)), 0.0 * w)

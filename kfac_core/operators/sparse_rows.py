@@ -7,7 +7,7 @@ of a small block, `kfac_core.CurvatureOperator.at_rows`, and stays sparse.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.array.structure import structure
 
 __all__ = ["SparseRows"]

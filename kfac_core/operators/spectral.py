@@ -20,26 +20,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
+from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
-from kfac_core.array.namespaces import (
-    Scalar,
-    any_status,
-    as_scalar,
-    cast,
-    device_of,
-    full_of,
-    moved_axis,
-    namespace_of,
-    own_namespace,
-    require_floating,
-    require_matrix,
-    status_unless,
-    wide_dtype,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import in_dtype, replaced, structure
-from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.array.structure import in_dtype, structure
 from kfac_core.linalg.certificate import positive_eigenvalues, probe
 from kfac_core.linalg.damped import DampedMatrix, require_readable
 from kfac_core.linalg.diagonal import DampedDiagonal
@@ -152,7 +137,7 @@ class SpectralOperator(CurvatureOperator):
     @property
     def namespace(self) -> Namespace:
         """The namespace of the arrays."""
-        return own_namespace(self.damping)
+        return ns.own_namespace(self.damping)
 
     @property
     def is_kronecker(self) -> bool:
@@ -230,14 +215,14 @@ class SpectralOperator(CurvatureOperator):
         -----
         ``2 n m (n + m)`` flops for each.
         """
-        xp = namespace_of(vectors=vectors, block=self.damping)
-        require_floating(xp, vectors, "vectors")
+        xp = ns.namespace_of(vectors=vectors, block=self.damping)
+        ns.require_floating(xp, vectors, "vectors")
         if tuple(vectors.shape[-2:]) != self.vector_shape:
             n, m = self.vector_shape
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected vectors of shape (..., {n}, {m}), got {tuple(vectors.shape)}."
             )
-        return self._coordinates(self._split(cast(xp, vectors, self.dtype), xp), xp)
+        return self._coordinates(self._split(ns.cast(xp, vectors, self.dtype), xp), xp)
 
     def from_basis(self, coordinates: Array, /) -> Array:
         """Return ``V = Q_A R Q_G^T`` of what `to_basis` gave, in the block's dtype."""
@@ -298,7 +283,7 @@ class SpectralOperator(CurvatureOperator):
             dense = self.factors.to_dense(damped=False)
         if not damped:
             return dense
-        eye = xp.eye(self.dimension, dtype=self.dtype, device=device_of(dense))
+        eye = xp.eye(self.dimension, dtype=self.dtype, device=ns.device_of(dense))
         return dense + self._one_damping() * eye
 
     def status(self) -> Array:
@@ -306,9 +291,9 @@ class SpectralOperator(CurvatureOperator):
         xp, status = self.namespace, self.flags
         for basis in (self.input, self.output):
             if basis is not None:
-                status = status | any_status(basis.status, xp=xp)
+                status = status | ns.any_status(basis.status, xp=xp)
         if self.lower is not None:
-            status = status | any_status(self.lower.status, xp=xp)
+            status = status | ns.any_status(self.lower.status, xp=xp)
         return status
 
     def parts(self) -> dict[str, Any]:
@@ -441,8 +426,8 @@ class SpectralOperator(CurvatureOperator):
         damped = self._damped()
         positive = xp.min(damped) > 0
         finite = xp.max(damped) != xp.inf
-        flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
-        flags = flags | status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+        flags = self.flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
+        flags = flags | ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
         if check == "raise":
             raise_for(flags, name)
         if self.factors is not None:
@@ -475,7 +460,7 @@ class SpectralOperator(CurvatureOperator):
         if self._is_diagonal():
             return made
         if not self.is_kronecker:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
                 "operator that it was made of."
             )
@@ -499,7 +484,9 @@ class SpectralOperator(CurvatureOperator):
     def _basis_matrix(self, basis: Eigendecomposition | None, size: int) -> Array:
         if basis is not None:
             return basis.eigenvectors
-        eye = self.namespace.eye(size, dtype=self.dtype, device=device_of(self.damping))
+        eye = self.namespace.eye(
+            size, dtype=self.dtype, device=ns.device_of(self.damping)
+        )
         return self.namespace.broadcast_to(eye, (*self.lead, size, size))
 
     def _split(self, V: Array, xp: Namespace) -> Array:
@@ -507,13 +494,15 @@ class SpectralOperator(CurvatureOperator):
         if not self.lead:
             return xp.reshape(V, (*V.shape[:-2], *self.inner_shape))
         groups, n, m = self.inner_shape
-        return moved_axis(xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3, xp=xp)
+        return ns.moved_axis(
+            xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3, xp=xp
+        )
 
     def _joined(self, V: Array, xp: Namespace) -> Array:
         """Return vectors in the shape of the block; undoes `_split`."""
         if not self.lead:
             return xp.reshape(V, (*V.shape[:-2], *self.vector_shape))
-        moved = moved_axis(V, -3, -2, xp=xp)
+        moved = ns.moved_axis(V, -3, -2, xp=xp)
         return xp.reshape(moved, (*V.shape[:-3], *self.vector_shape))
 
     def _dampings(self) -> dict[str, Array]:
@@ -587,16 +576,16 @@ def spectral_operator(
     >>> operator.multiply_inverse(np.ones((3, 2))).shape
     (3, 2)
     """
-    xp = namespace_of(spectrum=spectrum)
-    require_floating(xp, spectrum, "spectrum")
+    xp = ns.namespace_of(spectrum=spectrum)
+    ns.require_floating(xp, spectrum, "spectrum")
     if dtype is None:
-        dtype = wide_dtype(xp, spectrum.dtype)
+        dtype = ns.wide_dtype(xp, spectrum.dtype)
     if vector_shape is None:
         n, m = _matrix_shape(spectrum)
         vector_shape = n, m
     # Looked at in the dtype in which it is used.
-    spectrum = cast(xp, spectrum, dtype)
-    damping = full_of(xp, as_scalar(xp, damping, dtype, "damping"), spectrum)
+    spectrum = ns.cast(xp, spectrum, dtype)
+    damping = ns.full_of(xp, ns.as_scalar(xp, damping, dtype, "damping"), spectrum)
     if input is not None and not isinstance(input, Eigendecomposition):
         input = _given_basis(input, spectrum, -2, "input", check)
     if output is not None and not isinstance(output, Eigendecomposition):
@@ -608,13 +597,13 @@ def spectral_operator(
         if basis is not None:
             finite = finite & xp.all(xp.isfinite(basis.eigenvectors))
     good = xp.isfinite(damping) & (damping >= 0)
-    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
+    flags = ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | ns.status_unless(
         xp, good, Status.BAD_DAMPING
     )
     definite = "inverse" in factorizations
     if definite:
         positive = xp.min(spectrum) + damping > 0
-        flags = flags | status_unless(xp, positive, Status.NOT_POSITIVE)
+        flags = flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
     if check == "raise":
         raise_for(flags, name)
     damping = xp.where(good, damping, xp.full_like(damping, xp.nan))
@@ -630,7 +619,7 @@ _ORTHOGONAL = 1e-4
 
 def _matrix_shape(spectrum: Array) -> tuple[int, int]:
     if spectrum.ndim != 2:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `spectrum` of shape (n, m), got {tuple(spectrum.shape)}."
         )
     n, m = spectrum.shape
@@ -641,22 +630,22 @@ def _given_basis(
     Q: Array, spectrum: Array, axis: int, side: str, check: Check
 ) -> Eigendecomposition:
     """Return given eigenvectors as an eigendecomposition, or raise."""
-    xp = namespace_of(**{side: Q, "spectrum": spectrum})
-    require_floating(xp, Q, side)
+    xp = ns.namespace_of(**{side: Q, "spectrum": spectrum})
+    ns.require_floating(xp, Q, side)
     size = int(spectrum.shape[axis])
-    require_matrix(Q, (size, size), side)
-    Q = cast(xp, Q, spectrum.dtype)
+    ns.require_matrix(Q, (size, size), side)
+    Q = ns.cast(xp, Q, spectrum.dtype)
     nothing = xp.zeros_like(spectrum[..., 0, 0])
     none = xp.astype(nothing, xp.int32)
-    z = probe(size, dtype=Q.dtype, device=device_of(Q), xp=xp)
+    z = probe(size, dtype=Q.dtype, device=ns.device_of(Q), xp=xp)
     back = xp.matmul(Q, xp.matmul(xp.matrix_transpose(Q), z))
     residual = xp.linalg.vector_norm(back - z) / xp.linalg.vector_norm(z)
     orthogonal = residual <= _ORTHOGONAL
     if check == "raise" and truth_of(orthogonal, xp=xp) is False:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected `{side}` to be orthogonal, with eigenvectors in its columns; "
             f"Q Q^T z differs from z by {float(residual):.1e} of it."
         )
-    status = none | status_unless(xp, orthogonal, Status.INACCURATE)
-    zeros = xp.zeros((size,), dtype=Q.dtype, device=device_of(Q))
+    status = none | ns.status_unless(xp, orthogonal, Status.INACCURATE)
+    zeros = xp.zeros((size,), dtype=Q.dtype, device=ns.device_of(Q))
     return Eigendecomposition(zeros, Q, zeros, status, residual, nothing, none)

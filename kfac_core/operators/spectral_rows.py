@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import moved_axis, namespace_of
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.spectral import SpectralOperator
 
@@ -45,14 +45,14 @@ def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
     UnsupportedError
         If positions of the examples are missing.
     """
-    xp = namespace_of(rows=rows.like, block=block.damping)
+    xp = ns.namespace_of(rows=rows.like, block=block.damping)
     if not _is_rotated_apart(block, rows):
         vectors = rows.vectors(block.dtype, xp=xp)
         lead = rows.sources, rows.examples
         return block.to_basis(xp.reshape(vectors, (*lead, *block.vector_shape)))
     rotated = _in_basis(block, rows, xp)
     R = rotated.per_example(block.dtype, xp=xp)
-    return moved_axis(R, 0, 2, xp=xp) if block.lead else R
+    return ns.moved_axis(R, 0, 2, xp=xp) if block.lead else R
 
 
 def row_squares(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
@@ -81,7 +81,7 @@ def row_squares(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
     -----
     ``2 N (n^2 + n m + M m^2)`` flops for single rows, and no matrix of any example.
     """
-    xp = namespace_of(rows=rows.like, block=block.damping)
+    xp = ns.namespace_of(rows=rows.like, block=block.damping)
     if not _is_rank_one(block, rows):
         R = row_coordinates(block, rows)
         axes = tuple(range(2, R.ndim))
@@ -114,15 +114,15 @@ def row_products(block: SpectralOperator, weights: Array, rows: Any, /) -> Array
     -----
     ``2 N (n^2 + n m + M m^2 + M^2 m)`` flops for single rows.
     """
-    xp = namespace_of(rows=rows.like, block=block.damping)
+    xp = ns.namespace_of(rows=rows.like, block=block.damping)
     if not _is_rank_one(block, rows):
-        R = moved_axis(row_coordinates(block, rows), 0, 1, xp=xp)
+        R = ns.moved_axis(row_coordinates(block, rows), 0, 1, xp=xp)
         left = xp.reshape(R * weights, (*R.shape[:2], -1))
         right = xp.reshape(R, left.shape)
         return xp.matmul(left, xp.matrix_transpose(right))
     x, g = _rank_one(block, rows, xp)
     half = xp.matmul(x * x, weights)
-    g = moved_axis(g, -3, -2, xp=xp)
+    g = ns.moved_axis(g, -3, -2, xp=xp)
     total = xp.matmul(half[..., None, :] * g, xp.matrix_transpose(g))
     return xp.sum(total, axis=0) if block.lead else total
 

@@ -24,11 +24,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import UnsupportedError
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.conditional import Link
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.series_chain import WeightedRoots
@@ -114,14 +113,14 @@ class TridiagonalOperator(CurvatureOperator):
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F, 0-d: that of the layers' blocks."""
         _require_damped(damped)
-        total = own_namespace(self.scale).zeros_like(self.scale)
+        total = ns.own_namespace(self.scale).zeros_like(self.scale)
         for block in self.layers.values():
             total = total + block.trace()
         return total
 
     def _logdet(self) -> Array:
         """Return ``log det F``, 0-d: that of the layers' blocks, less what links take."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         total = xp.zeros_like(self.scale)
         for place in self._places:
             reduction = self.conditionals[place].logdet(xp=xp)
@@ -131,16 +130,18 @@ class TridiagonalOperator(CurvatureOperator):
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm, 0-d, of the dense matrix."""
         dense = self.to_dense(damped=damped)
-        return own_namespace(dense).linalg.vector_norm(dense)
+        return ns.own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Raise `UnsupportedError`: they are no products of eigenvalues of factors."""
-        raise UnsupportedError(f"TridiagonalOperator has no eigenvalues: {_NO_BASIS}.")
+        raise errors.UnsupportedError(
+            f"TridiagonalOperator has no eigenvalues: {_NO_BASIS}."
+        )
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return F as one matrix, for tests."""
         _require_damped(damped)
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         column = self.conditionals[self._places[-1]].dense(xp=xp)
         rows = [[column]]
         for place, _ in reversed(self._pairs()):
@@ -155,7 +156,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     def status(self) -> Array:
         """Return the flags of all parts, 0-d int32."""
-        xp = own_namespace(self.scale)
+        xp = ns.own_namespace(self.scale)
         status = xp.astype(xp.zeros_like(self.scale), xp.int32)
         for place in self._places:
             flags = self.conditionals[place].flags | self.layers[place].status()
@@ -225,7 +226,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     def _joined(self, v: dict[str, Array], factor: Array) -> Array:
         """Return matrices of the layers as one vector, multiplied by a number."""
-        xp = own_namespace(factor)
+        xp = ns.own_namespace(factor)
         flat = [xp.reshape(V, (*V.shape[:-2], -1, 1)) for V in v.values()]
         return factor * xp.concat(flat, axis=-2)
 
@@ -245,7 +246,7 @@ class TridiagonalOperator(CurvatureOperator):
 
 def _require_damped(damped: bool) -> None:
     if not damped:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             "A chain is damped in the moments of its layers, and its operator does not "
             "hold the curvature without damping."
         )

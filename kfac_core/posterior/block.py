@@ -18,15 +18,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_unless
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import DAMPING, POSITIVE_SCALAR, require_range
-from kfac_core.errors import DampingError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Scalar, Status, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.operators.spectral import SpectralOperator
 
-_PRECISION = POSITIVE_SCALAR._replace(error=DampingError)
+_PRECISION = constraints.POSITIVE_SCALAR._replace(error=errors.DampingError)
 
 __all__ = ["BlockPosterior", "block_posterior"]
 
@@ -53,12 +51,12 @@ class BlockPosterior:
 
     def with_prior(self, prior_precision: Scalar, /) -> BlockPosterior:
         """Return the posterior for another tau, with the same decomposition."""
-        require_range("prior_precision", prior_precision, _PRECISION)
+        constraints.require_range("prior_precision", prior_precision, _PRECISION)
         return self._with("prior_precision", prior_precision)
 
     def with_examples(self, examples: Scalar, /) -> BlockPosterior:
         """Return the posterior for another N, with the same decomposition."""
-        require_range("examples", examples, DAMPING)
+        constraints.require_range("examples", examples, constraints.DAMPING)
         return self._with("examples", examples)
 
     def eigenvalues(self) -> Array:
@@ -104,14 +102,14 @@ class BlockPosterior:
     def scatter(self, deviation: Array, /) -> Array:
         """Return ``tau |theta* - mu|^2`` of the block, 0-d."""
         xp = self.curvature.namespace
-        v = cast(xp, deviation, self.curvature.dtype)
+        v = ns.cast(xp, deviation, self.curvature.dtype)
         return self.prior_precision * xp.sum(v * v)
 
     def status(self) -> Array:
         """Return the flags of the decomposition and of N and tau, 0-d int32."""
         xp, N, tau = self.curvature.namespace, self.examples, self.prior_precision
         good = xp.isfinite(N) & (N >= 0) & xp.isfinite(tau) & (tau > 0)
-        return self.curvature.status() | status_unless(xp, good, Status.BAD_DAMPING)
+        return self.curvature.status() | ns.status_unless(xp, good, Status.BAD_DAMPING)
 
     def _with(self, key: str, value: Scalar) -> BlockPosterior:
         x = _entered(value, self.name, key, F=self.curvature, check=self.check)
@@ -121,7 +119,7 @@ class BlockPosterior:
     def _power(self, vectors: Array, exponent: float) -> Array:
         R = self.curvature.to_basis(vectors) * self.eigenvalues() ** exponent
         result = self.curvature.from_basis(R)
-        return cast(self.curvature.namespace, result, vectors.dtype)
+        return ns.cast(self.curvature.namespace, result, vectors.dtype)
 
 
 def block_posterior(
@@ -169,8 +167,8 @@ def block_posterior(
     Networks"; for the prior added exactly, in the eigenbases, Immer et al. (2021),
     arXiv:2104.04975.
     """
-    require_range("examples", examples, DAMPING)
-    require_range("prior_precision", prior_precision, _PRECISION)
+    constraints.require_range("examples", examples, constraints.DAMPING)
+    constraints.require_range("prior_precision", prior_precision, _PRECISION)
     F: SpectralOperator = operator.spectral(check=check, name=name)
     N = _entered(examples, name, "examples", F=F, check=check)
     tau = _entered(prior_precision, name, "prior_precision", F=F, check=check)
@@ -181,7 +179,7 @@ def _entered(
     value: Scalar, name: str, key: str, /, *, F: SpectralOperator, check: Check
 ) -> Array:
     """Return N or tau as a 0-d array; checks the value if that may synchronize."""
-    entered = as_scalar(F.namespace, value, F.dtype, key)
+    entered = ns.as_scalar(F.namespace, value, F.dtype, key)
     if isinstance(entered, float):
         good = math.isfinite(entered) and _in_range(entered, key)
     else:
@@ -189,10 +187,10 @@ def _entered(
         good = check == "status" or bool(finite & _in_range(entered, key))
     if not good:
         bound = "> 0" if key == "prior_precision" else ">= 0"
-        raise DampingError(
+        raise errors.DampingError(
             f"Block {name!r}: expected a finite `{key}` {bound}, got {float(entered)}."
         )
-    return full_of(F.namespace, entered, F.damping)
+    return ns.full_of(F.namespace, entered, F.damping)
 
 
 def _in_range(value: Any, key: str) -> Any:

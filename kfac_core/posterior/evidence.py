@@ -12,7 +12,7 @@ that no constant is left out but those that the caller leaves out of the log-lik
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.array.structure import structure
 
 __all__ = ["Evidence"]

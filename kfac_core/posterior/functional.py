@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.operators.spectral_rows import row_products, row_squares
 from kfac_core.posterior.block import BlockPosterior
 

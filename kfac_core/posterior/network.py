@@ -14,19 +14,11 @@ from functools import reduce
 from operator import add, or_
 from typing import Any, TypeAlias
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import (
-    Scalar,
-    as_scalar,
-    cast,
-    full_of,
-    namespace_of,
-    own_namespace,
-)
+from kfac_core import errors
+from kfac_core.array import Array, Check, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check
 from kfac_core.block import Block
-from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
@@ -203,19 +195,19 @@ class Posterior:
         for name, p in self.posteriors.items():
             layer = self.blocks[name].layer
             xp, dtype = p.curvature.namespace, p.curvature.dtype
-            theta = cast(xp, _matrix_of(layer, parameters[name], p), dtype)
+            theta = ns.cast(xp, _matrix_of(layer, parameters[name], p), dtype)
             mu: Any
             if isinstance(prior_mean, Mapping):
-                mu = cast(xp, _matrix_of(layer, prior_mean[name], p), dtype)
+                mu = ns.cast(xp, _matrix_of(layer, prior_mean[name], p), dtype)
             else:
-                mu = as_scalar(xp, prior_mean, dtype, "prior_mean")
+                mu = ns.as_scalar(xp, prior_mean, dtype, "prior_mean")
             scatter.append(p.scatter(theta - mu))
         prior = [p.logdet_prior() for p in self.posteriors.values()]
         total = reduce(add, scatter)
-        xp = own_namespace(total)
-        value = as_scalar(xp, log_likelihood, total.dtype, "log_likelihood")
+        xp = ns.own_namespace(total)
+        value = ns.as_scalar(xp, log_likelihood, total.dtype, "log_likelihood")
         return Evidence(
-            full_of(xp, value, total), total, reduce(add, prior), self.logdet()
+            ns.full_of(xp, value, total), total, reduce(add, prior), self.logdet()
         )
 
     def sample(
@@ -251,11 +243,12 @@ class Posterior:
             leading[name] = tuple(Z.shape[:-2])
             deviations = matrices_to_stack(layer, p.sample(Z))
             samples[name] = {
-                key: mean[name][key] + cast(own_namespace(x), x, mean[name][key].dtype)
+                key: mean[name][key]
+                + ns.cast(ns.own_namespace(x), x, mean[name][key].dtype)
                 for key, x in deviations.items()
             }
         if len(set(leading.values())) > 1:
-            raise ShapeError(
+            raise errors.ShapeError(
                 "Expected the `noise` of all blocks to have the same leading axes, got "
                 f"{leading}."
             )
@@ -302,7 +295,7 @@ class Posterior:
                 parts[name] = of_rows(p, whole_rows(layer, J))
         shapes = {name: tuple(part.shape) for name, part in parts.items()}
         if len(set(shapes.values())) > 1:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected the Jacobians of all blocks to have the same examples and "
                 f"outputs, got covariances of the shapes {shapes}."
             )
@@ -314,7 +307,7 @@ def _matrix_of(
 ) -> Array:
     """Return a layer's parameters as its matrix, of the posterior's library."""
     matrix = layer.parameters_to_matrix(parameters)
-    namespace_of(posterior=posterior.prior_precision, parameters=matrix)
+    ns.namespace_of(posterior=posterior.prior_precision, parameters=matrix)
     return matrix
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.options import RefreshOptions
+from kfac_core.array import Check
 from kfac_core.array.precision import Precision
-from kfac_core.array.status import Check
 from kfac_core.block import Block
-from kfac_core.constraints import require_check, require_flag, require_kind
-from kfac_core.errors import UnknownBlockError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.stages import operator_of
@@ -69,11 +68,13 @@ def spectral_blocks(
     is taken in the bases that its statistics hold: those are the coordinates until its
     first rebase.
     """
-    require_kind("blocks", blocks, Mapping, "a mapping of names to blocks")
-    require_kind("statistics", statistics, Mapping, "a mapping of names to statistics")
-    require_flag("debias", debias)
-    require_kind("precision", precision, Precision, "a Precision")
-    require_check(check)
+    constraints.require_kind("blocks", blocks, Mapping, "a mapping of names to blocks")
+    constraints.require_kind(
+        "statistics", statistics, Mapping, "a mapping of names to statistics"
+    )
+    constraints.require_flag("debias", debias)
+    constraints.require_kind("precision", precision, Precision, "a Precision")
+    constraints.require_check(check)
     require_same_blocks(blocks, statistics, "statistics")
     found = {}
     for name, block in blocks.items():
@@ -89,8 +90,8 @@ def spectral_blocks(
             )
             operator = operator_of(block, statistics[name], options, name=name)
             found[name] = operator.spectral(check=check, name=name)
-        except UnsupportedError as error:
-            raise UnsupportedError(
+        except errors.UnsupportedError as error:
+            raise errors.UnsupportedError(
                 f"Block {name!r}: expected an approximation with an eigenbasis, as "
                 f"Kronecker, Eigen, Diagonal and Full have. {error}"
             ) from None
@@ -121,7 +122,7 @@ def require_same_blocks(
         sorted(set(given) - set(blocks)),
     )
     if missing or unknown:
-        raise UnknownBlockError(
+        raise errors.UnknownBlockError(
             f"Expected `{name}` for the blocks {', '.join(map(repr, blocks))}; missing "
             f"{missing}, unknown {unknown}. A block left out would count as zero."
         )

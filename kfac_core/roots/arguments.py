@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    full_of,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.errors import ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["damping_array", "symmetric_argument"]
@@ -45,13 +38,13 @@ def symmetric_argument(
     array: Array = matrix
     if isinstance(matrix, SymmetricMatrix):
         array, full = matrix.array, matrix.full_storage
-    xp = namespace_of(**{name: array})
-    require_floating(xp, array, name)
+    xp = ns.namespace_of(**{name: array})
+    ns.require_floating(xp, array, name)
     if array.ndim < 2 or array.shape[-1] != array.shape[-2] or array.shape[-1] < 1:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{name}` to have shape (..., n, n), got {tuple(array.shape)}."
         )
-    wide = cast(xp, array, wide_dtype(xp, array.dtype))
+    wide = ns.cast(xp, array, ns.wide_dtype(xp, array.dtype))
     return SymmetricMatrix(wide, full), xp
 
 
@@ -82,12 +75,12 @@ def damping_array(
         For an array of another library or device.
     """
     if not hasattr(damping, "shape") or not hasattr(damping, "dtype"):
-        return full_of(xp, damping, matrix.array)
-    namespace_of(matrix=matrix.array, damping=damping)
+        return ns.full_of(xp, damping, matrix.array)
+    ns.namespace_of(matrix=matrix.array, damping=damping)
     lead = tuple(matrix.array.shape[:-2])
     if tuple(damping.shape) not in ((), lead):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `damping` to be a number, or an array of shape () or {lead}, got "
             f"shape {tuple(damping.shape)}."
         )
-    return cast(xp, damping, matrix.array.dtype)
+    return ns.cast(xp, damping, matrix.array.dtype)

@@ -28,32 +28,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
+from kfac_core import constraints, errors
+from kfac_core.array import (
+    Array,
+    Check,
+    Namespace,
+    Place,
     Scalar,
-    as_scalar,
-    cast,
-    device_of,
-    full_of,
-    moved_axis,
-    namespace_of,
-    require_floating,
-    require_matrix,
-    status_unless,
-    wide_dtype,
+    Status,
+    map_structure,
+    replaced,
 )
-from kfac_core.array.place import Place
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import map_structure, replaced
-from kfac_core.constraints import (
-    SIZE,
-    optional,
-    require_check,
-    require_options,
-    require_range,
-    tuple_of,
-)
-from kfac_core.errors import DecayError, NotFiniteError, ShapeError
+from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -91,10 +77,10 @@ class GradientFactors:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require_options(self, shape=tuple_of(SIZE))
+        constraints.require_options(self, shape=constraints.tuple_of(constraints.SIZE))
         object.__setattr__(self, "shape", tuple(self.shape))
         if not self.shape:
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `shape` with at least one axis and positive lengths, got "
                 f"{self.shape}."
             )
@@ -117,9 +103,9 @@ class GradientFactors:
         DtypeError
             For integer arrays.
         """
-        xp = namespace_of(like=like)
-        require_floating(xp, like, "like")
-        place = Place(xp, wide_dtype(xp, like.dtype), device_of(like))
+        xp = ns.namespace_of(like=like)
+        ns.require_floating(xp, like, "like")
+        place = Place(xp, ns.wide_dtype(xp, like.dtype), ns.device_of(like))
         averages = {
             f"axis{i}": FullFactor().initial((n,), place)
             for i, n in enumerate(self.shape)
@@ -180,18 +166,20 @@ class GradientFactors:
         ``2 prod(n) sum(n)`` flops for the first form (half where the backend has a
         symmetric rank-k update), and ``k`` times that for the second.
         """
-        require_range("samples", samples, optional(SIZE))
-        require_check(check)
+        constraints.require_range(
+            "samples", samples, constraints.optional(constraints.SIZE)
+        )
+        constraints.require_check(check)
         require_decay(decay)
         require_weight(weight)
         xp, dtype = statistics.namespace, statistics.dtype
-        namespace_of(statistics=statistics.like, **{name: gradient})
-        require_floating(xp, gradient, name)
+        ns.namespace_of(statistics=statistics.like, **{name: gradient})
+        ns.require_floating(xp, gradient, name)
         lead = () if samples is None else (samples,)
-        require_matrix(gradient, (*lead, *self.shape), name)
-        V = xp.reshape(cast(xp, gradient, dtype), (samples or 1, *self.shape))
-        decay = as_scalar(xp, decay, dtype, "decay")
-        weight = as_scalar(xp, weight, dtype, "weight")
+        ns.require_matrix(gradient, (*lead, *self.shape), name)
+        V = xp.reshape(ns.cast(xp, gradient, dtype), (samples or 1, *self.shape))
+        decay = ns.as_scalar(xp, decay, dtype, "decay")
+        weight = ns.as_scalar(xp, weight, dtype, "weight")
         given = None if roots is None else self._roots(roots, V, xp)
         flags = _flags(V, given or (), decay, weight, xp)
         if check == "raise":
@@ -202,11 +190,11 @@ class GradientFactors:
             others = 1 if given is None else math.prod(self.shape) // n
             averages[f"axis{axis}"] = FullFactor().updated(
                 statistics.averages[f"axis{axis}"],
-                xp.reshape(moved_axis(rows, axis + 1, -1, xp=xp), (-1, n)),
+                xp.reshape(ns.moved_axis(rows, axis + 1, -1, xp=xp), (-1, n)),
                 tail=None,
                 decay=decay,
                 scale=weight / (others * V.shape[0]),
-                weight=full_of(xp, weight, statistics.like),
+                weight=ns.full_of(xp, weight, statistics.like),
                 xp=xp,
             )
         new = Statistics(averages, xp.zeros_like(statistics.status))
@@ -244,16 +232,16 @@ class GradientFactors:
     ) -> tuple[Array, ...]:
         """Return the roots as arrays of the dtype of the statistics."""
         if len(roots) != len(self.shape):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `roots` to hold {len(self.shape)} matrices, one an axis, got "
                 f"{len(roots)}."
             )
         arrays = [r.full() if isinstance(r, SymmetricMatrix) else r for r in roots]
-        namespace_of(gradient=V, **{f"roots[{i}]": r for i, r in enumerate(arrays)})
+        ns.namespace_of(gradient=V, **{f"roots[{i}]": r for i, r in enumerate(arrays)})
         for i, (R, n) in enumerate(zip(arrays, self.shape, strict=True)):
-            require_floating(xp, R, f"roots[{i}]")
-            require_matrix(R, (n, n), f"roots[{i}]")
-        return tuple(cast(xp, R, V.dtype) for R in arrays)
+            ns.require_floating(xp, R, f"roots[{i}]")
+            ns.require_matrix(R, (n, n), f"roots[{i}]")
+        return tuple(ns.cast(xp, R, V.dtype) for R in arrays)
 
     def _whitened(
         self, V: Array, roots: tuple[Array, ...], axis: int, xp: Namespace
@@ -262,7 +250,7 @@ class GradientFactors:
         for other, R in enumerate(roots):
             if other != axis:
                 product = xp.tensordot(R, V, axes=((0,), (other + 1,)))
-                V = moved_axis(product, 0, other + 1, xp=xp)
+                V = ns.moved_axis(product, 0, other + 1, xp=xp)
         return V
 
 
@@ -270,28 +258,32 @@ def _flags(
     V: Array, roots: tuple[Array, ...], decay: Scalar, weight: Scalar, xp: Namespace
 ) -> Array:
     """Return the flags of the inputs of an update, 0-d."""
-    flags = status_unless(xp, xp.all(xp.isfinite(V)), Status.OUTPUT_GRADS_NOT_FINITE)
+    flags = ns.status_unless(xp, xp.all(xp.isfinite(V)), Status.OUTPUT_GRADS_NOT_FINITE)
     for R in roots:
         finite = xp.all(xp.isfinite(R))
-        flags = flags | status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+        flags = flags | ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
     # Python numbers were validated before.
     if not isinstance(decay, float):
-        flags = flags | status_unless(xp, (decay >= 0) & (decay <= 1), Status.BAD_DECAY)
+        flags = flags | ns.status_unless(
+            xp, (decay >= 0) & (decay <= 1), Status.BAD_DECAY
+        )
     if not isinstance(weight, float):
         good = (weight > 0) & xp.isfinite(weight)
-        flags = flags | status_unless(xp, good, Status.BAD_DECAY)
+        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
     return flags
 
 
 def _raise_for(flags: Array, name: str) -> None:
     status = Status(int(flags))
     if Status.OUTPUT_GRADS_NOT_FINITE in status:
-        raise NotFiniteError(f"`{name}` holds NaN or infinity. Leave such a step out.")
+        raise errors.NotFiniteError(
+            f"`{name}` holds NaN or infinity. Leave such a step out."
+        )
     if Status.MATRIX_NOT_FINITE in status:
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"`roots` for {name} hold NaN or infinity; look at their status."
         )
     if Status.BAD_DECAY in status:
-        raise DecayError(
+        raise errors.DecayError(
             f"{name}: expected `decay` in [0, 1] and `weight` > 0, both finite."
         )

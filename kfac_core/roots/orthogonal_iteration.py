@@ -25,18 +25,10 @@ from __future__ import annotations
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    cast,
-    device_of,
-    full_of,
-    namespace_of,
-    status_unless,
-)
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import COUNT, require_check, require_kind, require_range
-from kfac_core.errors import ConventionError, ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.fallback import first_flag, guarded, raise_invalid
@@ -139,9 +131,9 @@ def ordered_basis(
     -----
     About ``13 n^3`` flops.
     """
-    require_check(check)
+    constraints.require_check(check)
     A, xp = symmetric_argument(matrix, name)
-    one = full_of(xp, 1.0, A.array)
+    one = ns.full_of(xp, 1.0, A.array)
     problem = FactorizationProblem(A, one, xp.zeros_like(one))
     basis = eigendecomposition(problem, check=check, name=name)
     Q = basis.eigenvectors
@@ -214,19 +206,19 @@ def refreshed_basis(
     >>> bool(abs(D[0, 1]) < 1e-3)
     True
     """
-    require_kind("basis", basis, OrderedBasis, "an OrderedBasis")
-    require_range("steps", steps, COUNT)
-    require_check(check)
+    constraints.require_kind("basis", basis, OrderedBasis, "an OrderedBasis")
+    constraints.require_range("steps", steps, constraints.COUNT)
+    constraints.require_check(check)
     A, xp = symmetric_argument(matrix, name)
-    namespace_of(basis=basis.eigenvectors, matrix=A.array)
+    ns.namespace_of(basis=basis.eigenvectors, matrix=A.array)
     if A.array.shape != basis.eigenvectors.shape:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected `{name}` to have the shape of the basis, "
             f"{tuple(basis.eigenvectors.shape)}, got {tuple(A.array.shape)}."
         )
     if steps < 1:
-        raise ConventionError(f"Expected `steps` to be at least 1, got {steps}.")
-    A = SymmetricMatrix(cast(xp, A.array, basis.eigenvectors.dtype), A.full_storage)
+        raise errors.ConventionError(f"Expected `steps` to be at least 1, got {steps}.")
+    A = SymmetricMatrix(ns.cast(xp, A.array, basis.eigenvectors.dtype), A.full_storage)
     finite = xp.all(xp.isfinite(A.array), axis=(-2, -1))
     invalid = first_flag((finite, Status.MATRIX_NOT_FINITE), xp=xp)
     if check == "raise" and not bool(xp.all(finite)):
@@ -251,7 +243,7 @@ def refreshed_basis(
     Q = xp.where(good[..., None, None], Q, old)
     ratio = xp.where(good, ratio, old_ratio)
     lost = xp.isfinite(ratio) & xp.all(xp.isfinite(Q), axis=(-2, -1))
-    status = invalid | status_unless(xp, lost, Status.INACCURATE)
+    status = invalid | ns.status_unless(xp, lost, Status.INACCURATE)
     places = xp.where(good[..., None], places, unchanged)
     return _descending(w, Q, ratio, xp.logical_not(good), status, places, xp)
 
@@ -272,7 +264,9 @@ def _places(w: Array, xp: Namespace) -> Array:
     """Return 0, 1, ..., n - 1 for each of a stack, of the dtype of an order."""
     n = w.shape[-1]
     order = xp.argsort(w, axis=-1, descending=True)
-    return xp.zeros_like(order) + xp.arange(n, dtype=order.dtype, device=device_of(w))
+    return xp.zeros_like(order) + xp.arange(
+        n, dtype=order.dtype, device=ns.device_of(w)
+    )
 
 
 def _descending(
@@ -300,6 +294,6 @@ def _columns(Q: Array, order: Array, xp: Namespace) -> Array:
 
 def _orthogonality(Q: Array, xp: Namespace) -> Array:
     """Return ``|Q Q^T z - z| / |z|``: infinity for NaN."""
-    z = probe(Q.shape[-1], dtype=Q.dtype, device=device_of(Q), xp=xp)
+    z = probe(Q.shape[-1], dtype=Q.dtype, device=ns.device_of(Q), xp=xp)
     error = xp.matmul(Q, xp.matmul(xp.matrix_transpose(Q), z)) - z
     return relative_norm(error, z, xp=xp)

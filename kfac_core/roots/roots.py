@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, device_of
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import COUNT, require_check, require_range
-from kfac_core.errors import ConventionError, FactorizationError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe_of, relative_norm
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.factorize import (
@@ -128,18 +126,18 @@ def inverse_root(
     >>> np.round(root.matrix.diagonal(), 6)
     array([0.5     , 0.333333])
     """
-    require_range("degree", degree, COUNT)
-    require_check(check)
+    constraints.require_range("degree", degree, constraints.COUNT)
+    constraints.require_check(check)
     given: Any = degree
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"Expected `degree` to be an integer >= 1, got {degree!r}."
         )
     A, xp = symmetric_argument(matrix, name)
     shift = damping_array(damping, A, xp=xp)
     # One shift for a whole stack becomes one for each matrix of it.
     shift = shift + xp.zeros(
-        A.array.shape[:-2], dtype=shift.dtype, device=device_of(shift)
+        A.array.shape[:-2], dtype=shift.dtype, device=ns.device_of(shift)
     )
 
     def attempt(problem: FactorizationProblem, xp: Namespace) -> InverseRoot:
@@ -234,7 +232,7 @@ def _clipped_root(
     clipped = FactorizationProblem(A, xp.ones_like(problem.factor), problem.shift)
     made = _root(clipped, basis, degree, xp)
     if bool(xp.any(made.status != 0)):
-        raise FactorizationError(
+        raise errors.FactorizationError(
             f"a {problem.size} x {problem.size} matrix has no certified inverse root of "
             f"degree {degree}: with damping {float(xp.max(problem.shift)):.1e} its "
             f"eigenvalues run from {float(xp.min(damped)):.1e} to "

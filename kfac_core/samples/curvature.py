@@ -20,16 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kfac_core import errors
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    full_of,
-    namespace_of,
-    own_namespace,
-)
-from kfac_core.array.status import Check
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array import Array, Check, Namespace, Scalar, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
 from kfac_core.damping import require_damping
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -148,13 +141,13 @@ class SampleCurvature:
         array, shape (N,) or (N, C)
             In the dtype of K.
         """
-        xp = namespace_of(kernel=self.damping, coefficients=c)
+        xp = ns.namespace_of(kernel=self.damping, coefficients=c)
         if tuple(c.shape) != self.jacobian.sample_shape:
             raise errors.ShapeError(
                 f"Expected an array of shape {self.jacobian.sample_shape} in the space of "
                 f"samples, got {tuple(c.shape)}."
             )
-        right = xp.reshape(self._center(cast(xp, c, self.damping.dtype)), (-1, 1))
+        right = xp.reshape(self._center(ns.cast(xp, c, self.damping.dtype)), (-1, 1))
         return self._center(xp.reshape(self.kernel.solve(right), tuple(c.shape)))
 
     def multiply(
@@ -201,7 +194,7 @@ class SampleCurvature:
         ----------
         Wilson et al. (2021), arXiv:2011.04026, equation 8.
         """
-        xp = own_namespace(self.damping)
+        xp = ns.own_namespace(self.damping)
         z = _combined(
             lambda noise, _: noise / xp.sqrt(self._lam(noise)),
             parameter_noise,
@@ -219,7 +212,7 @@ class SampleCurvature:
 
     def logdet(self) -> Array:
         """Return ``log det F_damped = log det (K/N + lam I) + (P - R) log lam``, 0-d."""
-        xp, J = own_namespace(self.damping), self.jacobian
+        xp, J = ns.own_namespace(self.damping), self.jacobian
         rest = (J.parameters - J.samples) * xp.log(self.damping)
         N = xp.full_like(self.damping, float(J.examples))
         return self.kernel.logdet() - J.samples * xp.log(N) + rest
@@ -247,8 +240,10 @@ class SampleCurvature:
 
     def residual(self, residuals: Array, solution: Array, /) -> Array:
         """Return ``|(K + N lam I) w - r| / |r|`` of a solution w, 0-d; ``2 R^2`` flops."""
-        xp = own_namespace(self.damping)
-        r = xp.reshape(self._center(cast(xp, residuals, self.damping.dtype)), (-1, 1))
+        xp = ns.own_namespace(self.damping)
+        r = xp.reshape(
+            self._center(ns.cast(xp, residuals, self.damping.dtype)), (-1, 1)
+        )
         w = xp.reshape(solution, (-1, 1))
         error = self.kernel.multiply(w, shifted=True) - r
         size = xp.linalg.vector_norm(r)
@@ -266,12 +261,12 @@ class SampleCurvature:
         """Return c less its mean over examples, where J is centered."""
         if not self.centered:
             return c
-        xp = own_namespace(c)
+        xp = ns.own_namespace(c)
         return c - xp.mean(c, axis=0, keepdims=True)
 
     def _lam(self, like: Array) -> Array:
         """Return the damping in the dtype of a vector."""
-        return cast(own_namespace(like), self.damping, like.dtype)
+        return ns.cast(ns.own_namespace(like), self.damping, like.dtype)
 
 
 def sample_curvature(
@@ -349,8 +344,8 @@ def damped_kernel(
     SampleCurvature
         An immutable snapshot.
     """
-    xp = own_namespace(K.array)
-    lam = full_of(xp, damping, K.array)
+    xp = ns.own_namespace(K.array)
+    lam = ns.full_of(xp, damping, K.array)
     if centered:
         K = _centered_kernel(K, J, xp)
     kernel = damped_matrix(K, lam * J.examples)

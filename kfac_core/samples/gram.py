@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, own_namespace
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Rows
@@ -57,7 +57,7 @@ def sample_gram(
     -----
     For each layer the lesser of ``R^2 S^2 m + N^2 S^2 n`` and ``R^2 n m`` flops.
     """
-    xp = own_namespace(J.like)
+    xp = ns.own_namespace(J.like)
     dtype = widest_dtype(J.like, xp=xp) if dtype is None else dtype
     K: SymmetricMatrix | None = None
     for jacobian in J.layers.values():
@@ -74,7 +74,7 @@ def sample_gram(
 def widest_dtype(like: Array, /, *, xp: Namespace) -> Any:
     """Return float64 where the array's device has it, else the array's dtype."""
     known = xp.__array_namespace_info__().dtypes(
-        device=device_of(like), kind="real floating"
+        device=ns.device_of(like), kind="real floating"
     )
     return known.get("float64", like.dtype)
 
@@ -107,7 +107,7 @@ def _add_group(
 ) -> SymmetricMatrix:
     """Return K with the products of one layer's rows added, in the cheaper way."""
     # (N, C, S, m): an example's outputs side by side.
-    g = xp.permute_dims(cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
+    g = xp.permute_dims(ns.cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
     N, C, S, m = g.shape
     bound = max(_LEAST_ELEMENTS, (N * S * (C * m)) // 5)
     bound = bound if max_elements is None else max_elements
@@ -126,7 +126,7 @@ def _add_products(
     K: SymmetricMatrix | None, D: Array, dtype: object, xp: Namespace
 ) -> SymmetricMatrix:
     """Return ``K + D D^T``."""
-    columns = xp.matrix_transpose(cast(xp, D, dtype))
+    columns = xp.matrix_transpose(ns.cast(xp, D, dtype))
     return updated_gram(K, columns, tail=None, decay=1.0, scale=1.0, xp=xp)
 
 
@@ -184,7 +184,7 @@ def _add_id_products(
         stop = min(start + at_once, N)
         places = slice(start * k, stop * k)
         equal = flat_ids[places][:, None] == flat_ids[None, :]
-        X = cast(xp, equal, dtype) * flat_values[places][:, None] * flat_values
+        X = ns.cast(xp, equal, dtype) * flat_values[places][:, None] * flat_values
         if rows.bag:
             X = xp.sum(xp.reshape(X, (stop - start, k, N, k)), axis=(1, 3))
         G = xp.matmul(

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kfac_core import errors
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, namespace_of, own_namespace
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.layer import Layer
@@ -191,12 +191,12 @@ class Jacobian:
         products: list[Array] = []
         for name, jacobian in self.layers.items():
             V = jacobian.layer.parameters_to_matrix(vectors[name])
-            xp = namespace_of(rows=jacobian.rows.like, vectors=V)
+            xp = ns.namespace_of(rows=jacobian.rows.like, vectors=V)
             products.append(row_products(jacobian.rows, V, xp=xp))
         total = products[0]
         for product in products[1:]:
             total = total + product
-        return own_namespace(total).reshape(total, self.sample_shape)
+        return ns.own_namespace(total).reshape(total, self.sample_shape)
 
     def multiply_transposed(
         self, coefficients: Array, /
@@ -218,7 +218,7 @@ class Jacobian:
         ShapeError, MixedArraysError
             For coefficients that do not fit.
         """
-        xp = namespace_of(rows=self.like, coefficients=coefficients)
+        xp = ns.namespace_of(rows=self.like, coefficients=coefficients)
         if tuple(coefficients.shape) != self.sample_shape:
             raise errors.ShapeError(
                 f"Expected `coefficients` of shape {self.sample_shape}, got "
@@ -228,7 +228,7 @@ class Jacobian:
         combined: dict[str, dict[str, Array]] = {}
         for name, jacobian in self.layers.items():
             rows, layer = jacobian.rows, jacobian.layer
-            narrow = cast(xp, c, rows.like.dtype)
+            narrow = ns.cast(xp, c, rows.like.dtype)
             matrix = combined_rows(rows, narrow, layer.matrix_shape, xp=xp)
             combined[name] = layer.matrix_to_parameters(matrix)
         return combined
@@ -238,7 +238,7 @@ class Jacobian:
         diagonal: dict[str, dict[str, Array]] = {}
         for name, jacobian in self.layers.items():
             rows, layer = jacobian.rows, jacobian.layer
-            xp = own_namespace(rows.like)
+            xp = ns.own_namespace(rows.like)
             matrix = xp.reshape(
                 rows.squares(rows.like.dtype, xp=xp), layer.matrix_shape
             )
@@ -267,7 +267,7 @@ def _stacked_gradients(
 ) -> tuple[ExampleGradients, tuple[int, ...]]:
     """Return derivatives that are known themselves as rows without x and g."""
     D = stack_to_matrices(layer, derivatives)
-    xp: Namespace = own_namespace(D)
+    xp: Namespace = ns.own_namespace(D)
     lead = tuple(int(length) for length in D.shape[:-2])
     if len(lead) not in (1, 2):
         raise errors.ShapeError(

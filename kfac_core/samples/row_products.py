@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Rows
@@ -29,7 +29,7 @@ def row_products(rows: Any, V: Array, /, *, xp: Namespace) -> Array:
 @row_products.register
 def _(rows: Rows, V: Array, /, *, xp: Namespace) -> Array:
     x = rows.full_inputs(V.dtype, xp=xp)
-    g = cast(xp, rows.output_grads, V.dtype)
+    g = ns.cast(xp, rows.output_grads, V.dtype)
     V = split_groups(V, tuple(x.shape[:-3]), xp=xp)
     along = xp.matmul(x, V[..., None, :, :])[..., None, :, :, :] * g
     by_group = xp.sum(along, axis=(-2, -1))
@@ -44,13 +44,13 @@ def _(rows: IdRows, V: Array, /, *, xp: Namespace) -> Array:
     taken = taken * rows.values(V.dtype, xp=xp)[..., None]
     if rows.bag:
         taken = xp.sum(taken, axis=1, keepdims=True)
-    g = cast(xp, rows.output_grads, V.dtype)
+    g = ns.cast(xp, rows.output_grads, V.dtype)
     return xp.matrix_transpose(xp.sum(taken * g, axis=(-2, -1)))
 
 
 @row_products.register
 def _(rows: ExampleGradients, V: Array, /, *, xp: Namespace) -> Array:
-    D = cast(xp, rows.gradients, V.dtype)
+    D = ns.cast(xp, rows.gradients, V.dtype)
     products = xp.matmul(D, xp.reshape(V, (-1, 1)))
     return xp.matrix_transpose(xp.reshape(products, (rows.sources, rows.examples)))
 
@@ -88,12 +88,12 @@ def _(
 def _(
     rows: ExampleGradients, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
 ) -> Array:
-    D = cast(xp, rows.gradients, c.dtype)
+    D = ns.cast(xp, rows.gradients, c.dtype)
     flat = xp.reshape(xp.matrix_transpose(c), (1, -1))
     return xp.reshape(xp.matmul(flat, D), matrix_shape)
 
 
 def _weighted(output_grads: Array, c: Array, xp: Namespace) -> Array:
     """Return ``sum_c c_nc g``, shape ((Q,) N, S, m)."""
-    g = cast(xp, output_grads, c.dtype)
+    g = ns.cast(xp, output_grads, c.dtype)
     return xp.sum(g * xp.matrix_transpose(c)[..., None, None], axis=-4)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kfac_core import constraints, errors
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.tridiagonal import BlockTridiagonal
 from kfac_core.block import Block
-from kfac_core.constraints import unknown_block
-from kfac_core.errors import ConventionError, UnknownBlockError, UnsupportedError
 from kfac_core.layers.chain import Chain
 
 __all__ = ["Chains"]
@@ -60,7 +59,7 @@ class Chains:
         made: dict[str, Block] = {}
         for chain, names in self._layers.items():
             if chain in blocks:
-                raise ConventionError(
+                raise errors.ConventionError(
                     f"`chains`: {chain!r} is the name of a block, too."
                 )
             for name in names:
@@ -84,7 +83,7 @@ class Chains:
         grouped = {name: part for name, part in given.items() if name not in self.of}
         for chain, names in self._layers.items():
             if chain in given:
-                raise UnknownBlockError(
+                raise errors.UnknownBlockError(
                     f"{chain!r} is a chain: give batches and gradients by the names of its "
                     f"layers, {list(names)}."
                 )
@@ -92,7 +91,7 @@ class Chains:
             if not missing:
                 grouped[chain] = {name: given[name] for name in names}
             elif len(missing) < len(names):
-                raise ConventionError(
+                raise errors.ConventionError(
                     f"The layers of the chain {chain!r} are {list(names)}, and {missing} "
                     "were not given. Give all of them together."
                 )
@@ -125,11 +124,11 @@ class Chains:
     def _add(self, name: str, chain: str) -> None:
         """Record a layer of a chain, or raise."""
         if name not in self.given:
-            raise unknown_block(name, self.given, option="chains")
+            raise constraints.unknown_block(name, self.given, option="chains")
         if name in self.of:
-            raise ConventionError(f"`chains`: {name!r} is named twice.")
+            raise errors.ConventionError(f"`chains`: {name!r} is named twice.")
         if self.given[name].approximation != Kronecker():
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"`chains`: expected block {name!r} to be of Kronecker(), got "
                 f"{self.given[name].approximation}. A chain keeps the moments of full "
                 "factors."

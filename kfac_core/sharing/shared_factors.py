@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kfac_core import constraints, errors
 from kfac_core.block import Block
-from kfac_core.constraints import unknown_block
-from kfac_core.errors import ConventionError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Eigendecomposition
@@ -48,7 +47,7 @@ class SharedFactors:
         for taker, giver in shared.items():
             one, other = _parse(taker, blocks), _parse(giver, blocks)
             if _kind_and_size(one, blocks) != _kind_and_size(other, blocks):
-                raise ConventionError(
+                raise errors.ConventionError(
                     f"`Sharing.factors`: {taker!r} and {giver!r} are factors of different "
                     f"kinds or sizes: {_kind_and_size(one, blocks)} and "
                     f"{_kind_and_size(other, blocks)}."
@@ -56,7 +55,7 @@ class SharedFactors:
             self.pairs[one] = other
         chained = set(self.pairs) & set(self.pairs.values())
         if chained:
-            raise ConventionError(
+            raise errors.ConventionError(
                 f"`Sharing.factors`: {sorted(chained)} both take and give a factor. Let "
                 "all takers name the one block that computes it."
             )
@@ -136,13 +135,13 @@ def _basis(operator: CurvatureOperator, side: str) -> Eigendecomposition | None:
 def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
     name, _, side = text.rpartition("/")
     if side not in ("input", "output"):
-        raise ConventionError(
+        raise errors.ConventionError(
             f"`Sharing.factors`: expected 'block/input' or 'block/output', got {text!r}."
         )
     if name not in blocks:
-        raise unknown_block(name, blocks, option="Sharing.factors")
+        raise constraints.unknown_block(name, blocks, option="Sharing.factors")
     if side not in blocks[name].approximation.factor_kinds:
-        raise ConventionError(
+        raise errors.ConventionError(
             f"`Sharing.factors`: block {name!r} ({blocks[name].approximation.name}) has no "
             f"{side} factor that could be shared."
         )

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kfac_core import constraints, errors
 from kfac_core.block import Block
-from kfac_core.constraints import unknown_block
-from kfac_core.errors import ConventionError, UnsupportedError
 
 __all__ = ["TiedWeights"]
 
@@ -43,14 +42,14 @@ class TiedWeights:
     def __init__(self, uses: Mapping[str, str], blocks: Mapping[str, Block]) -> None:
         for use, name in uses.items():
             if name not in blocks:
-                raise unknown_block(name, blocks, option="tied_weights")
+                raise constraints.unknown_block(name, blocks, option="tied_weights")
             if use in blocks:
-                raise ConventionError(
+                raise errors.ConventionError(
                     f"`tied_weights`: {use!r} is a block of its own. Leave it out of "
                     f"`blocks`: the weight's curvature is that of {name!r}."
                 )
             if blocks[name].layer.kind not in ("dense", "conv"):
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"`tied_weights`: block {name!r} is a {blocks[name].layer.kind} layer; "
                     "only the uses of a dense or conv layer are joined."
                 )
@@ -82,7 +81,7 @@ class TiedWeights:
                 continue
             if given != everywhere:
                 missing = sorted(set(everywhere) - set(given))
-                raise ConventionError(
+                raise errors.ConventionError(
                     f"Block {name!r} is used in {everywhere}, and {missing} were not fed. "
                     "Feed all uses of a weight in one update."
                 )

@@ -18,16 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
-from kfac_core.constraints import POSITIVE_SCALAR, require_range
-from kfac_core.errors import ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import (
     Vector,
@@ -119,20 +112,24 @@ def curvature_of_outputs(
     True
     """
     k = _same_number(changes, multiplied, "changes", "multiplied")
-    require_range("examples", examples, POSITIVE_SCALAR._replace(error=ShapeError))
+    constraints.require_range(
+        "examples",
+        examples,
+        constraints.POSITIVE_SCALAR._replace(error=errors.ShapeError),
+    )
     named = {f"changes[{i}]": x for i, x in enumerate(changes)}
     named |= {f"multiplied[{i}]": x for i, x in enumerate(multiplied)}
-    xp = namespace_of(**named)
+    xp = ns.namespace_of(**named)
     for name, x in named.items():
-        require_floating(xp, x, name)
+        ns.require_floating(xp, x, name)
         if tuple(x.shape) != tuple(changes[0].shape):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `{name}` to have the shape {tuple(changes[0].shape)} of "
                 f"`changes[0]`, got {tuple(x.shape)}."
             )
     arrays = list(named.values())
-    dtype = wide_dtype(xp, xp.result_type(*arrays))
-    arrays = [cast(xp, detached_array(x), dtype) for x in arrays]
+    dtype = ns.wide_dtype(xp, xp.result_type(*arrays))
+    arrays = [ns.cast(xp, detached_array(x), dtype) for x in arrays]
     left, right = arrays[:k], arrays[k:]
     sums = sums_of_products([(a, b) for a in left for b in right], xp=xp)
     return xp.reshape(sums, (k, k)) / scalar_of(xp, examples, dtype, "examples")
@@ -142,7 +139,7 @@ def _same_number(
     left: Sequence[object], right: Sequence[object], name: str, other: str
 ) -> int:
     if not left or len(left) != len(right):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected as many `{other}` as `{name}`, and at least one, got "
             f"{len(right)} and {len(left)}."
         )

@@ -16,14 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import array_api_compat
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
-from kfac_core.constraints import FRACTION, POSITIVE_SCALAR, require_range
-from kfac_core.errors import DampingError, ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.rejection import select
 
-_GAMMA = POSITIVE_SCALAR._replace(error=DampingError)
+_GAMMA = constraints.POSITIVE_SCALAR._replace(error=errors.DampingError)
 
 __all__ = ["Trial", "choose_gamma", "gamma_candidates", "search_gamma"]
 
@@ -82,10 +81,10 @@ def gamma_candidates(
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.6.
     """
-    require_range("gamma", gamma, _GAMMA)
-    require_range("factor", factor, FRACTION)
+    constraints.require_range("gamma", gamma, _GAMMA)
+    constraints.require_range("factor", factor, constraints.FRACTION)
     if not 0.0 <= minimum <= maximum:
-        raise DampingError(
+        raise errors.DampingError(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
         )
     present = detached_array(gamma)
@@ -116,7 +115,7 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
         For no candidates, or another number of changes.
     """
     if not gammas or len(gammas) != len(changes):
-        raise ShapeError(
+        raise errors.ShapeError(
             "Expected as many `changes` as `gammas`, and at least one, got "
             f"{len(changes)} and {len(gammas)}."
         )
@@ -191,11 +190,13 @@ def _unified(trial: Trial[Any]) -> Trial[Any]:
     if not hasattr(change, "dtype"):
         return trial
     xp = array_api_compat.array_namespace(change)
-    return Trial(full_of(xp, trial.gamma, change), change, trial.step)
+    return Trial(ns.full_of(xp, trial.gamma, change), change, trial.step)
 
 
 def _is_less(new: Scalar, old: Scalar) -> bool | Array:
     if not hasattr(new, "dtype"):
-        return is_finite_number(new) and not (is_finite_number(old) and new >= old)
+        return ns.is_finite_number(new) and not (
+            ns.is_finite_number(old) and new >= old
+        )
     xp = array_api_compat.array_namespace(new, old)
     return xp.isfinite(new) & ~(xp.isfinite(old) & (new >= old))

@@ -24,22 +24,12 @@ from typing import get_args
 
 import array_api_compat
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    full_of,
-    namespace_of,
-    require_floating,
-    require_matrix,
-    status_unless,
-    wide_dtype,
-)
-from kfac_core.array.status import Check, Status
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Scalar, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.constraints import DAMPING, require_one_of, require_range, shown
+from kfac_core.constraints import shown
 from kfac_core.damping import require_damping
-from kfac_core.errors import NotFiniteError, ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.small_system import guarded_minimizer
 from kfac_core.steps.vectors import Vector, dots, entered, scalar_of, widest
@@ -163,7 +153,7 @@ class QuadraticModel:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.4 and 7.
         """
-        require_one_of("check", check, get_args(Check))
+        constraints.require_one_of("check", check, get_args(Check))
         xp = array_api_compat.array_namespace(self.slope)
         k = self.slope.shape[0]
         matrix = self.damped_curvature()
@@ -172,7 +162,7 @@ class QuadraticModel:
         for value in given:
             finite = finite if value is None else finite & xp.isfinite(value)
         if check == "raise" and not bool(finite):
-            raise NotFiniteError(
+            raise errors.NotFiniteError(
                 f"The quadratic model is not finite: slope {self.slope}, damped curvature "
                 f"{matrix}. Look for NaN or infinity in the gradient, the directions and "
                 "their products; a preconditioner with a larger damping may be needed."
@@ -194,8 +184,8 @@ class QuadraticModel:
         usable = finite & xp.all(xp.isfinite(coefficients))
         return Minimum(
             xp.where(usable, coefficients, xp.zeros_like(coefficients)),
-            status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-            | status_unless(xp, ~finite | (usable & ~left_out), Status.NOT_POSITIVE),
+            ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+            | ns.status_unless(xp, ~finite | (usable & ~left_out), Status.NOT_POSITIVE),
         )
 
     def _numbers(
@@ -210,13 +200,13 @@ class QuadraticModel:
             shape = tuple(getattr(values, "shape", ()))
         if len(shape) < 1 or shape[0] != k:
             got = shape[0] if shape else shown(values)
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected {k} `{name}`, one for each direction, got {got}."
             )
         return [
             None
             if values[i] is None and name == "fixed"
-            else full_of(
+            else ns.full_of(
                 xp,
                 scalar_of(xp, values[i], self.slope.dtype, f"{name}[{i}]"),
                 self.slope,
@@ -282,18 +272,20 @@ def quadratic_model(
     >>> model.minimize().coefficients  # The minimum of -a + 2 a^2
     array([0.25])
     """
-    require_range("damping", damping, DAMPING)
+    constraints.require_range("damping", damping, constraints.DAMPING)
     require_damping(damping)
     if not directions:
-        raise ShapeError("Expected at least one of `directions`, got none.")
+        raise errors.ShapeError("Expected at least one of `directions`, got none.")
     named = {f"directions[{i}]": d for i, d in enumerate(directions)}
     xp, (grad, *given) = entered(gradient=gradient, **named)
     example = next(x for block in grad.values() for x in block.values())
-    namespace_of(gradient=example, curvature=curvature)
-    require_floating(xp, curvature, "curvature")
+    ns.namespace_of(gradient=example, curvature=curvature)
+    ns.require_floating(xp, curvature, "curvature")
     k = len(given)
-    require_matrix(curvature, (k, k), "curvature")
-    dtype = wide_dtype(xp, xp.result_type(widest(grad, *given, xp=xp), curvature.dtype))
+    ns.require_matrix(curvature, (k, k), "curvature")
+    dtype = ns.wide_dtype(
+        xp, xp.result_type(widest(grad, *given, xp=xp), curvature.dtype)
+    )
 
     below = [(i, j) for i in range(k) for j in range(i + 1)]
     pairs = [(grad, d) for d in given] + [(given[i], given[j]) for i, j in below]
@@ -301,10 +293,10 @@ def quadratic_model(
     slope, entries = sums[:k], {at: sums[k + n] for n, at in enumerate(below)}
     # The matrix is symmetric, and half of it was computed.
     rows = [[entries[max(i, j), min(i, j)] for j in range(k)] for i in range(k)]
-    C = cast(xp, detached_array(curvature), dtype)
+    C = ns.cast(xp, detached_array(curvature), dtype)
     return QuadraticModel(
         slope=slope,
         curvature=0.5 * (C + xp.matrix_transpose(C)),
         gram=xp.stack([xp.stack(row) for row in rows]),
-        damping=full_of(xp, scalar_of(xp, damping, dtype, "damping"), slope),
+        damping=ns.full_of(xp, scalar_of(xp, damping, dtype, "damping"), slope),
     )

@@ -10,16 +10,8 @@ from __future__ import annotations
 
 import math
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    NUMBER,
-    Scalar,
-    device_of,
-    is_finite_number,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
+from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.steps.vectors import scalar_of
 
 __all__ = ["reduction_ratio"]
@@ -73,20 +65,20 @@ def reduction_ratio(
         "predicted": predicted,
     }
     # NumPy's scalars have a dtype and are numbers.
-    arrays = {name: x for name, x in named.items() if not isinstance(x, NUMBER)}
+    arrays = {name: x for name, x in named.items() if not isinstance(x, ns.NUMBER)}
     arrays = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
     if not arrays:
         for name, x in named.items():
             scalar_of(None, x, None, name)
-        finite = all(map(is_finite_number, named.values()))
+        finite = all(map(ns.is_finite_number, named.values()))
         change = float(loss_after) - float(loss_before) if finite else math.nan
         # Also the difference of two finite losses may overflow.
         if not (math.isfinite(change) and predicted < 0):
             return -math.inf
         return float(change / predicted)
-    xp = namespace_of(**arrays)
+    xp = ns.namespace_of(**arrays)
     for name, x in arrays.items():
-        require_floating(xp, x, name)
+        ns.require_floating(xp, x, name)
     before, after, expected = _alike(xp, named, arrays)
     change = after - before
     comparable = xp.isfinite(change) & xp.isfinite(expected) & (expected < 0)
@@ -99,6 +91,6 @@ def _alike(
 ) -> list[Array]:
     """Return scalars as 0-d arrays in the widest dtype of those that are arrays."""
     like = next(iter(arrays.values()))
-    dtype = wide_dtype(xp, xp.result_type(*arrays.values()))
-    zero = xp.zeros((), dtype=dtype, device=device_of(like))
+    dtype = ns.wide_dtype(xp, xp.result_type(*arrays.values()))
+    zero = xp.zeros((), dtype=dtype, device=ns.device_of(like))
     return [zero + scalar_of(xp, x, dtype, name) for name, x in named.items()]

@@ -12,16 +12,10 @@ from typing import Any, TypeVar
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    NUMBER,
-    Scalar,
-    as_scalar,
-    is_finite_number,
-    namespace_of,
-)
-from kfac_core.array.structure import combinable, is_structure, map_structure
-from kfac_core.errors import DtypeError, ShapeError
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar, map_structure
+from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import combinable, is_structure
 from kfac_core.layers.feeding import detached_array
 
 __all__ = ["is_accepted", "select"]
@@ -54,10 +48,10 @@ def is_accepted(loss_before: Scalar, loss_after: Scalar, /) -> bool | Array:
     """
     before, after = detached_array(loss_before), detached_array(loss_after)
     for name, x in (("loss_before", before), ("loss_after", after)):
-        if not isinstance(x, NUMBER):
-            as_scalar(namespace_of(**{name: x}), x, x.dtype, name)
+        if not isinstance(x, ns.NUMBER):
+            ns.as_scalar(ns.namespace_of(**{name: x}), x, x.dtype, name)
     if not (hasattr(before, "dtype") or hasattr(after, "dtype")):
-        return is_finite_number(after) and not after > before
+        return ns.is_finite_number(after) and not after > before
     xp = array_api_compat.array_namespace(before, after)
     return xp.isfinite(after) & ~(after > before)
 
@@ -88,14 +82,14 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
     if isinstance(accepted, bool):
         return proposed if accepted else current
     condition = detached_array(accepted)
-    xp = namespace_of(accepted=condition)
+    xp = ns.namespace_of(accepted=condition)
     if condition.dtype != xp.bool:
-        raise DtypeError(
+        raise errors.DtypeError(
             f"Expected `accepted` to be boolean, got {condition.dtype}. Write a "
             "comparison, such as `rho > 0.25`."
         )
     if condition.ndim != 0:
-        raise ShapeError(
+        raise errors.ShapeError(
             "Expected `accepted` to be a bool or a 0-d array, got an array of shape "
             f"{tuple(condition.shape)}."
         )
@@ -109,7 +103,7 @@ def _selected(
     forms = _form(proposed), _form(current)
     structures = is_structure(proposed) and is_structure(current)
     if forms[0] != forms[1] or (structures and not combinable(proposed, current)):
-        raise ShapeError(
+        raise errors.ShapeError(
             f"The states differ at `{path}`: {forms[0]} is proposed, and {forms[1]} is "
             "current. Give numbers as 0-d arrays."
         )
@@ -132,7 +126,9 @@ def _selected(
             lambda new, old: _selected(condition, new, old, path, xp), proposed, current
         )
     if not hasattr(current, "dtype"):
-        raise DtypeError(f"`{path}` is a {forms[1]}. Give numbers as 0-d arrays.")
+        raise errors.DtypeError(
+            f"`{path}` is a {forms[1]}. Give numbers as 0-d arrays."
+        )
     return xp.where(condition, detached_array(proposed), detached_array(current))
 
 

@@ -8,8 +8,8 @@ is left out.  Nothing branches on a value.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
+from kfac_core.array import Array, Namespace
+from kfac_core.array import namespaces as ns
 
 __all__ = ["guarded_minimizer"]
 
@@ -48,7 +48,7 @@ def guarded_minimizer(
     tolerance, largest = PIVOT_TOLERANCE * float(limits.eps), float(limits.max) / 4.0
     zero = xp.zeros_like(matrix[0, 0])
     one = xp.ones_like(zero)
-    left_out = xp.zeros((), dtype=xp.bool, device=device_of(matrix))
+    left_out = xp.zeros((), dtype=xp.bool, device=ns.device_of(matrix))
     L: dict[tuple[int, int], Array] = {}
     pivots: dict[int, Array] = {}
     kept: dict[int, Array] = {}

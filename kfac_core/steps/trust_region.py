@@ -17,27 +17,10 @@ from __future__ import annotations
 
 from typing import get_args
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import (
-    Scalar,
-    cast,
-    full_of,
-    namespace_of,
-    own_namespace,
-    require_floating,
-    status_unless,
-    wide_dtype,
-)
-from kfac_core.array.status import Check, Status
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Check, Scalar, Status
+from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.constraints import (
-    LIMIT_SCALAR,
-    NOT_NEGATIVE_SCALAR,
-    POSITIVE_SCALAR,
-    require_one_of,
-    require_range,
-)
-from kfac_core.errors import ConventionError, NotFiniteError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
 
@@ -156,12 +139,14 @@ def clip_of_product(
     TrustRegion
         With a scale in [0, 1].
     """
-    require_range("learning_rate", learning_rate, NOT_NEGATIVE_SCALAR)
-    require_range("bound", bound, POSITIVE_SCALAR)
-    size, xp = product, own_namespace(product)
+    constraints.require_range(
+        "learning_rate", learning_rate, constraints.NOT_NEGATIVE_SCALAR
+    )
+    constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
+    size, xp = product, ns.own_namespace(product)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
     size = rate * (rate * size)
-    kappa = full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
+    kappa = ns.full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
     return _within(size, kappa, xp.ones_like(size), check)
 
 
@@ -199,32 +184,32 @@ def trust_region_rate(
     Ba, Grosse and Martens (2017), section 5; Wu, Mansimov, Grosse, Liao and Ba (2017),
     arXiv:1708.05144 (ACKTR), with ``bound = 2 delta``.
     """
-    require_range("bound", bound, POSITIVE_SCALAR)
-    require_range("maximum", maximum, LIMIT_SCALAR)
-    xp = namespace_of(curvature=curvature)
-    require_floating(xp, curvature, "curvature")
-    dtype = wide_dtype(xp, curvature.dtype)
-    like = cast(xp, curvature, dtype)
-    size = full_of(xp, scalar_of(xp, curvature, dtype, "curvature"), like)
-    limit = full_of(xp, scalar_of(xp, bound, dtype, "bound"), size)
-    largest = full_of(xp, scalar_of(xp, maximum, dtype, "maximum"), size)
+    constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
+    constraints.require_range("maximum", maximum, constraints.LIMIT_SCALAR)
+    xp = ns.namespace_of(curvature=curvature)
+    ns.require_floating(xp, curvature, "curvature")
+    dtype = ns.wide_dtype(xp, curvature.dtype)
+    like = ns.cast(xp, curvature, dtype)
+    size = ns.full_of(xp, scalar_of(xp, curvature, dtype, "curvature"), like)
+    limit = ns.full_of(xp, scalar_of(xp, bound, dtype, "bound"), size)
+    largest = ns.full_of(xp, scalar_of(xp, maximum, dtype, "maximum"), size)
     return _within(size, limit, largest, check)
 
 
 def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustRegion:
     """Return ``min(largest, sqrt(bound / size))``, the largest where size <= 0."""
-    require_one_of("check", check, get_args(Check))
-    xp = own_namespace(size)
+    constraints.require_one_of("check", check, get_args(Check))
+    xp = ns.own_namespace(size)
     finite = xp.isfinite(size)
     # Numbers were compared before; values of arrays come to light in what they give.
     usable = (bound >= 0) & (largest > 0)
     if check == "raise" and not bool(finite & usable):
         if bool(finite):
-            raise ConventionError(
+            raise errors.ConventionError(
                 "Expected a `bound` >= 0 and a largest step > 0, got "
                 f"{detached_array(bound)} and {detached_array(largest)}."
             )
-        raise NotFiniteError(
+        raise errors.NotFiniteError(
             f"The length of the step is not finite: {detached_array(size)}. Look for NaN "
             "or infinity in the gradient and the direction; a preconditioner with a "
             "larger damping may be needed."
@@ -236,11 +221,11 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
     clipped = longest / xp.where(beyond, length, 1.0)
     scale = xp.where(beyond, clipped, largest)
     if check == "raise":
-        negative = status_unless(xp, size >= 0, Status.NOT_POSITIVE)
+        negative = ns.status_unless(xp, size >= 0, Status.NOT_POSITIVE)
         return TrustRegion(scale, size, negative)
     return TrustRegion(
         xp.where(finite & usable, scale, xp.zeros_like(scale)),
         size,
-        status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-        | status_unless(xp, ((size >= 0) | ~finite) & usable, Status.NOT_POSITIVE),
+        ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+        | ns.status_unless(xp, ((size >= 0) | ~finite) & usable, Status.NOT_POSITIVE),
     )

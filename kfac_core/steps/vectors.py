@@ -15,19 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core import errors
+from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import (
-    Scalar,
-    as_scalar,
-    cast,
-    device_of,
-    namespace_of,
-    require_floating,
-    wide_dtype,
-)
 from kfac_core.array.structure import is_structure
-from kfac_core.errors import DtypeError, ShapeError, UnsupportedError
 from kfac_core.layers.feeding import detached_array
 
 __all__ = [
@@ -115,17 +107,17 @@ def linear_combination(
     """
     k = len(vectors)
     if not k:
-        raise ShapeError("Expected at least one of `vectors`, got none.")
+        raise errors.ShapeError("Expected at least one of `vectors`, got none.")
     xp, given = entered(**{f"vectors[{i}]": v for i, v in enumerate(vectors)})
     if not isinstance(coefficients, Sequence):
         if tuple(coefficients.shape) != (k,):
-            raise ShapeError(
+            raise errors.ShapeError(
                 f"Expected `coefficients` to have shape ({k},), one for each vector, got "
                 f"{tuple(coefficients.shape)}."
             )
         coefficients = [coefficients[i] for i in range(k)]
     if len(coefficients) != k:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"Expected {k} `coefficients`, one for each vector, got "
             f"{len(coefficients)}."
         )
@@ -133,13 +125,13 @@ def linear_combination(
 
     def combined(block: str, parameter: str) -> Array:
         arrays = [vector[block][parameter] for vector in given]
-        dtype = wide_dtype(xp, xp.result_type(*arrays))
+        dtype = ns.wide_dtype(xp, xp.result_type(*arrays))
         total = None
         for i, x in enumerate(arrays):
-            c = as_scalar(xp, numbers[i], dtype, f"coefficients[{i}]")
-            term = c * cast(xp, x, dtype)
+            c = ns.as_scalar(xp, numbers[i], dtype, f"coefficients[{i}]")
+            term = c * ns.cast(xp, x, dtype)
             total = term if total is None else total + term
-        return cast(xp, total, arrays[0].dtype)
+        return ns.cast(xp, total, arrays[0].dtype)
 
     return {
         block: {parameter: combined(block, parameter) for parameter in arrays}
@@ -179,15 +171,17 @@ def entered(**vectors: Vector) -> tuple[Namespace, list[dict[str, dict[str, Arra
     }
     for name, x in arrays.items():
         if is_structure(x):
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"`{name}` is {type(x).__name__}, of which the ids may differ from vector "
                 "to vector. Give the whole array."
             )
     if not arrays:
-        raise ShapeError(f"Expected `{next(iter(vectors))}` to hold arrays, got none.")
-    xp = namespace_of(**arrays)
+        raise errors.ShapeError(
+            f"Expected `{next(iter(vectors))}` to hold arrays, got none."
+        )
+    xp = ns.namespace_of(**arrays)
     for name, x in arrays.items():
-        require_floating(xp, x, name)
+        ns.require_floating(xp, x, name)
     _require_one_form(vectors)
     return xp, [
         {
@@ -217,13 +211,13 @@ def dot(
             if only is None or only(block, name):
                 y = right[block][name]
                 if x.dtype != dtype or y.dtype != dtype:
-                    wide = wide_dtype(xp, xp.result_type(x, y))
-                    x, y = cast(xp, x, wide), cast(xp, y, wide)
-                part = cast(xp, xp.sum(x * y), dtype)
+                    wide = ns.wide_dtype(xp, xp.result_type(x, y))
+                    x, y = ns.cast(xp, x, wide), ns.cast(xp, y, wide)
+                part = ns.cast(xp, xp.sum(x * y), dtype)
                 total = part if total is None else total + part
     if total is None:
         example = next(x for arrays in left.values() for x in arrays.values())
-        return xp.zeros((), dtype=dtype, device=device_of(example))
+        return xp.zeros((), dtype=dtype, device=ns.device_of(example))
     return total
 
 
@@ -233,11 +227,11 @@ def dots(
     """Return `dot` of each pair of vectors, shape (k,)."""
     first = pairs[0][0]
     example = next(x for arrays in first.values() for x in arrays.values())
-    total = xp.zeros(len(pairs), dtype=dtype, device=device_of(example))
+    total = xp.zeros(len(pairs), dtype=dtype, device=ns.device_of(example))
     for block, parameters in first.items():
         for name in parameters:
             arrays = [(x[block][name], y[block][name]) for x, y in pairs]
-            total = total + cast(xp, sums_of_products(arrays, xp=xp), dtype)
+            total = total + ns.cast(xp, sums_of_products(arrays, xp=xp), dtype)
     return total
 
 
@@ -261,10 +255,10 @@ def sums_of_products(
     """
     sums = []
     for x, y in pairs:
-        wide = wide_dtype(xp, xp.result_type(x, y))
-        sums.append(xp.sum(cast(xp, x, wide) * cast(xp, y, wide)))
+        wide = ns.wide_dtype(xp, xp.result_type(x, y))
+        sums.append(xp.sum(ns.cast(xp, x, wide) * ns.cast(xp, y, wide)))
     widest = xp.result_type(*sums)
-    return xp.stack([cast(xp, total, widest) for total in sums])
+    return xp.stack([ns.cast(xp, total, widest) for total in sums])
 
 
 def widest(*vectors: Vector, xp: Namespace) -> Any:
@@ -273,17 +267,17 @@ def widest(*vectors: Vector, xp: Namespace) -> Any:
     dtype = arrays[0].dtype
     if any(x.dtype != dtype for x in arrays):
         dtype = xp.result_type(*arrays)
-    return wide_dtype(xp, dtype)
+    return ns.wide_dtype(xp, dtype)
 
 
 def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     """Return `kfac_core.array.namespaces.as_scalar` without a gradient graph."""
-    return as_scalar(xp, detached_array(value), dtype, name)
+    return ns.as_scalar(xp, detached_array(value), dtype, name)
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise DtypeError(
+        raise errors.DtypeError(
             f"Expected `{name}` to be a mapping, of blocks to parameters to arrays, got "
             f"{type(value).__name__}."
         )
@@ -301,7 +295,7 @@ def _require_one_form(vectors: Mapping[str, Vector]) -> None:
             )
             for parameter, x in parameters.items():
                 if tuple(there[parameter].shape) != tuple(x.shape):
-                    raise ShapeError(
+                    raise errors.ShapeError(
                         f"`{name}[{block!r}][{parameter!r}]` has shape "
                         f"{tuple(there[parameter].shape)}, but `{first}` has "
                         f"{tuple(x.shape)} there."
@@ -312,7 +306,7 @@ def _require_same_names(
     name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]
 ) -> None:
     if one.keys() != other.keys():
-        raise ShapeError(
+        raise errors.ShapeError(
             f"`{name}` holds {sorted(one)}, but `{other_name}` holds {sorted(other)}: "
             "vectors that go together have the same blocks and parameters."
         )

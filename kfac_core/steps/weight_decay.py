@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, as_scalar, cast, wide_dtype
-from kfac_core.constraints import FINITE_SCALAR, NOT_NEGATIVE_SCALAR, require_range
-from kfac_core.errors import ShapeError
+from kfac_core import constraints, errors
+from kfac_core.array import Array, Scalar
+from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
 
@@ -55,7 +54,7 @@ def l2_penalty(
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For arrays that cannot be used, by name.
     """
-    require_range("weight_decay", weight_decay, FINITE_SCALAR)
+    constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
     xp, (theta,) = entered(parameters=parameters)
     dtype = widest(theta, xp=xp)
     eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
@@ -96,15 +95,15 @@ def add_l2(
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For vectors that do not go together, naming the array.
     """
-    require_range("weight_decay", weight_decay, FINITE_SCALAR)
+    constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
     xp, (v, theta) = entered(vector=vector, parameters=parameters)
     eta = detached_array(weight_decay)
 
     def added(block: str, name: str) -> Array:
         x, p = v[block][name], theta[block][name]
-        dtype = wide_dtype(xp, xp.result_type(x, p))
-        c = as_scalar(xp, eta, dtype, "weight_decay")
-        return cast(xp, cast(xp, x, dtype) + c * cast(xp, p, dtype), x.dtype)
+        dtype = ns.wide_dtype(xp, xp.result_type(x, p))
+        c = ns.as_scalar(xp, eta, dtype, "weight_decay")
+        return ns.cast(xp, ns.cast(xp, x, dtype) + c * ns.cast(xp, p, dtype), x.dtype)
 
     return {
         block: {
@@ -147,9 +146,9 @@ def l2_curvature(
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For vectors that do not go together, naming the array.
     """
-    require_range("weight_decay", weight_decay, FINITE_SCALAR)
+    constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
     if not directions:
-        raise ShapeError("Expected at least one of `directions`, got none.")
+        raise errors.ShapeError("Expected at least one of `directions`, got none.")
     xp, given = entered(**{f"directions[{i}]": d for i, d in enumerate(directions)})
     dtype = widest(*given, xp=xp)
     eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
@@ -199,7 +198,9 @@ def decay_decoupled(
     Loshchilov and Hutter (2019), arXiv:1711.05101; the ``weight_decay_coeff`` of
     TensorFlow's K-FAC.
     """
-    require_range("weight_decay", weight_decay, FINITE_SCALAR)
-    require_range("learning_rate", learning_rate, NOT_NEGATIVE_SCALAR)
+    constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
+    constraints.require_range(
+        "learning_rate", learning_rate, constraints.NOT_NEGATIVE_SCALAR
+    )
     rate = -detached_array(weight_decay) * detached_array(learning_rate)
     return add_l2(step, parameters, weight_decay=rate, only=only)
