@@ -113,6 +113,11 @@ def dense(kind: str, x: np.ndarray, g: np.ndarray, damping: float, dtype: str) -
     return np.diag(np.mean(per_example**2, axis=0) + damping)
 
 
+def _is_by_storage(refusal: kc.KFACError, dtype: str) -> bool:
+    """Whether what is refused is a float32 sum whose roundoff decides on the answer."""
+    return dtype == "float32" and 'Precision(storage="float64")' in str(refusal)
+
+
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_statistics_are_answered_or_refused(kind, bad, dtype):
@@ -139,7 +144,7 @@ def test_bad_statistics_are_answered_or_refused(kind, bad, dtype):
             refusal = None
         if refusal is not None:
             COUNTS[type(refusal).__name__] += 1
-            assert bad not in ORDINARY, refusal
+            assert bad not in ORDINARY or _is_by_storage(refusal, dtype), refusal
             continue
 
         got = np.concatenate([np.ravel(part) for part in found.values()])
