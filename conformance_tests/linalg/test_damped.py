@@ -273,7 +273,7 @@ def test_what_is_missing_is_made_where_values_can_be_read(backend, dtype, rng):
 def test_nothing_is_made_while_a_program_is_traced(backend, rng, monkeypatch, product):
     """A product whose factorization was not asked for is an error that says which."""
     M = full(backend, "float64", reference.spd(rng, 4), 0.1, ())
-    monkeypatch.setattr(damped, "is_readable", lambda x, *, xp: False)
+    monkeypatch.setattr(damped.finite, "is_readable", lambda x, *, xp: False)
     arguments, options = {
         "power": ((0.5,), {}),
         "solve": ((), {}),

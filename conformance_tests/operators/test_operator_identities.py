@@ -237,12 +237,14 @@ def test_a_bad_damping_is_refused(plain, rule, damping, kind):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("damping", [-1.0, np.nan])
-def test_a_bad_damping_in_an_array_is_refused(plain, rule, damping):
-    """Where its value can be read, whatever `check` says of failures."""
-    with pytest.raises(DampingError, match="damping"):
-        plain.operator(
+def test_a_bad_damping_in_an_array_is_flagged(plain, rule, damping):
+    """In the status, since its value may not be readable."""
+    with np.errstate(invalid="ignore"):
+        flagged = plain.operator(
             rule, damping=plain.vector(damping), factorizations=ALL, check="status"
         )
+
+    assert int(flagged.status()) != 0
 
 
 def test_options_and_vectors_that_do_not_fit_are_refused(plain):

@@ -72,7 +72,7 @@ class Curvature(kc.integration.NaturalGradient):
         self.output, self.overlap = output, overlap
         self._division, self._keep = division, keep
         super().__init__(estimator, reduction=criterion.reduction, **schedule)
-        self.sites = {name: found.sites[name] for name in estimator.blocks}
+        self.sites = dict(found.sites)
         self._collects = self._is_balanced = False
         self._coverage = Coverage(
             model, self.sites, found.reasons, watches=division is None

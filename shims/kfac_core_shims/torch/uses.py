@@ -57,9 +57,11 @@ def find_examples(
     """
     of_block: dict[str, list[Reached]] = {}
     for r in reached:
-        block = blocks[r.call.block]
-        summed = block.layer.kind in ("dense", "embedding")
-        if summed and sums_over_positions(block):
+        # Layers of a chain are no blocks of their own, and have one row an example.
+        block = blocks.get(r.call.block)
+        if block is None or block.layer.kind not in ("dense", "embedding"):
+            continue
+        if sums_over_positions(block):
             of_block.setdefault(r.call.block, []).append(r)
     N = len(like)
     for name, uses in of_block.items():
