@@ -106,40 +106,6 @@ def test_it_has_the_given_blocks_and_no_others_in_its_inverse(
     assert_differs(F, full_matrix(A, G, S))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_product_is_that_of_the_dense_matrix(backend, dtype, rng, rule):
-    """A27: F v, its inverse, a root of the inverse and the determinant."""
-    xs, gs = draw(rng)
-    # With a third left out there is a scale S = 2/3.
-    mask = np.arange(N) % 3 > 0
-    A, G, S = moments_of(xs, gs, np.flatnonzero(mask))
-    A, G = damped_moments(A, G, S, 0.2, rule)
-    F = tridiagonal_matrix(A, G, S)
-    v = rng.normal(size=len(F))
-    V = column(backend, v, dtype)
-    batches = fed(backend, xs, gs, dtype, [mask, None, None])
-    statistics = statistics_of(CHAIN, batches)
-
-    operator = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule=rule)
-    )
-    product = flattened(backend, operator.multiply(V))
-    solved = flattened(backend, operator.multiply_inverse(V))
-    root = columns_of(backend, operator.sample, len(F), dtype)
-
-    trace, shape = float(operator.trace()), operator.vector_shape
-    assert_close(trace, np.trace(F), "product", dtype, condition=10)
-    assert shape == (EDGES[-1], 1)
-    assert_close(product, F @ v, "product", dtype, condition=10)
-    assert_close(solved, np.linalg.solve(F, v), "inverse", dtype)
-    assert_close(root @ root.T, np.linalg.inv(F), "inverse", dtype)
-    logdet = np.linalg.slogdet(F)[1]
-    assert_close(float(operator.logdet()), logdet, "logdet", dtype)
-    assert int(operator.status()) == kc.Status.OK
-    kept = flattened(backend, V)
-    assert np.array_equal(kept, np.asarray(v, dtype).astype(np.float64))
-
-
 def test_two_layers_are_the_full_matrix(backend, rng):
     """A27: for two layers the inverse is that of the whole F~."""
     xs, gs = draw(rng)
@@ -293,89 +259,6 @@ def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
     assert_close(backend.to_numpy(back), V, "inverse", "float64")
 
 
-def test_all_moments_have_one_weight(backend, dtype, rng):
-    """After updates of different decays and weights they are one weighted mean."""
-    batches = [draw(rng) for _ in range(3)]
-    statistics = CHAIN.initial(backend.asarray(batches[0][0][0], dtype))
-    decays, weights = (0.9, 0.5, 0.8), (1.0, 2.0, 0.5)
-
-    for rows, decay, weight in zip(batches, decays, weights, strict=True):
-        statistics = kc.update_block(
-            CHAIN,
-            statistics,
-            fed(backend, *rows, dtype),
-            kc.UpdateOptions(conventions=SUM, decay=decay, weight=weight),
-        )
-
-    shares = np.array([1.0 * 0.5 * 0.8, 2.0 * 0.8, 0.5])
-    sums = [moments_of(*rows)[:2] for rows in batches]
-    A, G = (
-        {
-            key: sum(w * part[side][key] for w, part in zip(shares, sums, strict=True))
-            / shares.sum()
-            for key in sums[0][side]
-        }
-        for side in (0, 1)
-    )
-    for i in range(2):
-        for side, moments in (("input", A), ("output", G)):
-            average = statistics.averages[f"{i}-{i + 1}-{side}"]
-            got = backend.to_numpy(average.value(debias=True))
-            assert_close(got, moments[i, i + 1], "gram", dtype)
-            assert_close(float(average.weight), shares.sum(), "gram", dtype)
-    operator = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
-    )
-    F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
-    assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", dtype)
-
-
-def test_halves_of_a_batch_merge_into_the_whole(backend, rng):
-    """C1: weighted by their numbers of rows, parts of unequal size are the batch."""
-    xs, gs = draw(rng)
-    whole = statistics_of(CHAIN, fed(backend, xs, gs), weight=float(N))
-    parts = [
-        statistics_of(
-            CHAIN,
-            fed(backend, [x[rows] for x in xs], [g[:, rows] for g in gs]),
-            weight=float(rows.stop - rows.start),
-        )
-        for rows in (slice(0, 10), slice(10, N))
-    ]
-
-    merged = parts[0].merged(parts[1])
-
-    errors = []
-    map_structure(
-        lambda a, b: errors.append(
-            np.abs(backend.to_numpy(a) - backend.to_numpy(b)).max()
-        ),
-        merged,
-        whole,
-    )
-    assert len(errors) > 20
-    assert max(errors) < 1e-11
-
-
-@pytest.mark.parametrize("loss", ["sum", "mean"])
-@pytest.mark.parametrize("sources", ["sum", "mean"])
-def test_conventions_scale_neighbors_as_layers(backend, rng, loss, sources):
-    """The moments between layers are multiplied by what the layers' own are."""
-    xs, gs = draw(rng)
-    conventions = kc.Conventions(reduction=loss, sources=sources)
-    scaled = [g / (N if loss == "mean" else 1) for g in gs]
-
-    statistics = statistics_of(CHAIN, fed(backend, xs, scaled), conventions=conventions)
-
-    A, G, _ = moments_of(xs, gs)
-    G = {key: moment / (M if sources == "mean" else 1) for key, moment in G.items()}
-    operator = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
-    )
-    F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
-    assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", "float64")
-
-
 @pytest.mark.parametrize("examples", [1, 3])
 @pytest.mark.parametrize("damping", [1e-6, 1e-1, 1e6])
 def test_rank_deficient_moments_and_any_damping(backend, rng, examples, damping):
@@ -444,22 +327,6 @@ def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
     got = inverse_of(backend, operator)
     assert_close(got, np.linalg.inv(F), "inverse", "float64")
     assert float(operator.conditionals["0"].clipped) < 1e-12
-
-
-def test_status_gives_what_raise_gives(backend, rng):
-    """The two ways to make an operator differ in what they look at, not in numbers."""
-    statistics = statistics_of(CHAIN, fed(backend, *draw(rng)))
-    options = {"damping": backend.asarray(0.2), "rule": "factored"}
-
-    one, two = (
-        kc.operator_of(CHAIN, statistics, kc.RefreshOptions(check=check, **options))
-        for check in ("raise", "status")
-    )
-
-    V = column(backend, rng.normal(size=EDGES[-1]))
-    first, second = (flattened(backend, o.multiply_inverse(V)) for o in (one, two))
-    assert np.array_equal(first, second)
-    assert int(two.status()) == kc.Status.OK
 
 
 def test_what_float32_cannot_certify_is_made_in_float64(
@@ -675,44 +542,6 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
             kc.Block(CHAIN.layer, other)
     with pytest.raises(kc.UnsupportedError, match="no neighbors"):
         kc.Block(LAYERS["first"], kc.BlockTridiagonal())
-
-
-def test_it_runs_inside_a_compiled_program(requires_backend, rng):
-    """Update, refresh and product in one program of JAX; names need not be sorted."""
-    requires_backend("jax", adapter=True)
-    import jax
-
-    renamed = dict(zip(["c", "a", "b"], LAYERS.values(), strict=True))
-    chain = chain_of(renamed)
-    xs, gs = draw(rng)
-    batches = {
-        name: kc.Batch(jax.numpy.asarray(x), jax.numpy.asarray(g), sources=M)
-        for name, x, g in zip(renamed, xs, gs, strict=True)
-    }
-    v = rng.normal(size=EDGES[-1])
-
-    def step(statistics, batches, V, decay):
-        statistics = kc.update_block(
-            chain,
-            statistics,
-            batches,
-            kc.UpdateOptions(conventions=SUM, decay=decay, check="status"),
-        )
-        operator = kc.operator_of(
-            chain,
-            statistics,
-            kc.RefreshOptions(damping=0.1, rule="factored", check="status"),
-        )
-        return operator.multiply_inverse(V), operator.status() | statistics.status
-
-    start = chain.initial(batches["c"].inputs)
-    V = jax.numpy.asarray(v[:, None])
-    got, flags = jax.jit(step)(start, batches, V, 0.9)
-
-    A, G = damped_moments(*moments_of(xs, gs), 0.1, "factored")
-    expected = np.linalg.solve(tridiagonal_matrix(A, G, 1.0), v)
-    assert int(flags) == kc.Status.OK
-    assert_close(np.asarray(got).ravel(), expected, "inverse", "float64")
 
 
 def test_the_reference_is_what_it_says(rng):

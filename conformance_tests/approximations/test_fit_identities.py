@@ -273,25 +273,6 @@ def test_inputs_that_the_past_never_saw_are_found(backend, rng):
     assert_close(got, best_product(F, 4)[0], "identity", "float64")
 
 
-@pytest.mark.parametrize("rule", ["factored", "exact"])
-def test_damped_products_are_the_dense_ones(backend, dtype, rng, rule):
-    """The operator is K-FAC's, with its damping split, of the fitted factors."""
-    batch = fed(backend, *draw(rng), dtype)
-    block, statistics = statistics_of(backend, batch)
-    V = rng.normal(size=LAYER.matrix_shape)
-
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.3, rule=rule)
-    )
-    got = backend.to_numpy(operator.multiply_inverse(backend.asarray(V, dtype)))
-
-    A, G = factors_of(backend, statistics.averages["block"])
-    F = reference.damped_block(A, G, 1.0, damping=0.3, rule=rule)
-    value = np.linalg.solve(F, V.ravel()).reshape(V.shape)
-    assert_close(got, value, "inverse", dtype)
-    assert_close(np.linalg.norm(A), np.linalg.norm(G), "identity", dtype)
-
-
 def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
     """With ``debias=False`` the product is that of the sum."""
     batch = fed(backend, *draw(rng))
@@ -308,22 +289,6 @@ def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
     ]
 
     assert_close(dense[1], 3.0 * dense[0], "identity", "float64")
-
-
-@pytest.mark.parametrize("loss", ["sum", "mean"])
-@pytest.mark.parametrize("sources", ["sum", "mean"])
-def test_conventions_scale_the_block(backend, rng, loss, sources):
-    """Gradients of a mean loss count N^2, and M sources may be averaged."""
-    x, g = draw(rng)
-    conventions = kc.Conventions(reduction=loss, sources=sources)
-    batch = fed(backend, x, g)
-
-    block, statistics = statistics_of(backend, batch, conventions=conventions)
-
-    factor = {"sum": 1, "mean": N**2}[loss] / {"sum": 1, "mean": 2}[sources]
-    best, _ = best_product(block_of(x, g), IN + 1)
-    got = dense_of(backend, block, statistics)
-    assert_close(got, factor * best, "identity", "float64")
 
 
 def test_layers_of_width_one_are_exact(backend, rng):
@@ -505,34 +470,3 @@ def test_what_makes_no_sense_is_refused():
         KFOC(iterations=0)
     with pytest.raises(kc.UnsupportedError, match="dense or conv"):
         kc.Block(embedding, KFOC(iterations=1))
-
-
-def test_it_runs_inside_a_compiled_program(requires_backend, rng):
-    """Update, refresh and product in one program of JAX, equal to eager."""
-    requires_backend("jax", adapter=True)
-    import jax
-
-    block = kc.Block(LAYER, KFOC(iterations=2))
-    x, g = map(jax.numpy.asarray, draw(rng))
-    V = jax.numpy.asarray(rng.normal(size=LAYER.matrix_shape))
-
-    def step(statistics, x, g, decay):
-        statistics = kc.update_block(
-            block,
-            statistics,
-            kc.Batch(x, g, sources=2),
-            kc.UpdateOptions(conventions=SUM, decay=decay, check="status"),
-        )
-        operator = kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(damping=0.1, rule="factored", check="status"),
-        )
-        return operator.multiply_inverse(V), operator.status() | statistics.status
-
-    start = block.initial(x)
-    got, flags = jax.jit(step)(start, x, g, 0.9)
-
-    expected, _ = step(start, x, g, 0.9)
-    assert int(flags) == kc.Status.OK
-    assert_close(np.asarray(got), np.asarray(expected), "inverse", "float64")

@@ -1,53 +1,40 @@
-"""The approximation that the documentation writes, ``F = A (x) I``, in all that it meets.
+"""The approximation that the documentation writes, ``F = A (x) I``.
 
-The example file is loaded as it stands.  Expected values are dense float64 matrices, whose
-A is summed up row by row.
+What it shares with all others is in `test_contract.py`; here is what it meets besides.
+Expected values are dense float64 matrices, whose A is summed up row by row.
 """
 
 import ast
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution import Executor, plain
 from kfac_core.execution.costs import block_costs
-from kfac_core.execution.stacked import Stacked
 from kfac_core_conformance.dense import ggn_blocks
 from kfac_core_conformance.examples import random_network, with_problem
 from kfac_core_conformance.own import Own
 from kfac_core_conformance.records.block import describe
 
 from ..builders import conv_reference, reference
+from ..builders.approximations import IDENTITY_GRADIENTS, identity_gradients
+from ..builders.dense_functions import assert_functions_are
 from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close, assert_differs
-from ..builders.tracing import Traced
 
-PATH = Path(__file__).parents[2] / "docs" / "examples" / "identity_gradients.py"
 DAMPING = 0.3
 SUM = kc.Conventions(reduction="sum", sources="sum")
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 N, S, M, n, m = 6, 3, 2, 4, 3
 
-if not PATH.is_file():
+if not IDENTITY_GRADIENTS.is_file():
     pytest.skip("the documentation is not here", allow_module_level=True)
 
 
-def loaded():
-    """Return the module of the example, loaded once: a structure is registered once."""
-    name = "identity_gradients"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, PATH)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-IdentityGradients = loaded().IdentityGradients
+IdentityGradients = identity_gradients().IdentityGradients
 
 
 def dense_layer(*, bias=True, inputs=n, outputs=m):
@@ -82,73 +69,6 @@ def second_moment(x, *, bias=True, mask=None):
 
 def damped(A, columns=m, damping=DAMPING):
     return np.kron(A + damping * np.eye(len(A)), np.eye(columns))
-
-
-def assert_operator_is(operator, F, backend, dtype, rng):
-    """Compare every product and every number of an operator with a dense matrix."""
-    rows, columns = operator.vector_shape
-    V = rng.normal(size=(rows, columns))
-    v, size = backend.asarray(V, dtype), rows * columns
-    undamped = F - DAMPING * np.eye(size)
-
-    def flat(result):
-        return backend.to_numpy(result).ravel()
-
-    assert_close(backend.to_numpy(operator.to_dense()), F, "product", dtype)
-    got = backend.to_numpy(operator.to_dense(damped=False))
-    assert_close(got, undamped, "product", dtype)
-    for exponent, operation in ((1, "product"), (-1, "inverse"), (-0.5, "power")):
-        got = flat(operator.multiply_matpower(v, exponent))
-        power = reference.matrix_power(F, exponent)
-        assert_close(got, power @ V.ravel(), operation, dtype)
-    assert_close(
-        flat(operator.multiply(v, damped=False)), undamped @ V.ravel(), "product", dtype
-    )
-    forth = operator.multiply_cholesky(operator.multiply_cholesky(v, transpose=True))
-    assert_close(flat(forth), F @ V.ravel(), "cholesky", dtype)
-    back = operator.multiply_cholesky_inverse(operator.multiply_cholesky(v))
-    assert_close(flat(back), V.ravel(), "cholesky", dtype)
-    trace, logdet = operator.trace(), operator.logdet()
-    assert_close(backend.to_numpy(trace), np.trace(F), "product", dtype)
-    assert_close(backend.to_numpy(logdet), np.linalg.slogdet(F)[1], "logdet", dtype)
-    eigenvalues = backend.to_numpy(operator.eigenvalues())
-    assert_close(eigenvalues, np.linalg.eigvalsh(F), "eigenvalues", dtype)
-    spectral = backend.to_numpy(operator.spectral().to_dense(damped=False))
-    assert_close(spectral, undamped, "power", dtype)
-    # The covariance of samples, from its root: noise of one coordinate at a time.
-    eye = np.eye(size).reshape(size, rows, columns)
-    root = np.stack([flat(operator.sample(backend.asarray(e, dtype))) for e in eye])
-    assert_close(root.T @ root, np.linalg.inv(F), "inverse", dtype)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_dense_layer_is_that_of_dense_sums(backend, dtype, rng, bias, masked):
-    """With shared positions, several sources, and rows that a mask leaves out."""
-    x, g = rng.normal(size=(N, S, n)), rng.normal(size=(M, N, S, m))
-    mask = rng.random((N, S)) < 0.6 if masked else None
-    block = block_of(bias=bias)
-    batch = batch_of(backend, dtype, x, g, mask)
-
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=DAMPING, rule="factored", factorizations=EVERYTHING),
-    )
-
-    A = second_moment(x, bias=bias, mask=mask)
-    assert_operator_is(operator, damped(A), backend, dtype, rng)
-    dense = backend.to_numpy(operator.to_dense(damped=False))
-    mean_over_rows = A * N / (N * S if mask is None else mask.sum())
-    assert_differs(dense, np.kron(mean_over_rows, np.eye(m)))
-    if masked:
-        assert_differs(dense, np.kron(second_moment(x, bias=bias), np.eye(m)))
 
 
 GEOMETRIES = {
@@ -208,7 +128,8 @@ def test_a_convolution_is_that_of_dense_sums(backend, dtype, rng, kind, masked):
         for j in range(q * columns, (q + 1) * columns):
             F[:, j, :, j] = part + DAMPING * np.eye(width)
     F = F.reshape(width * outputs, -1)
-    assert_operator_is(operator, F, backend, dtype, rng)
+    undamped = F - DAMPING * np.eye(len(F))
+    assert_functions_are(backend, dtype, operator, F, undamped, rng)
     again = kc.operator_of(
         block, chunked, kc.RefreshOptions(damping=DAMPING, rule="exact")
     ).to_dense()
@@ -243,37 +164,6 @@ def test_neither_sources_nor_the_reduction_matter(backend, rng):
     assert_differs(found[0], others[0])
 
 
-def test_averages_decay_and_parts_merge(backend, dtype, rng):
-    """Two updates, each in two parts of different sizes and with a mask, are as whole."""
-    x = rng.normal(size=(2, N, S, n))
-    mask = rng.random((2, N, S)) < 0.5
-    g, decay = np.zeros((1, N, S, m)), 0.75
-    block = block_of()
-    whole = merged = block.initial(backend.asarray(x[0], dtype))
-    for i in range(2):
-        batch = batch_of(backend, dtype, x[i], g, mask[i])
-        whole = kc.update_block(
-            block, whole, batch, kc.UpdateOptions(conventions=SUM, decay=decay)
-        )
-        parts = [
-            kc.batch_moments(
-                block,
-                batch_of(backend, dtype, x[i, part], g[:, part], mask[i, part]),
-                conventions=SUM,
-            )
-            for part in (slice(0, 2), slice(2, None))
-        ]
-        merged = kc.absorb_block(block, merged, parts[0].merged(parts[1]), decay)
-
-    moments = [second_moment(x[i], mask=mask[i]) for i in range(2)]
-    A = (decay * moments[0] + moments[1]) / (decay + 1)
-    for statistics in (whole, merged):
-        made = kc.operator_of(
-            block, statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
-        )
-        assert_close(backend.to_numpy(made.to_dense()), damped(A), "product", dtype)
-
-
 NAMES = ("a", "b", "c")
 
 
@@ -302,41 +192,6 @@ def fed(backend, dtype, rng, names=NAMES):
 def matrix(backend, parameters):
     weight, bias = (backend.to_numpy(parameters[k]) for k in ("weight", "bias"))
     return np.concatenate([weight, bias[None]])
-
-
-class Counting(Executor):
-    """The plain executor, which notes how many tasks it was given."""
-
-    def __init__(self):
-        self.counts = []
-
-    def __call__(self, stage, tasks):
-        self.counts.append(len(tasks))
-        return plain(stage, tasks)
-
-
-def test_equal_blocks_are_one_stack_with_the_same_results(backend, dtype, rng):
-    """Update, refresh and products in one task each, as dense and as one by one."""
-    x, batches, V, gradients = fed(backend, dtype, rng)
-    network, counting = network_of(), Counting()
-    results = {}
-    for way, options in (
-        ("plain", {}),
-        ("stacked", {"executor": Stacked(counting, fewest=2)}),
-    ):
-        state = network.empty()
-        for _ in range(2):
-            state = network.update(state, batches, decay=0.5, **options)
-        state = network.refresh(state, damping=DAMPING, **options)
-        results[way] = network.precondition(state, gradients, **options)
-
-    assert counting.counts == [1, 1, 1, 1]
-    for name in NAMES:
-        A = second_moment(x[name]) + DAMPING * np.eye(n + 1)
-        expected = np.linalg.solve(A, V[name])
-        for way in results:
-            got = matrix(backend, results[way][name])
-            assert_close(got, expected, "inverse", dtype)
 
 
 def test_an_estimator_serves_it(backend, dtype, rng):
@@ -477,83 +332,17 @@ def test_what_does_not_go_together_is_refused(backend, rng):
         )
 
 
-def test_stages_are_compiled_by_jax(requires_backend, rng):
-    """One `jax.jit` of update, refresh and product, over a state that goes through."""
-    requires_backend("jax", adapter=True)
-    import jax
-
-    network = network_of()
-    x = {name: rng.normal(size=(2, N, n)) for name in NAMES}
-    V = {name: rng.normal(size=(n + 1, m)) for name in NAMES}
-
-    @Traced
-    def step(state, inputs, gradients):
-        batches = {
-            name: kc.Batch(each, jax.numpy.ones((N, m)))
-            for name, each in inputs.items()
-        }
-        state = network.update(state, batches, decay=0.5, check="status")
-        state = network.refresh(state, damping=DAMPING, check="status")
-        return state, network.precondition(state, gradients)
-
-    gradients = {
-        name: {"weight": jax.numpy.asarray(v[:-1]), "bias": jax.numpy.asarray(v[-1])}
-        for name, v in V.items()
-    }
-    compiled = jax.jit(step)
-    state = network.initial(jax.numpy.zeros(()), damping=DAMPING)
-    for i in range(2):
-        fed = {name: jax.numpy.asarray(each[i]) for name, each in x.items()}
-        state, result = compiled(state, fed, gradients)
-
-    assert bool(state.is_good())
-    assert step.traces == 1
-    for name in NAMES:
-        moments = [second_moment(each) for each in x[name]]
-        A = (0.5 * moments[0] + moments[1]) / 1.5 + DAMPING * np.eye(n + 1)
-        got = np.concatenate(
-            [np.asarray(result[name]["weight"]), np.asarray(result[name]["bias"])[None]]
-        )
-        assert_close(got, np.linalg.solve(A, V[name]), "inverse", "float64")
-
-
-def test_a_state_and_a_file_are_read_back(backend, dtype, rng, tmp_path):
-    """Another estimator goes on with what was written, as if nothing had been."""
-    _, batches, _, gradients = fed(backend, dtype, rng)
-
-    def estimator():
-        return make_estimator(
-            {name: block_of() for name in NAMES},
-            reduction="sum",
-            decay=0.9,
-            damping=DAMPING,
-            damping_rule="factored",
-        )
-
-    first = estimator()
-    first.update(batches)
-    first.refresh()
-    expected = first.precondition(gradients)
-    kc.save_checkpoint(tmp_path / "state.npz", first)
-    other = make_estimator(
-        {name: kc.Block(dense_layer(), kc.Kronecker()) for name in NAMES},
-        reduction="sum",
-        decay=0.9,
-        damping=DAMPING,
-        damping_rule="factored",
+def test_a_state_of_another_approximation_is_refused(backend, rng):
+    """By its name, before anything of it is read."""
+    _, batches, _, _ = fed(backend, "float64", rng, "a")
+    own, other = (
+        make_estimator({"a": block}, reduction="sum", damping=DAMPING)
+        for block in (block_of(), kc.Block(dense_layer(), kc.Kronecker()))
     )
-    with pytest.raises(kc.StateError, match="identity_gradients"):
-        other.load_state_dict(first.state_dict())
-    second, third = estimator(), estimator()
-    second.load_state_dict(first.state_dict())
-    place = backend.selection
-    kc.load_checkpoint(tmp_path / "state.npz", third, backend=place)
+    own.update(batches)
 
-    for other in (second, third):
-        found = other.precondition(gradients)
-        for name in NAMES:
-            got, wanted = (matrix(backend, r[name]) for r in (found, expected))
-            assert_close(got, wanted, "exact", dtype)
+    with pytest.raises(kc.StateError, match="identity_gradients"):
+        other.load_state_dict(own.state_dict())
 
 
 ONE_LAYER = {
@@ -604,8 +393,8 @@ def test_the_record_format_refuses_it_by_name():
 
 def test_the_file_imports_public_names_alone():
     """From `kfac_core` and its documented packages, each name listed in ``__all__``."""
-    tree = ast.parse(PATH.read_text(encoding="utf-8"))
-    groups = PATH.parents[1] / "extensions" / "api_groups.py"
+    tree = ast.parse(IDENTITY_GRADIENTS.read_text(encoding="utf-8"))
+    groups = IDENTITY_GRADIENTS.parents[1] / "extensions" / "api_groups.py"
     public = groups.read_text(encoding="utf-8")
     used = set()
     for node in ast.walk(tree):

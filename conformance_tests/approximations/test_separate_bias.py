@@ -11,7 +11,6 @@ from ..builders.tolerances import assert_close
 
 N, T, IN, OUT, LAMBDA = 7, 3, 4, 2, 0.3
 LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
-RULES = ("factored", "factored_unit_pi", "exact")
 
 
 def rows(rng, *, positions=T):
@@ -63,53 +62,6 @@ def block_operator(backend, dtype, approximation, x, g, rule, *, layer=LAYER):
     )
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_separate_bias_is_a_block_of_its_own(backend, dtype, rng, rule, sharing):
-    """The dense matrix has zeros between the two, and each is damped by itself."""
-    x, g = rows(rng)
-    approximation = kc.Kronecker(bias="separate", sharing=sharing)
-    operator = block_operator(backend, dtype, approximation, x, g, rule)
-    F = damped(*factors(x, g, sharing), rule)
-    V = rng.normal(size=((IN + 1) * OUT, 3))
-    v = backend.asarray(V, dtype)
-
-    assert operator.vector_shape == (IN + 1, OUT)
-    assert_close(backend.to_numpy(operator.to_dense()), F, "product", dtype)
-    assert_close(backend.to_numpy(operator @ v), F @ V, "product", dtype)
-    got = backend.to_numpy(operator**-1 @ v)
-    assert_close(got, np.linalg.solve(F, V), "inverse", dtype)
-    w, Q = np.linalg.eigh(F)
-    got = backend.to_numpy(operator**-0.5 @ v)
-    assert_close(got, (Q / np.sqrt(w)) @ Q.T @ V, "power", dtype)
-    assert_close(float(operator.logdet()), np.sum(np.log(w)), "inverse", dtype)
-    assert_close(float(operator.trace()), np.trace(F), "product", dtype)
-    norm = float(operator.frobenius_norm())
-    assert_close(norm, np.linalg.norm(F), "product", dtype)
-    eye = backend.asarray(np.eye(len(F)).reshape(-1, IN + 1, OUT), dtype)
-    L = backend.to_numpy(operator.multiply_cholesky(eye)).reshape(len(F), -1).T
-    assert_close(L, np.linalg.cholesky(F), "cholesky", dtype)
-    joint = block_operator(backend, dtype, kc.Kronecker(sharing=sharing), x, g, "exact")
-    assert not np.allclose(backend.to_numpy(joint.to_dense()), F)
-
-
-@pytest.mark.usefixtures("compiles_long")
-@pytest.mark.parametrize("rule", RULES)
-def test_the_eigenbasis_of_a_separate_bias_is_without_damping(backend, rng, rule):
-    """`spectral`, which posteriors are made of, is F of the two blocks."""
-    x, g = rows(rng)
-    operator = block_operator(
-        backend, "float64", kc.Kronecker(bias="separate"), x, g, rule
-    )
-    A, G, S = factors(x, g, "expand")
-    F = np.zeros(((IN + 1) * OUT,) * 2)
-    F[: IN * OUT, : IN * OUT], F[IN * OUT :, IN * OUT :] = S * np.kron(A, G), S * G
-    got = backend.to_numpy(operator.spectral().to_dense(damped=False))
-    assert_close(got, F, "power", "float64")
-    got = backend.to_numpy(operator.to_dense(damped=False))
-    assert_close(got, F, "product", "float64")
-
-
 @pytest.mark.usefixtures("compiles_long")
 def test_ekfac_with_a_separate_bias_has_the_bias_among_its_coordinates(backend, rng):
     """In the bases of ``blockdiag(A, 1)`` and G nothing is between weight and bias."""
@@ -155,45 +107,24 @@ def test_a_diagonal_input_and_groups_have_separate_biases_too(backend, rng):
         assert_close(got[:, columns], expected, "inverse", "float64")
 
 
-@pytest.mark.usefixtures("compiles_long")
-@pytest.mark.parametrize("execution", [kc.Execution(), kc.Execution(workers=2)])
-def test_equal_blocks_with_separate_biases_are_stacked_right(backend, rng, execution):
-    """Several at once, as an estimator computes them, and one without a bias."""
+def test_a_layer_without_a_bias_has_the_joint_block(backend, rng):
+    """There is nothing to take apart; a report names the bias's factor where there is."""
     bare = kc.Dense(in_features=IN, out_features=OUT, bias=False, weight_layout="io")
-    kept = kc.Kronecker(bias="separate")
-    layers = {"one": LAYER, "two": LAYER, "three": LAYER, "bare": bare}
+    x, g = rows(rng)
+    apart, joint = (
+        block_operator(backend, "float64", kind, x, g, "factored", layer=bare)
+        for kind in (kc.Kronecker(bias="separate"), kc.Kronecker())
+    )
+    expected = damped(*factors(x, g, "expand"), "factored")[: IN * OUT, : IN * OUT]
+    for operator in (apart, joint):
+        got = backend.to_numpy(operator.to_dense())
+        assert_close(got, expected, "product", "float64")
     estimator = kc.Estimator(
-        {name: kc.Block(layer, kept) for name, layer in layers.items()},
-        reduction="sum",
-        damping=LAMBDA,
-        execution=execution,
+        {"one": kc.Block(LAYER, kc.Kronecker(bias="separate"))}, reduction="sum"
     )
-    fed = {name: rows(rng, positions=1) for name in layers}
-    estimator.update(
-        {
-            name: kc.Batch(backend.asarray(x[:, 0]), backend.asarray(g[:, 0]))
-            for name, (x, g) in fed.items()
-        }
-    )
+    estimator.update({"one": kc.Batch(backend.asarray(x), backend.asarray(g))})
     estimator.refresh()
-    V = {name: rng.normal(size=(IN, OUT)) for name in layers}
-    b = {name: rng.normal(size=(OUT,)) for name in layers if name != "bare"}
-    given = {name: {"weight": backend.asarray(V[name])} for name in layers}
-    for name, bias in b.items():
-        given[name]["bias"] = backend.asarray(bias)
-    found = estimator.precondition(given)
-    for name, (x, g) in fed.items():
-        F = damped(*factors(x, g, "expand"), "factored")
-        vector = np.concatenate([V[name].ravel(), b.get(name, np.zeros(OUT))])
-        expected = np.linalg.solve(F, vector)
-        weight = backend.to_numpy(found[name]["weight"]).ravel()
-        assert_close(weight, expected[: IN * OUT], "inverse", "float64")
-        if name in b:
-            bias = backend.to_numpy(found[name]["bias"])
-            assert_close(bias, expected[IN * OUT :], "inverse", "float64")
     assert "bias/output" in estimator.report()["one"].factors
-    state = estimator.state_dict()
-    estimator.load_state_dict(state)
 
 
 def test_uncorrelated_inputs_have_no_separate_bias():

@@ -60,33 +60,6 @@ def test_moments_are_the_loops_over_steps(backend, dtype, rng, bias, masked):
     assert_moments(backend, statistics, moments(x, g, bias=bias, mask=mask), dtype)
 
 
-def test_both_lags_share_one_weight(backend, dtype, rng):
-    """After updates of different decays and weights the two lags still belong together."""
-    block, expected = block_of(), None
-    statistics = None
-    for decay, weight in ((0.9, 1.0), (0.5, 2.0), (0.95, 0.1)):
-        x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
-        batch = batch_of(backend, x, g, dtype)
-        if statistics is None:
-            statistics = block.initial(batch.inputs)
-        statistics = kc.update_block(
-            block,
-            statistics,
-            batch,
-            kc.UpdateOptions(conventions=SUM, decay=decay, weight=weight),
-        )
-        new = moments(x, g, bias=True) | {"w": 1.0}
-        old = expected or dict.fromkeys(new, 0.0)
-        expected = {k: decay * old[k] + weight * new[k] for k in new}
-
-    weight = expected.pop("w")
-    assert_moments(
-        backend, statistics, {k: v / weight for k, v in expected.items()}, dtype
-    )
-    weights = {float(a.weight) for a in statistics.averages.values()}
-    assert len(weights) == 1
-
-
 def test_parts_of_a_batch_merge_into_the_whole(backend, dtype, rng):
     """Micro-batches of unequal sizes and masks give what the whole batch gives."""
     x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
@@ -111,18 +84,6 @@ def test_parts_of_a_batch_merge_into_the_whole(backend, dtype, rng):
         expected = value_of(backend, whole, name)
         assert_close(value_of(backend, merged, name), expected, "gram", dtype)
         assert_close(value_of(backend, absorbed, name), expected, "gram", dtype)
-
-
-def test_a_mean_loss_scales_both_lags_of_the_output(backend, rng):
-    """With gradients of a mean loss, G_0 and G_1 are multiplied by N^2."""
-    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
-    batch = batch_of(backend, x, g / N, "float64")
-    block = block_of("infinite")
-    mean = kc.Conventions(reduction="mean", sources="sum")
-
-    statistics = kc.batch_moments(block, batch, conventions=mean)
-
-    assert_moments(backend, statistics, moments(x, g, bias=True), "float64")
 
 
 def test_lengths_are_a_histogram_of_a_prefix_mask(backend):
