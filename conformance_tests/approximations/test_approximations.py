@@ -9,9 +9,8 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.dense_functions import assert_functions_are
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
-
-SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def gradients_of(x, g, *, bias, mask=None):
@@ -30,14 +29,9 @@ def gradients_of(x, g, *, bias, mask=None):
 
 def operator_of(block, batch, **options):
     """Return the operator after one update."""
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch)
     settings = {"damping": 0.2, "rule": "factored", "factorizations": ()}
-    return kc.operator_of(block, statistics, kc.RefreshOptions(**settings | options))
+    return operator_for(block, statistics, **settings | options)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -89,20 +83,13 @@ def test_eigen_is_the_best_diagonal_in_its_basis(backend, rng):
     layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     eigen, batch = kc.Eigen(), kc.Batch(backend.asarray(x), backend.asarray(g))
     block = kc.Block(layer, eigen)
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch)
     statistics = kc.rebase_block(block, statistics, "zero", "raise")
     statistics = eigen.corrected(
         statistics, layer.rows(batch), conventions=SUM, decay=0.0, weight=1.0
     )
 
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.1, rule="exact")
-    )
+    operator = operator_for(block, statistics, damping=0.1, rule="exact")
 
     gradients = gradients_of(x, g[None], bias=True)
     F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 15
@@ -192,12 +179,7 @@ def test_a_large_vocabulary_costs_its_counts(backend, rng):
     block = kc.Block(layer, kc.Kronecker(input="diagonal"))
     batch = kc.Batch(backend.asarray(ids), backend.asarray(g))
 
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch)
 
     got = backend.to_numpy(statistics.averages["input"].value(debias=True))
     assert_close(got, np.bincount(ids, minlength=size) / k, "gram", "float64")
@@ -209,10 +191,10 @@ def test_counting_holds_nothing_but_counts(rng):
     block = kc.Block(embedding(num_embeddings=size), kc.Kronecker(input="diagonal"))
     batch = kc.Batch(rng.integers(size, size=k), rng.normal(size=(k, 2)))
     start = block.initial(batch.like)
-    kc.update_block(block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.5))
+    learn(block, batch, start, decay=0.5)
 
     tracemalloc.start()
-    kc.update_block(block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.5))
+    learn(block, batch, start, decay=0.5)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

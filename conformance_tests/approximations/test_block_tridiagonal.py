@@ -32,9 +32,9 @@ from ..builders.chain_reference import (
     placed,
     tridiagonal_matrix,
 )
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi"]
 CHAIN = chain_of(LAYERS)
 
@@ -88,8 +88,8 @@ def test_it_has_the_given_blocks_and_no_others_in_its_inverse(
         xs[0][~masks[0]], gs[2][:, ~masks[2]] = np.nan, np.nan
     batches = fed(backend, xs, gs, dtype, masks)
 
-    operator = kc.operator_of(
-        CHAIN, statistics_of(CHAIN, batches), kc.RefreshOptions(damping=0.2, rule=rule)
+    operator = operator_for(
+        CHAIN, statistics_of(CHAIN, batches), damping=0.2, rule=rule
     )
     F = backend.to_numpy(operator.to_dense())
     inverse = inverse_of(backend, operator, dtype)
@@ -114,11 +114,7 @@ def test_two_layers_are_the_full_matrix(backend, rng):
     batches = fed(backend, xs, gs)
     batches.pop("third")
 
-    operator = kc.operator_of(
-        pair,
-        statistics_of(pair, batches),
-        kc.RefreshOptions(damping=0.2, rule="factored"),
-    )
+    operator = operator_for(pair, statistics_of(pair, batches), damping=0.2)
 
     A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
     F = full_matrix(A, G, 1.0, names=range(2))
@@ -132,15 +128,8 @@ def kronecker_blocks(backend, batches, damping):
     found = []
     for name, layer in LAYERS.items():
         one = kc.Block(layer, kc.Kronecker())
-        statistics = kc.update_block(
-            one,
-            one.initial(batches[name].inputs),
-            batches[name],
-            kc.UpdateOptions(conventions=SUM, decay=0.9),
-        )
-        made = kc.operator_of(
-            one, statistics, kc.RefreshOptions(damping=damping, rule="factored")
-        )
+        statistics = learn(one, batches[name], decay=0.9)
+        made = operator_for(one, statistics, damping=damping)
         found.append(backend.to_numpy(made.to_dense()))
     return found
 
@@ -156,9 +145,7 @@ def test_without_crossed_moments_it_is_block_diagonal(backend, rng):
     dense = []
     for some in (apart, gs):
         statistics = statistics_of(CHAIN, fed(backend, xs, some))
-        operator = kc.operator_of(
-            CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
-        )
+        operator = operator_for(CHAIN, statistics, damping=0.2)
         dense.append(backend.to_numpy(operator.to_dense()))
 
     blocks = kronecker_blocks(backend, fed(backend, xs, gs), 0.2)
@@ -179,11 +166,7 @@ def test_crossed_moments_are_the_ggn_of_a_linear_network(backend, rng):
     chain = chain_of(dict(zip(NAMES, layers, strict=True)))
     statistics = statistics_of(chain, dict(zip(NAMES, given, strict=True)))
 
-    F = backend.to_numpy(
-        kc.operator_of(
-            chain, statistics, kc.RefreshOptions(damping=1.0, rule="factored")
-        ).to_dense()
-    )
+    F = backend.to_numpy(operator_for(chain, statistics, damping=1.0).to_dense())
 
     J = np.concatenate(network.jacobians(net, x), axis=-1)
     ggn = np.einsum("nci,ncj->ij", J, J) / len(x)
@@ -221,9 +204,7 @@ def test_undamped_it_is_invariant(backend, rng):
     for damping in (0.0, 0.2):
         for which, rows in (("plain", (xs, gs)), ("rotated", rotated)):
             statistics = statistics_of(bare, fed(backend, *rows))
-            operator = kc.operator_of(
-                bare, statistics, kc.RefreshOptions(damping=damping, rule="factored")
-            )
+            operator = operator_for(bare, statistics, damping=damping)
             v = [t @ v @ r.T for t, v, r in zip(T, V, R, strict=True)]
             given = np.concatenate([u.ravel() for u in (V if which == "plain" else v)])
             made = operator.multiply_inverse(column(backend, given))
@@ -241,9 +222,7 @@ def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
     """A10: Sigma is ``A (x) G - C (x) D``, solved by one pair of bases."""
     xs, gs = draw(rng)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs))
-    operator = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
-    )
+    operator = operator_for(CHAIN, statistics, damping=0.2)
     A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
     C, D = (F[0, 1] @ np.linalg.solve(F[1, 1], F[1, 0]) for F in (A, G))
     V = rng.normal(size=SHAPES[0])
@@ -266,9 +245,7 @@ def test_rank_deficient_moments_and_any_damping(backend, rng, examples, damping)
     xs, gs = draw(rng, examples, 1)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs))
 
-    operator = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(damping=damping, rule="factored")
-    )
+    operator = operator_for(CHAIN, statistics, damping=damping)
     v = rng.normal(size=EDGES[-1])
     got = flattened(backend, operator.multiply_inverse(column(backend, v)))
 
@@ -292,10 +269,8 @@ def test_stale_moments_of_the_layers_are_refused(backend, rng):
     stale = replaced(new, averages=old | crossed)
 
     with pytest.raises(kc.FactorizationError, match=r"first: .*above 1.*same rows"):
-        kc.operator_of(CHAIN, stale, kc.RefreshOptions(damping=1e-6, rule="factored"))
-    operator = kc.operator_of(
-        CHAIN, stale, kc.RefreshOptions(damping=1e-6, rule="factored", check="status")
-    )
+        operator_for(CHAIN, stale, damping=1e-6)
+    operator = operator_for(CHAIN, stale, damping=1e-6, check="status")
 
     assert kc.Status.INACCURATE in kc.Status(int(operator.status()))
     assert float(operator.conditionals["0"].clipped) > 1.0
@@ -313,11 +288,7 @@ def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
     given = fed(backend, [xs[0], xs[0], xs[0]], [gs[0], g, g])
     given.pop("third")
 
-    operator = kc.operator_of(
-        pair,
-        statistics_of(pair, given),
-        kc.RefreshOptions(damping=0.0, rule="factored"),
-    )
+    operator = operator_for(pair, statistics_of(pair, given), damping=0.0)
 
     x = np.concatenate([xs[0], np.ones((N, 1))], axis=1)
     both = np.concatenate([gs[0], g], axis=-1).reshape(-1, 6)
@@ -337,13 +308,11 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     statistics = statistics_of(CHAIN, fed(backend, xs, gs, dtype))
     options = {"damping": 0.2, "rule": "factored"}
 
-    easy = kc.operator_of(CHAIN, statistics, kc.RefreshOptions(**options))
+    easy = operator_for(CHAIN, statistics, **options)
     # Between the residuals that the two precisions have, whatever the library.
     monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-10)
-    operator = kc.operator_of(CHAIN, statistics, kc.RefreshOptions(**options))
-    flagged = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(check="status", **options)
-    )
+    operator = operator_for(CHAIN, statistics, **options)
+    flagged = operator_for(CHAIN, statistics, check="status", **options)
 
     fallback = {"float64": "working", "float32": "float64"}[dtype]
     flags = {"float64": kc.Status.OK, "float32": kc.Status.INACCURATE}[dtype]
@@ -373,11 +342,7 @@ def test_layers_of_any_width_are_ordinary(backend, rng):
         for name, a, b in zip(layers, x, g, strict=True)
     }
 
-    operator = kc.operator_of(
-        pair,
-        statistics_of(pair, batches),
-        kc.RefreshOptions(damping=0.2, rule="factored"),
-    )
+    operator = operator_for(pair, statistics_of(pair, batches), damping=0.2)
     dense = backend.to_numpy(operator.to_dense())
     inverse = inverse_of(backend, operator)
 
@@ -401,12 +366,7 @@ def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
     bad = fed(backend, xs, gs)
 
     with np.errstate(all="ignore"):
-        kept = kc.update_block(
-            CHAIN,
-            statistics,
-            bad,
-            kc.UpdateOptions(conventions=SUM, decay=0.5, check="status"),
-        )
+        kept = learn(CHAIN, bad, statistics, decay=0.5, check="status")
 
     assert int(kept.status) == kc.Status.OUTPUT_GRADS_NOT_FINITE
     same = []
@@ -420,13 +380,7 @@ def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
     assert len(same) > 20
     assert all(same)
     with pytest.raises(kc.NotFiniteError, match=r"'chain'.*`output_grads`"):
-        kc.update_block(
-            CHAIN,
-            statistics,
-            bad,
-            kc.UpdateOptions(conventions=SUM, decay=0.5),
-            name="chain",
-        )
+        learn(CHAIN, bad, statistics, decay=0.5, name="chain")
 
 
 def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
@@ -437,11 +391,9 @@ def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
     bad = replaced(statistics, averages=statistics.averages | nan)
 
     with pytest.raises(kc.NotFiniteError, match="first"):
-        kc.operator_of(CHAIN, bad, kc.RefreshOptions(damping=0.2, rule="factored"))
+        operator_for(CHAIN, bad, damping=0.2)
     with np.errstate(all="ignore"):
-        made = kc.operator_of(
-            CHAIN, bad, kc.RefreshOptions(damping=0.2, rule="factored", check="status")
-        )
+        made = operator_for(CHAIN, bad, damping=0.2, check="status")
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(made.status()))
 
 
@@ -484,9 +436,7 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
         )
         for name, b in batches.items()
     }
-    operator = kc.operator_of(
-        CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="factored")
-    )
+    operator = operator_for(CHAIN, statistics, damping=0.2)
     V = column(backend, rng.normal(size=EDGES[-1]))
     conv = kc.Conv(
         in_channels=1,
@@ -505,13 +455,11 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
     with pytest.raises(kc.ShapeError, match=r"'first'.*2 shared positions"):
         kc.update_block(CHAIN, statistics, shared, kc.UpdateOptions(**options))
     with pytest.raises(kc.UnsupportedError, match="no exact damping"):
-        kc.operator_of(CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="exact"))
+        operator_for(CHAIN, statistics, damping=0.2, rule="exact")
     with pytest.raises(kc.ConventionError, match="`rule`"):
-        kc.operator_of(CHAIN, statistics, kc.RefreshOptions(damping=0.2, rule="none"))
+        operator_for(CHAIN, statistics, damping=0.2, rule="none")
     with pytest.raises(kc.DampingError, match="damping"):
-        kc.operator_of(
-            CHAIN, statistics, kc.RefreshOptions(damping=-1.0, rule="factored")
-        )
+        operator_for(CHAIN, statistics, damping=-1.0)
     several = batches | {"second": [batches["second"]] * 2}
     with pytest.raises(kc.UnsupportedError, match=r"'second'.*one `Batch`"):
         kc.update_block(CHAIN, statistics, several, kc.UpdateOptions(**options))

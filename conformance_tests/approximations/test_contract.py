@@ -14,11 +14,11 @@ from kfac_core.execution.stacked import Stacked
 from ..builders.approximations import CASES
 from ..builders.dense_functions import assert_functions_are
 from ..builders.estimators import make_estimator
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 from ..builders.tracing import Traced
 
 DAMPING = 0.3
-SUM = kc.Conventions(reduction="sum", sources="sum")
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 
 every_case = pytest.mark.parametrize("name", CASES)
@@ -33,22 +33,10 @@ in_networks = pytest.mark.parametrize(
 )
 
 
-def updated(case, statistics, batch, **options):
-    """Return the statistics after an update."""
-    settings = {"conventions": SUM, "decay": 0.9} | options
-    return kc.update_block(case.block, statistics, batch, kc.UpdateOptions(**settings))
-
-
 def learned(case, backend, dtype, rows, **options):
     """Return the statistics of one batch of the host."""
     batch = case.placed(backend, dtype, rows)
-    return updated(case, case.initial(backend, dtype), batch, **options)
-
-
-def operator_of(case, statistics, **options):
-    """Return the damped operator."""
-    settings = {"damping": DAMPING, "rule": "factored"} | options
-    return kc.operator_of(case.block, statistics, kc.RefreshOptions(**settings))
+    return learn(case.block, batch, case.initial(backend, dtype), **options)
 
 
 def expected_of(case, stats):
@@ -58,7 +46,9 @@ def expected_of(case, stats):
 
 def assert_is(case, statistics, stats, backend, dtype):
     """Compare the damped matrix of statistics with that of the reference's."""
-    got = backend.to_numpy(operator_of(case, statistics).to_dense())
+    got = backend.to_numpy(
+        operator_for(case.block, statistics, damping=DAMPING).to_dense()
+    )
     assert_close(
         got, expected_of(case, stats), "product", dtype, condition=case.condition
     )
@@ -70,7 +60,9 @@ def test_every_function_is_that_of_the_dense_matrix(backend, dtype, rng, name, r
     case = CASES[name]
     rows = case.drawn(rng, True)
     statistics = learned(case, backend, dtype, rows)
-    operator = operator_of(case, statistics, rule=rule, factorizations=EVERYTHING)
+    operator = operator_for(
+        case.block, statistics, damping=DAMPING, rule=rule, factorizations=EVERYTHING
+    )
     stats = case.moments(rows)
     assert_functions_are(
         backend,
@@ -148,7 +140,7 @@ def test_updates_decay_and_have_weights(backend, dtype, rng, name):
     for decay, weight in ((0.9, 1.0), (0.5, 2.0), (0.8, 0.5)):
         rows = case.drawn(rng, False)
         batch = case.placed(backend, dtype, rows)
-        statistics = updated(case, statistics, batch, decay=decay, weight=weight)
+        statistics = learn(case.block, batch, statistics, decay=decay, weight=weight)
         new = case.moments(rows)
         if stats is None:
             stats = new
@@ -260,8 +252,8 @@ def test_one_program_of_jax_updates_and_solves(requires_backend, rng, name):
 
     @Traced
     def step(statistics, batch, v, decay, damping):
-        statistics = updated(case, statistics, batch, decay=decay, check="status")
-        operator = operator_of(case, statistics, damping=damping, check="status")
+        statistics = learn(case.block, batch, statistics, decay=decay, check="status")
+        operator = operator_for(case.block, statistics, damping=damping, check="status")
         solved = operator.multiply_inverse(v)
         return statistics, solved, operator.status() | statistics.status
 

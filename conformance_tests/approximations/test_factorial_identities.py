@@ -12,6 +12,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders import reference
+from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 INPUTS, GRADS = 4, 5
@@ -63,10 +64,8 @@ def kronecker_block(
             conventions=kc.Conventions(reduction=loss, sources=sources), decay=0.0
         ),
     )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=0.0, rule="exact", factorizations=("eigenbasis",)),
+    operator = operator_for(
+        block, statistics, damping=0.0, rule="exact", factorizations=("eigenbasis",)
     )
     return backend.to_numpy(operator.to_dense(damped=False))
 
@@ -299,9 +298,5 @@ def other_block(backend, approximation, x, g, *, bias):
             conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
         ),
     )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
-    )
+    operator = operator_for(block, statistics, damping=0.0, factorizations=())
     return backend.to_numpy(operator.to_dense(damped=False))

@@ -11,10 +11,9 @@ import kfac_core as kc
 from kfac_core.approximations.kfoc import KFOC
 
 from ..builders import reference
-from ..builders.estimators import make_estimator
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 N, IN, OUT = 14, 3, 2
 LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
 CONVERGED = 25
@@ -73,11 +72,7 @@ def statistics_of(backend, batch, *, iterations=CONVERGED, layer=LAYER, **option
 
 def dense_of(backend, block, statistics):
     """Return the undamped block on the host."""
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
-    )
+    operator = operator_for(block, statistics, damping=0.0, factorizations=())
     return backend.to_numpy(operator.to_dense(damped=False))
 
 
@@ -126,12 +121,7 @@ def test_no_fit_is_worse_than_kfac(backend, rng, iterations):
     x, g = draw(rng)
     batch = fed(backend, x, g)
     block = kc.Block(LAYER, kc.Kronecker())
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch)
     F = block_of(x, g)
     kfac = np.linalg.norm(F - dense_of(backend, block, statistics))
 
@@ -156,9 +146,7 @@ def test_both_factors_are_positive_semidefinite(
     batch = fed(backend, x, g, dtype)
     block, statistics = statistics_of(backend, batch, iterations=iterations)
     later = fed(backend, *draw(rng, shared), dtype)
-    statistics = kc.update_block(
-        block, statistics, later, kc.UpdateOptions(conventions=SUM, decay=0.9)
-    )
+    statistics = learn(block, later, statistics, decay=0.9)
 
     for factor in statistics.averages["block"].value(debias=True).values():
         A = backend.to_numpy(factor)
@@ -200,9 +188,7 @@ def test_factorial_statistics_are_exact_at_once(backend, rng):
     statistics = block.initial(batches[0].like)
 
     for batch in batches:
-        statistics = kc.update_block(
-            block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=1.0)
-        )
+        statistics = learn(block, batch, statistics, decay=1.0)
 
     # Each batch has the same inputs, so that the past is a product always.
     got = dense_of(backend, block, statistics)
@@ -216,12 +202,7 @@ def test_one_batch_again_and_again_changes_nothing(backend, rng):
     first = dense_of(backend, block, statistics)
 
     for decay, weight in ((0.9, 1.0), (1.0, 3.0)):
-        statistics = kc.update_block(
-            block,
-            statistics,
-            batch,
-            kc.UpdateOptions(conventions=SUM, decay=decay, weight=weight),
-        )
+        statistics = learn(block, batch, statistics, decay=decay, weight=weight)
 
     got = dense_of(backend, block, statistics)
     assert_close(got, first, "identity", "float64")
@@ -233,11 +214,8 @@ def test_an_update_is_the_best_product_of_past_fit_and_batch(backend, dtype, rng
     y[..., 1] *= 3.0
     block, statistics = statistics_of(backend, fed(backend, x, g, dtype))
 
-    statistics = kc.update_block(
-        block,
-        statistics,
-        fed(backend, y, h, dtype),
-        kc.UpdateOptions(conventions=SUM, decay=0.5, weight=2.0),
+    statistics = learn(
+        block, fed(backend, y, h, dtype), statistics, decay=0.5, weight=2.0
     )
 
     before, new = block_of(x, g), block_of(y, h)
@@ -260,12 +238,7 @@ def test_inputs_that_the_past_never_saw_are_found(backend, rng):
     batch = fed(backend, x, g)
     block, statistics = statistics_of(backend, batch, layer=layer)
 
-    statistics = kc.update_block(
-        block,
-        statistics,
-        fed(backend, y, 10 * h),
-        kc.UpdateOptions(conventions=SUM, decay=0.5),
-    )
+    statistics = learn(block, fed(backend, y, 10 * h), statistics, decay=0.5)
 
     past, _ = best_product(block_of(x, g, bias=False), 4)
     F = (0.5 * past + block_of(y, 10 * h, bias=False)) / 1.5
@@ -281,9 +254,9 @@ def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
 
     dense = [
         backend.to_numpy(
-            kc.operator_of(
-                block, statistics, kc.RefreshOptions(debias=debias, **options)
-            ).to_dense(damped=False)
+            operator_for(block, statistics, debias=debias, **options).to_dense(
+                damped=False
+            )
         )
         for debias in (True, False)
     ]
@@ -338,18 +311,12 @@ def test_batches_of_nothing_add_nothing(backend, rng):
     block, statistics = statistics_of(backend, batch)
     first = dense_of(backend, block, statistics)
 
-    same = kc.update_block(
-        block, statistics, empty, kc.UpdateOptions(conventions=SUM, decay=1.0)
-    )
+    same = learn(block, empty, statistics, decay=1.0)
     _, nothing = statistics_of(backend, still)
-    half = kc.update_block(
-        block, nothing, batch, kc.UpdateOptions(conventions=SUM, decay=1.0)
-    )
+    half = learn(block, batch, nothing, decay=1.0)
 
     assert_close(dense_of(backend, block, same), first, "identity", "float64")
-    operator = kc.operator_of(
-        block, nothing, kc.RefreshOptions(damping=0.5, rule="factored")
-    )
+    operator = operator_for(block, nothing, damping=0.5)
     dense = backend.to_numpy(operator.to_dense())
     assert_close(dense, 0.5 * np.eye(len(dense)), "identity", "float64")
     assert_close(dense_of(backend, block, half), first / 2, "identity", "float64")
@@ -405,47 +372,13 @@ def test_rows_that_are_not_finite_change_nothing(backend, rng):
     bad = fed(backend, x, g)
 
     with np.errstate(all="ignore"):
-        kept = kc.update_block(
-            block,
-            statistics,
-            bad,
-            kc.UpdateOptions(conventions=SUM, decay=0.5, check="status"),
-        )
+        kept = learn(block, bad, statistics, decay=0.5, check="status")
 
     assert int(kept.status) == kc.Status.INPUTS_NOT_FINITE
     before, after = (dense_of(backend, block, part) for part in (statistics, kept))
     assert np.array_equal(before, after)
     with pytest.raises(kc.NotFiniteError, match="`inputs`"):
-        kc.update_block(
-            block, statistics, bad, kc.UpdateOptions(conventions=SUM, decay=0.5)
-        )
-
-
-def test_an_estimator_holds_it_and_restores_it(backend, rng):
-    """Through the public door: update, refresh, precondition, save and load."""
-    x, g = draw(rng)
-    block = kc.Block(LAYER, KFOC(iterations=3))
-    options = {
-        "decay": 0.9,
-        "damping": 0.2,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
-    estimator, other = (make_estimator({"fc": block}, **options) for _ in range(2))
-    V = rng.normal(size=LAYER.matrix_shape)
-    gradients = {"weight": backend.asarray(V[:-1]), "bias": backend.asarray(V[-1])}
-    estimator.update({"fc": fed(backend, x, g)})
-    estimator.refresh()
-
-    other.load_state_dict(estimator.state_dict())
-
-    got = [e.precondition({"fc": gradients})["fc"] for e in (estimator, other)]
-    A, G = factors_of(backend, estimator.state["fc"].statistics.averages["block"])
-    F = reference.damped_block(A, G, 1.0, damping=0.2, rule="factored")
-    value = np.linalg.solve(F, V.ravel()).reshape(V.shape)
-    for found in got:
-        weight, bias = (backend.to_numpy(found[k]) for k in ("weight", "bias"))
-        assert_close(np.vstack([weight, bias]), value, "inverse", "float64")
+        learn(block, bad, statistics, decay=0.5)
 
 
 def test_parts_of_a_batch_are_refused_with_the_reason(backend, rng):

@@ -13,9 +13,9 @@ from kfac_core.array.structure import replaced
 from kfac_core.losses import Categorical, Gaussian, SquaredError, noise_spec, vectors
 
 from ..builders import network
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 N, IN, OUT = 12, 4, 3
 LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=False, weight_layout="io")
 EIGEN = kc.Eigen()
@@ -31,18 +31,14 @@ def update(backend, block, x, g, **options):
     """Return the statistics of one batch."""
     batch = kc.Batch(backend.asarray(x), backend.asarray(g))
     start = block.initial(batch.inputs)
-    return kc.update_block(
-        block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.0, **options)
-    )
+    return learn(block, batch, start, **options)
 
 
 def eigen_operator(backend, statistics, x, g):
     """Return EKFAC's operator with the moments of one batch in the bases as they are."""
     rows = LAYER.rows(kc.Batch(backend.asarray(x), backend.asarray(g)))
     fresh = EIGEN.corrected(statistics, rows, conventions=SUM, decay=0.0, weight=1.0)
-    return kc.operator_of(
-        kc.Block(LAYER, EIGEN), fresh, kc.RefreshOptions(damping=0.1, rule="exact")
-    )
+    return operator_for(kc.Block(LAYER, EIGEN), fresh, damping=0.1, rule="exact")
 
 
 def eigen_bases(backend, x, g):
@@ -115,10 +111,12 @@ def test_a_rotation_in_an_eigenspace_changes_ekfac_and_not_kfac(backend, rng):
     R = rotation(rng, backend.to_numpy(basis.eigenvalues))
     bases = statistics.bases | {"input": rotated_basis(backend, basis, R)}
     block = kc.Block(LAYER, kc.Kronecker())
-    kfac = kc.operator_of(
+    kfac = operator_for(
         block,
         update(backend, block, x, g),
-        kc.RefreshOptions(damping=0.1, rule="exact", factorizations=("eigenbasis",)),
+        damping=0.1,
+        rule="exact",
+        factorizations=("eigenbasis",),
     )
     own = kfac.input
     R = rotation(rng, backend.to_numpy(own.eigenvalues))
@@ -188,11 +186,7 @@ def test_the_curvature_is_invariant_under_reparametrization(backend, rng, name):
     blocks = []
     for rows in ((x, g), (x @ omega, g @ phi.T)):
         statistics = update(backend, block, *rows)
-        made = kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
-        )
+        made = operator_for(block, statistics, damping=0.0, factorizations=())
         blocks.append(backend.to_numpy(made.to_dense(damped=False)))
 
     # vec(omega W' phi) = (omega (x) phi^T) vec(W'), row-major.
@@ -216,9 +210,7 @@ def test_the_step_is_invariant_without_damping(backend, rng, rule, damping):
     steps = []
     for rows in ((x, g), (x @ omega, g @ phi.T)):
         statistics = update(backend, block, *rows)
-        operator = kc.operator_of(
-            block, statistics, kc.RefreshOptions(damping=damping, rule=rule)
-        )
+        operator = operator_for(block, statistics, damping=damping, rule=rule)
         batch = kc.Batch(*map(backend.asarray, rows))
         gradient = block.mean_gradient(batch, conventions=SUM)
         steps.append(backend.to_numpy(operator.multiply_inverse(gradient)))
@@ -241,11 +233,7 @@ def test_without_damping_kfac_is_descent_in_whitened_coordinates(backend, rng):
     batch = kc.Batch(*map(backend.asarray, rows))
     gradient = block.mean_gradient(batch, conventions=SUM)
 
-    operator = kc.operator_of(
-        block,
-        update(backend, block, *rows),
-        kc.RefreshOptions(damping=0.0, rule="factored"),
-    )
+    operator = operator_for(block, update(backend, block, *rows), damping=0.0)
 
     step = backend.to_numpy(operator.multiply_inverse(gradient))
     assert_close(step, backend.to_numpy(gradient), "inverse", "float64")

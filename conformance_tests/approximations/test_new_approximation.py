@@ -23,10 +23,10 @@ from ..builders import conv_reference, reference
 from ..builders.approximations import IDENTITY_GRADIENTS, identity_gradients
 from ..builders.dense_functions import assert_functions_are
 from ..builders.estimators import make_estimator
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 DAMPING = 0.3
-SUM = kc.Conventions(reduction="sum", sources="sum")
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 N, S, M, n, m = 6, 3, 2, 4, 3
 
@@ -101,23 +101,11 @@ def test_a_convolution_is_that_of_dense_sums(backend, dtype, rng, kind, masked):
     batch = batch_of(backend, dtype, x, g, mask)
     block = kc.Block(layer, IdentityGradients())
 
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
+    statistics = learn(block, batch)
+    operator = operator_for(
+        block, statistics, damping=DAMPING, rule="exact", factorizations=EVERYTHING
     )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=DAMPING, rule="exact", factorizations=EVERYTHING),
-    )
-    chunked = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0, max_patch_elements=100),
-    )
+    chunked = learn(block, batch, max_patch_elements=100)
 
     rows, _ = conv_reference.group_rows(x, g, geometry)
     flat_mask = None if mask is None else mask.reshape(N, -1)
@@ -130,9 +118,7 @@ def test_a_convolution_is_that_of_dense_sums(backend, dtype, rng, kind, masked):
     F = F.reshape(width * outputs, -1)
     undamped = F - DAMPING * np.eye(len(F))
     assert_functions_are(backend, dtype, operator, F, undamped, rng)
-    again = kc.operator_of(
-        block, chunked, kc.RefreshOptions(damping=DAMPING, rule="exact")
-    ).to_dense()
+    again = operator_for(block, chunked, damping=DAMPING, rule="exact").to_dense()
     assert_close(backend.to_numpy(again), F, "product", dtype)
 
 
@@ -148,15 +134,8 @@ def test_neither_sources_nor_the_reduction_matter(backend, rng):
             (others, kc.Kronecker()),
         ):
             block = kc.Block(dense_layer(), approximation)
-            new = kc.update_block(
-                block,
-                block.initial(batch.like),
-                batch,
-                kc.UpdateOptions(conventions=conventions, decay=0.0),
-            )
-            made = kc.operator_of(
-                block, new, kc.RefreshOptions(damping=DAMPING, rule="exact")
-            )
+            new = learn(block, batch, conventions=conventions)
+            made = operator_for(block, new, damping=DAMPING, rule="exact")
             results.append(backend.to_numpy(made.to_dense(damped=False)))
 
     assert_close(found[0], found[1], "roundoff", "float64")
@@ -314,22 +293,12 @@ def test_what_does_not_go_together_is_refused(backend, rng):
         bad[argument][..., 0] = np.inf
         batch = batch_of(backend, "float64", bad["inputs"], bad["output_grads"])
         with pytest.raises(kc.NotFiniteError, match=argument):
-            kc.update_block(
-                block,
-                block.initial(batch.like),
-                batch,
-                kc.UpdateOptions(conventions=SUM, decay=0.0),
-            )
+            learn(block, batch)
     statistics = block.initial(backend.asarray(x))
     with pytest.raises(kc.DampingError):
-        kc.operator_of(block, statistics, kc.RefreshOptions(damping=-1.0, rule="exact"))
+        operator_for(block, statistics, damping=-1.0, rule="exact")
     with pytest.raises(kc.FactorizationError, match="input"):
-        kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(damping=0.0, rule="exact"),
-            name="layer",
-        )
+        operator_for(block, statistics, damping=0.0, rule="exact", name="layer")
 
 
 def test_a_state_of_another_approximation_is_refused(backend, rng):

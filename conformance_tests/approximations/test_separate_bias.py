@@ -7,6 +7,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close
 
 N, T, IN, OUT, LAMBDA = 7, 3, 4, 2, 0.3
@@ -57,9 +58,7 @@ def block_operator(backend, dtype, approximation, x, g, rule, *, layer=LAYER):
     )
     if approximation.has_bases:
         statistics = kc.rebase_block(block, statistics, "kronecker")
-    return kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=LAMBDA, rule=rule)
-    )
+    return operator_for(block, statistics, damping=LAMBDA, rule=rule)
 
 
 @pytest.mark.usefixtures("compiles_long")

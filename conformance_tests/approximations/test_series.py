@@ -6,6 +6,7 @@ import pytest
 import kfac_core as kc
 from kfac_core.approximations.series import Series
 
+from ..builders.one_block import SUM, operator_for
 from ..builders.reference import matrix_power
 from ..builders.series_reference import (
     damped,
@@ -16,7 +17,6 @@ from ..builders.series_reference import (
 )
 from ..builders.tolerances import assert_close, assert_differs, relative_error
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 n, m, DAMPING = 3, 2, 0.1
 
 
@@ -29,9 +29,7 @@ def made(backend, dtype, variant, x, g, mask=None, *, damping=DAMPING, **options
     x, g = backend.asarray(x, dtype), backend.asarray(g, dtype)
     statistics = kc.batch_moments(block, kc.Batch(x, g, mask), conventions=SUM)
     options = {"rule": "factored"} | options
-    return kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=damping, **options)
-    )
+    return operator_for(block, statistics, damping=damping, **options)
 
 
 def data(rng, T, correlation, *, N=25):
@@ -194,12 +192,8 @@ def test_variants_do_not_change_each_other_defect_tfkfac_9_8(backend, rng):
     averages = {k: v for k, v in statistics.averages.items() if k != "lengths"}
     same = kc.Statistics(averages, statistics.status)
 
-    kc.operator_of(
-        symmetric, statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
-    )
-    after = kc.operator_of(
-        infinite, same, kc.RefreshOptions(damping=DAMPING, rule="factored")
-    )
+    operator_for(symmetric, statistics, damping=DAMPING)
+    after = operator_for(infinite, same, damping=DAMPING)
 
     F = dense_of("infinite", x, g)
     assert_close(backend.to_numpy(after.to_dense()), F, "product", "float64")

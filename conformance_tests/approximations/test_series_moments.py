@@ -7,10 +7,10 @@ import kfac_core as kc
 from kfac_core.approximations.series import Series
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 
+from ..builders.one_block import SUM, learn, operator_for
 from ..builders.series_reference import moments
 from ..builders.tolerances import assert_close
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 N, T, n, m, M = 6, 5, 3, 2, 2
 NAMES = {"A0": "input", "G0": "output", "A1": "lagged_input", "G1": "lagged_output"}
 
@@ -53,9 +53,7 @@ def test_moments_are_the_loops_over_steps(backend, dtype, rng, bias, masked):
     batch = batch_of(backend, x, g, dtype, mask)
 
     start = block.initial(batch.inputs)
-    statistics = kc.update_block(
-        block, start, batch, kc.UpdateOptions(conventions=SUM, decay=0.9)
-    )
+    statistics = learn(block, batch, start, decay=0.9)
 
     assert_moments(backend, statistics, moments(x, g, bias=bias, mask=mask), dtype)
 
@@ -125,9 +123,7 @@ def test_a_batch_without_a_kept_row_adds_nothing(backend, rng, variant):
     )
     nothing = batch_of(backend, x, g, "float64", np.zeros((N, T), bool))
 
-    after = kc.update_block(
-        block, before, nothing, kc.UpdateOptions(conventions=SUM, decay=1.0)
-    )
+    after = learn(block, nothing, before, decay=1.0)
 
     for name, average in before.averages.items():
         assert float(after.averages[name].weight) == float(average.weight)
@@ -154,9 +150,7 @@ def test_three_axes_are_read_batch_first_defect_tfkfac_9_9(backend, rng):
         block, batch_of(backend, x, g, "float64"), conventions=SUM
     )
 
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.1, rule="factored")
-    )
+    operator = operator_for(block, statistics, damping=0.1)
 
     assert operator.vector_shape == (n + 1, m)
     V = backend.asarray(rng.normal(size=(n + 1, m)))

@@ -9,12 +9,12 @@ import pytest
 import kfac_core as kc
 from kfac_core.approximations.series import Series
 
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import relative_error
 
 safe_open = pytest.importorskip("safetensors").safe_open
 FOLDER = Path(__file__).parents[1] / "records"
 RECORDS = sorted(path.stem for path in FOLDER.glob("tfkfac_series_*.safetensors"))
-SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def read(name):
@@ -33,16 +33,9 @@ def fed(backend, document, tensors, name):
     steps = {"steps": x.shape[1]} if variant == "symmetric" else {}
     block = kc.Block(kc.Dense(**fields), Series(variant=variant, **steps))
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), sources=g.shape[0])
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.inputs),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.95),
-    )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=document["damping"], rule=document["damping_rule"]),
+    statistics = learn(block, batch, decay=0.95)
+    operator = operator_for(
+        block, statistics, damping=document["damping"], rule=document["damping_rule"]
     )
     return block, statistics, operator
 

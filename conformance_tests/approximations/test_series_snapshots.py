@@ -11,6 +11,7 @@ from kfac_core.array.structure import leaves
 from kfac_core.linalg import series_chain
 from kfac_core.linalg.fallback import Fallback, fallback_of
 
+from ..builders.one_block import SUM, operator_for
 from ..builders.series_reference import (
     damped,
     infinite_block,
@@ -20,7 +21,6 @@ from ..builders.series_reference import (
 )
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
 LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
 BLOCKS = {
@@ -57,10 +57,8 @@ def test_float32_statistics_may_be_computed_in_float64(backend, data, rng, varia
     V = rng.normal(size=(n, m))
     precision = kc.Precision(compute="float64", apply="float64")
 
-    made = kc.operator_of(
-        BLOCKS[variant],
-        statistics,
-        kc.RefreshOptions(damping=DAMPING, rule="factored", precision=precision),
+    made = operator_for(
+        BLOCKS[variant], statistics, damping=DAMPING, precision=precision
     )
 
     got = backend.to_numpy(made.multiply_inverse(backend.asarray(V)))
@@ -78,20 +76,14 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     statistics = statistics_of(backend, variant, data, "float32")
     V = rng.normal(size=(n, m))
 
-    made = kc.operator_of(
-        BLOCKS[variant], statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
-    )
+    made = operator_for(BLOCKS[variant], statistics, damping=DAMPING)
 
     assert fallback_of(made) == Fallback.FLOAT64
     assert made.scale.dtype == backend.dtype("float32")
     got = backend.to_numpy(made.multiply_inverse(backend.asarray(V, "float32")))
     expected = np.linalg.solve(dense_of(variant, data), V.ravel()).reshape(n, m)
     assert_close(got, expected, "gram", "float32", condition=10.0)
-    flagged = kc.operator_of(
-        BLOCKS[variant],
-        statistics,
-        kc.RefreshOptions(damping=DAMPING, rule="factored", check="status"),
-    )
+    flagged = operator_for(BLOCKS[variant], statistics, damping=DAMPING, check="status")
     assert kc.Status.INACCURATE in kc.Status(int(flagged.status()))
 
 
@@ -101,20 +93,14 @@ def test_operators_are_snapshots(backend, data, variant):
     statistics = statistics_of(backend, variant, data)
     before = {path: backend.to_numpy(a).copy() for path, a in leaves(statistics)}
 
-    made = kc.operator_of(
-        BLOCKS[variant], statistics, kc.RefreshOptions(damping=DAMPING, rule="factored")
-    )
+    made = operator_for(BLOCKS[variant], statistics, damping=DAMPING)
 
     for path, after in leaves(statistics):
         assert np.array_equal(backend.to_numpy(after), before[path]), path
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.scale = None
     independent = statistics_of(backend, "independent", data)
-    kfac = kc.operator_of(
-        BLOCKS["independent"],
-        independent,
-        kc.RefreshOptions(damping=DAMPING, rule="factored"),
-    )
+    kfac = operator_for(BLOCKS["independent"], independent, damping=DAMPING)
     assert_differs(
         backend.to_numpy(made.to_dense()), backend.to_numpy(kfac.to_dense()), by=0.1
     )

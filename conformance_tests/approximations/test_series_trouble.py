@@ -15,10 +15,10 @@ from kfac_core.linalg import series_chain
 from kfac_core.linalg.series_infinite import stein_solve
 from kfac_core.operators import series as series_blocks
 
+from ..builders.one_block import SUM, operator_for
 from ..builders.series_reference import sequences
 from ..builders.tolerances import assert_close
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
 LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
 BLOCKS = {
@@ -56,16 +56,10 @@ def test_exact_damping_is_refused(backend, data, variant):
     statistics = statistics_of(backend, variant, data)
 
     with pytest.raises(UnsupportedError, match="no exact damping"):
-        kc.operator_of(
-            BLOCKS[variant],
-            statistics,
-            kc.RefreshOptions(damping=DAMPING, rule="exact"),
-        )
+        operator_for(BLOCKS[variant], statistics, damping=DAMPING, rule="exact")
     independent = statistics_of(backend, "independent", data)
-    made = kc.operator_of(
-        BLOCKS["independent"],
-        independent,
-        kc.RefreshOptions(damping=DAMPING, rule="exact"),
+    made = operator_for(
+        BLOCKS["independent"], independent, damping=DAMPING, rule="exact"
     )
     assert isinstance(made, kc.operators.SpectralOperator)
 
@@ -77,14 +71,8 @@ def test_lags_of_different_rows_are_refused(backend, data, variant):
     wrong = changed(statistics, "lagged_input", lambda x: 50.0 * x)
 
     with pytest.raises(FactorizationError, match=r"lag|correlated"):
-        kc.operator_of(
-            BLOCKS[variant], wrong, kc.RefreshOptions(damping=1e-6, rule="factored")
-        )
-    flagged = kc.operator_of(
-        BLOCKS[variant],
-        wrong,
-        kc.RefreshOptions(damping=1e-6, rule="factored", check="status"),
-    )
+        operator_for(BLOCKS[variant], wrong, damping=1e-6)
+    flagged = operator_for(BLOCKS[variant], wrong, damping=1e-6, check="status")
     assert kc.Status.INACCURATE in kc.Status(int(flagged.status()))
     if variant == "symmetric":
         assert float(flagged.chain.clipped) > 1.0
@@ -99,9 +87,7 @@ def test_roundoff_above_one_is_clipped(backend, data):
             statistics, f"lagged_{side}", lambda _, z=zero: z * (1 + 1e-9)
         )
 
-    made = kc.operator_of(
-        BLOCKS["symmetric"], statistics, kc.RefreshOptions(damping=0.0, rule="factored")
-    )
+    made = operator_for(BLOCKS["symmetric"], statistics, damping=0.0)
 
     assert 0.0 < float(made.chain.clipped) < 1e-8
     W = backend.to_numpy(made.chain.weights)
@@ -115,14 +101,8 @@ def test_moments_that_are_not_finite_are_refused(backend, data, variant):
     wrong = changed(statistics, "lagged_output", lambda x: x * float("nan"))
 
     with pytest.raises(NotFiniteError, match="lag 1"):
-        kc.operator_of(
-            BLOCKS[variant], wrong, kc.RefreshOptions(damping=DAMPING, rule="factored")
-        )
-    flagged = kc.operator_of(
-        BLOCKS[variant],
-        wrong,
-        kc.RefreshOptions(damping=DAMPING, rule="factored", check="status"),
-    )
+        operator_for(BLOCKS[variant], wrong, damping=DAMPING)
+    flagged = operator_for(BLOCKS[variant], wrong, damping=DAMPING, check="status")
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(flagged.status()))
 
 
@@ -133,16 +113,8 @@ def test_a_damping_that_is_none_is_refused(backend, data, variant):
     unfit = backend.asarray(np.array(np.nan))
 
     with pytest.raises(DampingError):
-        kc.operator_of(
-            BLOCKS[variant],
-            statistics,
-            kc.RefreshOptions(damping=unfit, rule="factored"),
-        )
-    flagged = kc.operator_of(
-        BLOCKS[variant],
-        statistics,
-        kc.RefreshOptions(damping=unfit, rule="factored", check="status"),
-    )
+        operator_for(BLOCKS[variant], statistics, damping=unfit)
+    flagged = operator_for(BLOCKS[variant], statistics, damping=unfit, check="status")
     assert int(flagged.status()) != 0
 
 
@@ -155,14 +127,13 @@ def test_what_was_not_prepared_is_made_outside_of_traced_programs(
     v = backend.asarray(np.ones((n, m)))
     options = {"damping": DAMPING, "rule": "factored"}
 
-    made = kc.operator_of(
-        BLOCKS[variant], statistics, kc.RefreshOptions(check="status", **options)
-    )
+    made = operator_for(BLOCKS[variant], statistics, check="status", **options)
 
-    expected = kc.operator_of(
+    expected = operator_for(
         BLOCKS[variant],
         statistics,
-        kc.RefreshOptions(factorizations=("cholesky", "eigenbasis"), **options),
+        factorizations=("cholesky", "eigenbasis"),
+        **options,
     )
     for product in (
         lambda op: op.multiply_cholesky(v),
@@ -179,14 +150,11 @@ def test_large_blocks_have_no_dense_functions(backend, data, variant, monkeypatc
     statistics = statistics_of(backend, variant, data)
     v = backend.asarray(np.ones((n, m)))
 
-    made = kc.operator_of(
+    made = operator_for(
         BLOCKS[variant],
         statistics,
-        kc.RefreshOptions(
-            damping=DAMPING,
-            rule="factored",
-            factorizations=("inverse", "cholesky", "eigenbasis"),
-        ),
+        damping=DAMPING,
+        factorizations=("inverse", "cholesky", "eigenbasis"),
     )
 
     for refused in (
@@ -208,11 +176,7 @@ def test_what_no_precision_can_certify_is_refused(backend, data, variant, monkey
     statistics = statistics_of(backend, variant, data)
 
     with pytest.raises(FactorizationError, match="Increase `damping`"):
-        kc.operator_of(
-            BLOCKS[variant],
-            statistics,
-            kc.RefreshOptions(damping=DAMPING, rule="factored"),
-        )
+        operator_for(BLOCKS[variant], statistics, damping=DAMPING)
 
 
 @pytest.mark.parametrize("radius", [0.0, 0.5, 0.999, 1 - 1e-5])

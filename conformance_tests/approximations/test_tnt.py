@@ -9,9 +9,9 @@ import kfac_core as kc
 
 from ..builders.dense_functions import assert_functions_are
 from ..builders.estimators import make_estimator
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]
 
 
@@ -33,12 +33,7 @@ def fed(backend, rng, shape, N=7, M=5):
     V = rng.normal(size=(M, *shape))
     block = kc.Block(kc.Parameters(shapes={"w": shape}), kc.TNT())
     batch = kc.GradientBatch({"w": backend.asarray(V)}, N, sources=M)
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch)
     F = []
     for axis, n in enumerate(shape):
         unfolded = np.moveaxis(V, axis + 1, 1).reshape(M, n, -1)
@@ -51,9 +46,7 @@ def fed(backend, rng, shape, N=7, M=5):
 def test_every_product_is_that_of_the_dense_block(backend, rng, shape, rule):
     """One to four factors: each product is the dense matrix's."""
     block, statistics, F = fed(backend, rng, shape)
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.4, rule=rule)
-    )
+    operator = operator_for(block, statistics, damping=0.4, rule=rule)
     S = np.trace(F[0]) ** (1.0 - len(F))
     dense = dense_of(F, S, 0.4, rule)
     undamped = S * functools.reduce(np.kron, F)
@@ -96,17 +89,8 @@ def test_positions_may_be_examples(backend, rng, masked):
     blocks = []
     for positions in ("independent", "summed"):
         block = kc.Block(layer, kc.TNT(positions=positions))
-        statistics = kc.update_block(
-            block,
-            block.initial(batch.like),
-            batch,
-            kc.UpdateOptions(conventions=SUM, decay=0.0),
-        )
-        operator = kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
-        )
+        statistics = learn(block, batch)
+        operator = operator_for(block, statistics, damping=0.0, factorizations=())
         blocks.append(backend.to_numpy(operator.to_dense(damped=False)))
 
     rows = np.concatenate([x, np.ones((4, 3, 1))], axis=-1)[mask]
@@ -121,9 +105,7 @@ def test_positions_may_be_examples(backend, rng, masked):
 def test_exact_damping_of_many_factors_has_no_cholesky_factor(backend, rng):
     """What has no structure is refused with what to take instead."""
     block, statistics, _ = fed(backend, rng, (2, 3))
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.1, rule="exact")
-    )
+    operator = operator_for(block, statistics, damping=0.1, rule="exact")
 
     with pytest.raises(kc.UnsupportedError, match="factored rule"):
         operator.multiply_cholesky(backend.asarray(np.ones((6, 1))))
