@@ -27,6 +27,26 @@ def gradients_of(x, g, *, bias, mask=None):
     return found
 
 
+def dense_of(kind, x, g, *, bias, mask=None):
+    """Return the undamped block of one batch; the input of Kronecker's is diagonal."""
+    if kind.name == "kronecker":
+        A, G, S = reference.kronecker_factors(x, g, bias=bias, mask=mask)
+        return S * np.kron(np.diag(np.diag(A)), G)
+    gradients = gradients_of(x, g, bias=bias, mask=mask)
+    if kind.name == "tnt":
+        A, G = sum(D @ D.T for D in gradients), sum(D.T @ D for D in gradients)
+        return np.kron(A, G) / np.trace(A) / len(x)
+    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / len(x)
+    return np.diag(np.diag(F)) if kind.name == "diagonal" else F
+
+
+OF_IDS = {
+    "kronecker": kc.Kronecker(input="diagonal"),
+    "diagonal": kc.Diagonal(),
+    "full": kc.Full(),
+}
+
+
 def operator_of(block, batch, **options):
     """Return the operator after one update."""
     statistics = learn(block, batch)
@@ -36,14 +56,13 @@ def operator_of(block, batch, **options):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shared", [(), (3,), (2, 2)])
-@pytest.mark.parametrize("name", ["diagonal", "full", "tnt"])
-def test_a_dense_block_is_that_of_its_examples(backend, rng, name, shared, masked):
+@pytest.mark.parametrize("kind", [kc.Diagonal(), kc.Full(), kc.TNT()])
+def test_a_dense_block_is_that_of_its_examples(backend, rng, kind, shared, masked):
     """Blocks are sums over examples of the summed gradient, sources added."""
     x = rng.normal(size=(5, *shared, 3))
     g = rng.normal(size=(2, 5, *shared, 2))
     mask = rng.random((5, *shared)) > 0.3 if masked else None
     layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="oi")
-    kind = {"diagonal": kc.Diagonal(), "full": kc.Full(), "tnt": kc.TNT()}[name]
     batch = kc.Batch(
         backend.asarray(x),
         backend.asarray(g),
@@ -53,13 +72,7 @@ def test_a_dense_block_is_that_of_its_examples(backend, rng, name, shared, maske
 
     operator = operator_of(kc.Block(layer, kind), batch)
 
-    gradients = gradients_of(x, g, bias=True, mask=mask)
-    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 5
-    if name == "diagonal":
-        F = np.diag(np.diag(F))
-    if name == "tnt":
-        A, G = sum(D @ D.T for D in gradients) / 5, sum(D.T @ D for D in gradients) / 5
-        F = np.kron(A, G) / np.trace(A)
+    F = dense_of(kind, x, g, bias=True, mask=mask)
     got = backend.to_numpy(operator.to_dense(damped=False))
     assert_close(got, F, "gram", "float64")
 
@@ -109,38 +122,26 @@ def embedding(**options):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", ["kronecker", "diagonal", "full"])
+@pytest.mark.parametrize("name", OF_IDS)
 def test_an_embedding_is_a_dense_layer_on_one_hot_rows(backend, rng, name, masked):
     """Ids give the blocks of their one-hot vectors, positions with one id added up."""
     ids = np.array([[0, 3, 3], [1, 1, 1], [5, 0, 5], [2, 3, 2]])
     g = rng.normal(size=(2, 4, 3, 2))
     mask = np.array([[1, 1, 0], [1, 1, 1], [0, 1, 1], [1, 0, 0]], bool)
-    kinds = {
-        "kronecker": kc.Kronecker(input="diagonal"),
-        "diagonal": kc.Diagonal(),
-        "full": kc.Full(),
-    }
     given = backend.asarray(mask) if masked else None
     batch = kc.Batch(backend.asarray(ids), backend.asarray(g), given, sources=2)
     x = np.eye(6)[ids]
-    used = mask if masked else None
 
-    operator = operator_of(kc.Block(embedding(), kinds[name]), batch)
+    operator = operator_of(kc.Block(embedding(), OF_IDS[name]), batch)
 
-    gradients = gradients_of(x, g, bias=False, mask=used)
-    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 4
-    if name == "diagonal":
-        F = np.diag(np.diag(F))
-    if name == "kronecker":
-        A, G, S = reference.kronecker_factors(x, g, bias=False, mask=used)
-        F = S * np.kron(np.diag(np.diag(A)), G)
+    F = dense_of(OF_IDS[name], x, g, bias=False, mask=mask if masked else None)
     got = backend.to_numpy(operator.to_dense(damped=False))
     assert_close(got, F, "gram", "float64")
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("duplicates", ["binary", "count"])
-@pytest.mark.parametrize("name", ["kronecker", "diagonal", "full"])
+@pytest.mark.parametrize("name", OF_IDS)
 def test_a_bag_is_one_row(backend, rng, name, duplicates, masked):
     """The n-hot vector of a bag counts a doubled id once or twice, as described."""
     ids = np.array([[0, 3, 3], [1, 1, 1], [5, 0, 2]])
@@ -148,25 +149,14 @@ def test_a_bag_is_one_row(backend, rng, name, duplicates, masked):
     x = np.eye(6)[ids].sum(axis=1)
     if duplicates == "binary":
         x = np.minimum(x, 1)
-    kinds = {
-        "kronecker": kc.Kronecker(input="diagonal"),
-        "diagonal": kc.Diagonal(),
-        "full": kc.Full(),
-    }
     layer = embedding(bag=True, duplicates=duplicates)
     mask = np.array([True, False, True]) if masked else None
     given = None if mask is None else backend.asarray(mask)
     batch = kc.Batch(backend.asarray(ids), backend.asarray(g), given)
 
-    operator = operator_of(kc.Block(layer, kinds[name]), batch)
+    operator = operator_of(kc.Block(layer, OF_IDS[name]), batch)
 
-    gradients = gradients_of(x, g[None], bias=False, mask=mask)
-    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 3
-    if name == "diagonal":
-        F = np.diag(np.diag(F))
-    if name == "kronecker":
-        A, G, S = reference.kronecker_factors(x, g[None], bias=False, mask=mask)
-        F = S * np.kron(np.diag(np.diag(A)), G)
+    F = dense_of(OF_IDS[name], x, g[None], bias=False, mask=mask)
     got = backend.to_numpy(operator.to_dense(damped=False))
     assert_close(got, F, "gram", "float64")
 
