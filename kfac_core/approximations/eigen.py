@@ -13,9 +13,9 @@ they are the coordinates at first.  An update adds to the factors and to E in th
 as they are; `Eigen.rebased` takes those of the factors at that moment.  A diagonal
 factor has the coordinates for its basis always, and so an embedding has a block too.
 
-A basis is determined only where eigenvalues are distinct.  E is not the same in another
-basis of an eigenspace, so neither is F: unlike K-FAC's, EKFAC's products depend on which
-basis a library returned for repeated eigenvalues.
+A basis is determined only where eigenvalues are distinct, and E differs between bases of
+an eigenspace.  The operator therefore reads its mean over each pair of eigenspaces of A
+and G, the best F of this form in any basis; the statistics keep E, which is additive.
 
 References
 ----------
@@ -37,7 +37,16 @@ from kfac_core.approximations.kronecker import (
     without_bias_products,
 )
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array import Check, Namespace, Place, Scalar, map_structure, replaced
+from kfac_core.array import (
+    Array,
+    Check,
+    Namespace,
+    Place,
+    Scalar,
+    finite,
+    map_structure,
+    replaced,
+)
 from kfac_core.array import namespaces as ns
 from kfac_core.conventions import Conventions
 from kfac_core.factors.average import Average
@@ -46,10 +55,11 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.certificate import Spectrum, undetermined
+from kfac_core.linalg.certificate import Spectrum, eigenspace_starts, undetermined
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.groups import split_groups
+from kfac_core.linalg.products import multiply_matrices
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen"]
@@ -96,8 +106,9 @@ class Eigen(Approximation):
     -----
     Updates accumulate the factors, and E in the current bases.
     `kfac_core.Estimator.rebase` recomputes the bases and has to be called before the first
-    `kfac_core.Estimator.refresh`.  If eigenvalues are repeated, F depends on which basis of
-    their eigenspace the array library returns.
+    `kfac_core.Estimator.refresh`.  Where roundoff cannot tell eigenvalues of a factor
+    apart, as in its null space, F has the mean of E over the eigenspace, so that it does
+    not depend on which basis of it the array library returns.
 
     Shapes: A is n x n, G is m x m and E is n x m, with ``n = in`` (``in + 1`` with a bias)
     and ``m = out``.
@@ -109,7 +120,8 @@ class Eigen(Approximation):
 
     Cost: for an update with R rows the ``R (n^2 + M m^2)`` flops of `Kronecker` and about
     ``2 R (n^2 + M m^2 + M n m)`` for E; about ``9 (n^3 + m^3)`` to recompute the bases,
-    ``n m`` for a refresh, ``4 n m (n + m)`` for preconditioning.
+    ``n m`` for a refresh, with ``2 n m (n + m)`` more where eigenvalues coincide or in a
+    compiled program or on a device, ``4 n m (n + m)`` for preconditioning.
 
     References
     ----------
@@ -302,9 +314,8 @@ class Eigen(Approximation):
     ) -> SpectralOperator:
         """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` in its current state."""
         xp, apply = options.xp, options.apply
-        E = ns.cast(
-            xp, statistics.averages["block"].value(debias=options.debias), apply
-        )
+        moments = statistics.averages["block"].value(debias=options.debias)
+        E = ns.cast(xp, _of_eigenspaces(moments, statistics, xp), apply)
         operator = spectral_operator(
             E,
             input=statistics.bases.get("input"),
@@ -387,12 +398,29 @@ def _spectrum(statistics: Statistics, side: str) -> Spectrum:
     return Spectrum(entries, statistics.namespace.zeros_like(entries))
 
 
+def _of_eigenspaces(E: Array, statistics: Statistics, xp: Namespace) -> Array:
+    """Return E with its mean over each pair of eigenspaces, which no basis changes."""
+    for side, basis in statistics.bases.items():
+        starts = eigenspace_starts(Spectrum(basis.eigenvalues, basis.error), xp=xp)
+        if finite.known_true(starts, xp=xp):
+            continue
+        number = xp.cumulative_sum(xp.astype(starts, xp.int32), axis=-1)
+        same = number[..., :, None] == number[..., None, :]
+        same = xp.astype(same, E.dtype)
+        mean = same / xp.sum(same, axis=-1, keepdims=True)  # symmetric
+        if side == "input":
+            E = multiply_matrices(mean, E, xp=xp)
+        else:
+            E = multiply_matrices(E, mean, xp=xp)
+    return E
+
+
 def _carried_moments(
     statistics: Statistics, bases: Mapping[str, Eigendecomposition], xp: Namespace
 ) -> Average:
     """Return the diagonal that the old F has in the new bases."""
     old = statistics.averages["block"]
-    E = old.sum
+    E = _of_eigenspaces(old.sum, statistics, xp)
     for side, basis in bases.items():
         before = xp.matrix_transpose(statistics.bases[side].eigenvectors)
         squared = xp.matmul(before, basis.eigenvectors) ** 2
