@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import array_api_compat
 
 from kfac_core import constraints, errors
-from kfac_core.approximations.admission import with_ids_inside
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.array import Array, Place
 from kfac_core.array import namespaces as ns
@@ -25,6 +24,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain
 from kfac_core.layers.conv import Conv
 from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
+from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses
 
@@ -158,7 +158,8 @@ class Block:
         """
         rows = self.rows(batch)
         xp = array_api_compat.array_namespace(rows.like)
-        rows, _ = with_ids_inside(rows, xp)
+        if isinstance(rows, IdRows):
+            rows, _ = rows.with_ids_inside(xp=xp)
         require_known_rows(rows, conventions.reduction)
         dtype = ns.wide_dtype(xp, rows.like.dtype)
         scale = conventions.gradient_scale(

@@ -354,9 +354,10 @@ class Network:
             return state
         else:
             statistics, good = _all_or_none(statistics, tasks)
-        return state.updated(
-            {n: after_update(state.blocks[n], s, good) for n, s in statistics.items()}
-        )
+        blocks: dict[str, BlockState] = {}
+        for name, new in statistics.items():
+            blocks[name] = after_update(state.blocks[name], new, good)
+        return state.updated(blocks)
 
     def absorb(
         self,
@@ -1016,13 +1017,13 @@ class Network:
         damping: Scalar | Mapping[str, Scalar],
         check: Check,
     ) -> dict[str, tuple[Any, ...]]:
-        everything = {name: block.statistics for name, block in state.blocks.items()}
         of_blocks = type(damping) is not float and isinstance(damping, Mapping)
         options = self._refresh_options(check, 0.0 if of_blocks else damping)
         tasks: dict[str, tuple[Any, ...]] = {}
         for name in names:
-            statistics: Any = everything[name]
+            statistics: Any = state.blocks[name].statistics
             if self._taken[name]:
+                everything = {n: block.statistics for n, block in state.blocks.items()}
                 statistics = self.shared_factors.completed(name, statistics, everything)
             lam: Any = damping[name] if of_blocks else damping
             if isinstance(lam, np.generic) and not is_numpy_array(statistics.like):

@@ -35,6 +35,7 @@ from kfac_core.damping import DampingRule, require_damping
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached_array, raise_for_flags
+from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Batch
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.operators.operator import CurvatureOperator
@@ -116,13 +117,16 @@ def update_block(
     else:
         rows = block.rows(batch)
         admission.require_place(statistics, rows)
-        rows, outside = admission.with_ids_inside(rows, xp)
+        if isinstance(rows, IdRows):
+            rows, outside = rows.with_ids_inside(xp=xp)
+            flags = flags | outside
         with finite.quiet(options.check, xp=xp):
             new = block.approximation.updated(statistics, rows, block.layer, entered)
             flags = admission.flags_of_update(
-                flags | outside, block.approximation, rows, new, entered
+                flags, block.approximation, rows, new, entered
             )
-    return _settled(admission.with_status(new, flags), statistics, options, name)
+    new = admission.with_status(new, flags)
+    return new if options.deferred else _settled(new, statistics, options, name)
 
 
 def _updated_in_chunks(
@@ -153,8 +157,11 @@ def _sum_of_chunks(
     flags: Any = 0
     for chunk in chunks:
         admission.require_place(empty, chunk)
-        rows, outside = admission.with_ids_inside(chunk, xp)
-        flags = flags | outside | rows.status(xp=xp)
+        rows = chunk
+        if isinstance(rows, IdRows):
+            rows, outside = rows.with_ids_inside(xp=xp)
+            flags = flags | outside
+        flags = flags | rows.status(xp=xp)
         with finite.quiet(options.check, xp=xp):
             part = block.approximation.updated(empty, rows, block.layer, alone)
             total = part if total is None else total.merged(part)
@@ -168,8 +175,6 @@ def _settled(
     new: Statistics, old: Statistics, options: UpdateOptions, name: str
 ) -> Statistics:
     """Return the new statistics; where they are flagged, raise or return the old ones."""
-    if options.deferred:
-        return new
     if options.check == "status":
         return admission.accepted(new, old)
     raise_for_flags(int(new.status), name=name)

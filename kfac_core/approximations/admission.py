@@ -15,14 +15,13 @@ import numpy as np
 from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import UpdateOptions
-from kfac_core.array import Namespace, Status, map_structure, replaced
+from kfac_core.array import Status, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import all_finite, known_finite, known_true
 from kfac_core.array.structure import leaves
 from kfac_core.conventions import Conventions
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.id_rows import IdRows
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "overflow_flags",
     "require_options",
     "require_place",
-    "with_ids_inside",
     "with_status",
 ]
 
@@ -60,10 +58,12 @@ def entering_options(
 
     Python numbers were checked before; a 0-d array that is traced can only be flagged.
     """
-    like = statistics.like
-    xp = ns.own_namespace(like)
-    flags: Any = ns.as_number(statistics.status) * 0
+    status = statistics.status
+    xp, flags = ns.own_namespace(status), ns.as_number(status) * 0
     decay, weight = options.decay, options.weight
+    if type(decay) is float and (weight is None or type(weight) is float):
+        return replaced(options, xp=xp), flags
+    like = statistics.like
     if type(decay) is not float:
         decay = ns.as_scalar(xp, decay, like.dtype, "decay")
     if weight is not None and type(weight) is not float:
@@ -90,11 +90,6 @@ def require_place(statistics: Statistics, rows: Any, /) -> None:
         raise errors.MixedArraysError(
             f"{error} (The statistics stay where their first batch was.)"
         ) from None
-
-
-def with_ids_inside(rows: Any, xp: Namespace, /) -> tuple[Any, Any]:
-    """Return rows whose ids, if they have any, are in range, and a flag of what was not."""
-    return rows.with_ids_inside(xp=xp) if isinstance(rows, IdRows) else (rows, 0)
 
 
 def flags_of_update(

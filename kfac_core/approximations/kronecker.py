@@ -369,7 +369,9 @@ class Kronecker(Approximation):
                 part = part.prepared(*options.factorizations, **reporting)
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
-            made.append(part if exact else options.kept(part))
+            if not (exact or options.keep_matrices):
+                part = options.kept(part)
+            made.append(part)
         scale = ns.as_array(ns.cast(xp, S, apply))
         operator = FactoredKronecker(made[0], made[1], scale)
         if not exact:

@@ -69,8 +69,8 @@ class ScaledIdentity(Approximation):
         """Return the statistics with the update counted; the rows are not read."""
         shares = options.shares(statistics, rows)
         old = statistics.averages["count"]
-        new = old.decayed(options.decay, shares.example_weight)
-        return Statistics({"count": Average(new, new)}, statistics.status)
+        new = old.plus(1.0, decay=options.decay, weight=shares.example_weight)
+        return Statistics({"count": new}, statistics.status)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /

@@ -154,10 +154,7 @@ class TNT(Approximation):
         A = FullFactor().updated(statistics.averages["input"], columns, **common)
         G = FullFactor().updated(statistics.averages["output"], across, **common)
         old = statistics.averages["repeats"]
-        S = Average(
-            old.sum * decay + shares.repeats * shares.example_weight,
-            old.decayed(decay, shares.example_weight),
-        )
+        S = old.plus(shares.repeats, decay=decay, weight=shares.example_weight)
         averages = {"input": A, "output": G, "repeats": S}
         return Statistics(averages, statistics.status)
 

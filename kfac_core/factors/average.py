@@ -71,9 +71,8 @@ class Average:
 
     def factor(self, *, debias: bool) -> Array:
         """Return the factor that turns the sum into the average, or 1, 0-d."""
-        xp = ns.own_namespace(self.weight)
         if not debias:
-            return xp.ones_like(self.weight)
+            return ns.own_namespace(self.weight).ones_like(self.weight)
         return ns.as_array(1.0 / self._divisor())
 
     def _divisor(self) -> Scalar:
@@ -87,25 +86,31 @@ class Average:
             return Average(self.sum.joined(other.sum), self.weight + other.weight)
         return map_structure(lambda a, b: a + b, self, other)
 
-    def decayed(self, decay: Scalar, weight: Scalar, /) -> Array:
-        """Return the weight after an update."""
-        return ns.as_array(ns.as_number(self.weight) * decay + weight)
-
-    def counted(self, decay: Scalar, rows: Scalar | None, /) -> Array | None:
-        """Return the number of rows after an update with more of them."""
+    def following(
+        self,
+        total: Any,
+        rows: Array | float | None,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar,
+    ) -> Average:
+        """Return the average after an update that made a new sum, with so many rows."""
+        weights = ns.as_array(ns.as_number(self.weight) * decay + weight)
         if self.rows is None or rows is None:
-            return None
+            return Average(total, weights)
+        before = ns.as_number(self.rows)
         # A decay of zero leaves nothing of the rows before.
-        if isinstance(decay, ns.NUMBER):
-            keeps: Scalar = float(decay != 0)
-        else:
-            keeps = ns.own_namespace(decay).astype(decay != 0, self.rows.dtype)
-        return ns.as_array(ns.as_number(self.rows) * keeps + rows)
+        if not isinstance(decay, ns.NUMBER):
+            before = before * ns.own_namespace(decay).astype(decay != 0, before.dtype)
+        elif decay == 0:
+            before = before * 0.0
+        return Average(total, weights, ns.as_array(before + rows))
 
     def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with a scalar."""
         total = ns.as_array(ns.as_number(self.sum) * decay + value * weight)
-        return Average(total, self.decayed(decay, weight))
+        return self.following(total, None, decay=decay, weight=weight)
 
     def absorbed(
         self,
@@ -137,8 +142,7 @@ class Average:
             new = self.sum.scaled(decay).joined(other.sum.scaled(scale))
         else:
             new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
-        rows = self.counted(decay, other.rows)
-        return Average(new, self.decayed(decay, share), rows)
+        return self.following(new, other.rows, decay=decay, weight=share)
 
 
 def _is_compressed(total: Any, /) -> bool:

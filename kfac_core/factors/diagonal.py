@@ -56,7 +56,7 @@ class DiagonalFactor:
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale squares``."""
         total = average.sum * decay + squares * scale
-        return Average(total, average.decayed(decay, weight))
+        return average.following(total, None, decay=decay, weight=weight)
 
     def mean_eigenvalue(self, value: Array, /) -> Array:
         """Return ``tr / n``, shape (...)."""

@@ -49,27 +49,26 @@ class FullFactor:
         )
         # Whatever the library keeps of it, the sum has the form that it began with.
         total = SymmetricMatrix(array, held.full_storage and full_storage)
-        counted = average.counted(decay, float(rows.shape[-2]))
-        return Average(total, average.decayed(decay, weight), counted)
+        number = float(rows.shape[-2])
+        return average.following(total, number, decay=decay, weight=weight)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
     ) -> ScaledMatrix:
         """Return the average in a dtype, without a pass over the sum where it has that."""
         total: SymmetricMatrix = average.sum
-        factor = average.factor(debias=debias)
+        factor, rank = average.factor(debias=debias), average.rows
         roundoff = 0.0
         if total.array.dtype != dtype:
             roundoff = ns.roundoff_of(total.array.dtype, xp=xp)
             factor = ns.cast(xp, factor, dtype)
             total = replaced(total, array=ns.cast(xp, total.array, dtype))
+            rank = rank if rank is None else ns.cast(xp, rank, dtype)
         # Of the weights of a stack, one a matrix.
         if factor.ndim:
             factor = xp.reshape(factor, total.array.shape[:-2])
-        rank = average.rows
-        if rank is not None:
-            rank = ns.cast(xp, rank, dtype)
-            rank = xp.reshape(rank, factor.shape) if rank.ndim else rank
+        if rank is not None and rank.ndim:
+            rank = xp.reshape(rank, factor.shape)
         return ScaledMatrix(total, factor, roundoff, rank)
 
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:

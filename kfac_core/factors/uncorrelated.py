@@ -93,7 +93,7 @@ class UncorrelatedFactor:
         covariance = gram(rows - mean) / rows.shape[0]
         new = ChannelMoments(mean, SymmetricMatrix(covariance, full_storage=True))
         total = map_structure(lambda s, c: s * decay + c * weight, average.sum, new)
-        return Average(total, average.decayed(decay, weight))
+        return average.following(total, None, decay=decay, weight=weight)
 
     def mean_eigenvalue(self, value: ChannelMoments, /) -> Array:
         """Return ``tr / n``, 0-d."""

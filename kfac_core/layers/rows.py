@@ -202,7 +202,7 @@ class Rows(OfOutputs):
         if sharing == "expand":
             x = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
             mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
-            if has_weights(mask, xp=xp):
+            if mask is not None and has_weights(mask, xp=xp):
                 mask = xp.sqrt(ns.cast(xp, mask, dtype))
                 x = x * mask[:, None]
             if not self.homogeneous:

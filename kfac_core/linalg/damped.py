@@ -415,7 +415,7 @@ class DampedMatrix(FactorizedProducts):
             made["basis"] = eigendecomposition(self.problem, **options)
         if not made:
             return self
-        if self.applied.array.dtype != self.problem.shift.dtype:
+        if self.narrowed is not None:
             made = {
                 key: self._in_applied_dtype(part, **options)
                 for key, part in made.items()

@@ -43,7 +43,12 @@ from kfac_core.linalg.fallback import (
     untouched,
     with_fallbacks,
 )
-from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    SymmetricMatrix,
+    for_matrices,
+    matrix_trace,
+    multiply_symmetric,
+)
 
 __all__ = [
     "FactorizationProblem",
@@ -247,7 +252,7 @@ def _validity(
 
     Nothing and None where the host knows that all of a stack is valid.
     """
-    shift = ns.as_number(problem.shift)
+    shift = problem.shift
     # The image of an infinite shift is not finite.
     if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
         return (), None
@@ -363,11 +368,12 @@ def _is_stored_well(
     """
     if not problem.roundoff:
         return None
-    noise = problem.roundoff * ns.as_number(problem.factor) * problem.matrix.trace()
-    enough = ns.as_number(noise) <= ERROR_LIMIT * ns.as_number(problem.shift)
+    trace = problem.factor * matrix_trace(problem.matrix.array, xp=xp)
+    most = ERROR_LIMIT / problem.roundoff
+    enough = trace <= most * problem.shift
     if known_true(enough, xp=xp):
         return None
-    return enough | (noise <= ERROR_LIMIT * smallest())
+    return enough | (trace <= most * smallest())
 
 
 def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
@@ -406,7 +412,7 @@ def _judged(
 ) -> tuple[Array, Array, Array, Array]:
     """Return the status, the residual, the clipped mass and the fallback of an attempt."""
     clipped, fallback = untouched(residual, xp)
-    accurate = ns.as_number(residual) <= RESIDUAL_LIMIT
+    accurate = residual <= RESIDUAL_LIMIT
     if stored is not None:
         accurate = accurate & stored
     status = first_flag(

@@ -459,7 +459,12 @@ class CurvatureOperator(LinearMap):
         if not finite.known_finite(result, xp=xp):
             if finite.is_plain(result, xp=xp):
                 _raise_for_product(vector, xp)
-        elif 0 not in product.shape and _has_underflowed(product, vector, divides, xp):
+        elif (
+            0 not in product.shape
+            # One entry is enough for nearly all products.
+            and abs(float(product[(-1,) * product.ndim])) <= 1e-30
+            and _has_underflowed(product, vector, divides, xp)
+        ):
             raise errors.NotFiniteError(
                 "the product with a vector that is not zero is below the range of "
                 f"{product.dtype}. Scale the vector, or take float64."
@@ -633,9 +638,6 @@ def _has_underflowed(
     result: Array, vector: Array, divides: bool, xp: Namespace
 ) -> bool:
     """Whether a product has lost its digits below the smallest normal number."""
-    # One entry is enough for nearly all products.
-    if abs(float(result[(-1,) * result.ndim])) > 1e-30:
-        return False
     smallest = ns.smallest_normal_of(result.dtype, xp=xp)
     largest = float(xp.max(xp.abs(result)))
     if not largest < smallest or (largest == 0 and not divides):
