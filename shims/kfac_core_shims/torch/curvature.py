@@ -18,7 +18,7 @@ from kfac_core_shims.torch.likelihoods import Criterion
 from kfac_core_shims.torch.loss_checks import LossCheck
 from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
 from kfac_core_shims.torch.passes import Observation, PassRecorder
-from kfac_core_shims.torch.sites import Found
+from kfac_core_shims.torch.sites import Found, Site
 from kfac_core_shims.torch.weights import (
     balance,
     have_weights,
@@ -38,8 +38,10 @@ class Curvature(kc.integration.NaturalGradient):
         With a block for each site.
     model : torch.nn.Module
         The model, without wrappers.
+    sites : dict of str to Site
+        The blocks that have an approximation.
     found : Found
-        Its blocks, and the modules that use them.
+        All of its blocks, and the modules that use them.
     division : Division or None
         How parameters are divided among processes.
     criterion : Criterion
@@ -56,6 +58,7 @@ class Curvature(kc.integration.NaturalGradient):
         /,
         *,
         model: Any,
+        sites: dict[str, Site],
         found: Found,
         division: Any,
         criterion: Criterion,
@@ -72,7 +75,7 @@ class Curvature(kc.integration.NaturalGradient):
         self.output, self.overlap = output, overlap
         self._division, self._keep = division, keep
         super().__init__(estimator, reduction=criterion.reduction, **schedule)
-        self.sites = dict(found.sites)
+        self.sites = sites
         self._collects = self._is_balanced = False
         self._coverage = Coverage(
             model, self.sites, found.reasons, watches=division is None

@@ -222,6 +222,7 @@ class KFAC(Curvature):
         super().__init__(
             estimator,
             model=plain,
+            sites={name: found.sites[name] for name in chosen},
             found=found,
             division=division,
             criterion=likelihoods.criterion_of(likelihood, reduction),
