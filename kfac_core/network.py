@@ -743,8 +743,9 @@ class Network:
         held = state.blocks[name]
         operator = held.operator
         if operator is None or (type(held.refreshes) is int and not held.refreshes):
+            self._require_ready(state, name)
             raise errors.NotReadyError(
-                f"Block {name!r} has no operator yet; call `update` and `refresh` first."
+                f"Block {name!r} has no operator yet; call `refresh` first."
             )
         return operator
 

@@ -69,6 +69,7 @@ _BLOCK = {"layer", "approximation", "values"}
 _LARGEST_COUNT = 2**31 - 1
 _LARGEST_ROUNDOFF = 2.0**-10
 """Relative roundoff of the widest errors that statistics are stored with."""
+_ALL_FLAGS = functools.reduce(operators.or_, Status).value
 _LARGEST_UNKNOWN = 2**28
 """How many numbers an array may hold that no statistic is as large as."""
 
@@ -355,7 +356,8 @@ class _Values:
             parts = like.items()
             return {n: self.read(_below(path, n), Any, part) for n, part in parts}
         if type(like) in (int, float):
-            return self.number(path, like)
+            flags = path.rpartition(".")[2] == "status"
+            return self.number(path, like, most=_ALL_FLAGS if flags else None)
         cls: Any = _structure_in(hint) if like is None else type(like)
         if like is None and NoneType in get_args(hint) and not self.holds(path):
             return None
@@ -399,6 +401,7 @@ class _Values:
             or not least <= value <= most
         ):
             expected = f"a finite {type(like).__name__} of at least {least}"
+            expected += f" and at most {most:g}" if most < _LARGEST_COUNT else ""
             raise _problem(path, expected, shown(value))
         return value
 

@@ -280,8 +280,10 @@ DOCUMENTS = {
     "half a burn-in": (_settings(burn_in=0.5), "burn_in"),
     "a huge roundoff": (
         _values(**{"operator.input.problem.roundoff": 1e300}),
-        "roundoff.*got 1e[+]300",
+        "roundoff.*at most 0.000976562, got 1e[+]300",
     ),
+    "a flag of nothing": (_values(status=1 << 20), "status.*got 1048576"),
+    "no flags at all": (_values(status=-(2**31)), "status.*got -2147483648"),
     "a negative burn-in": (_settings(burn_in=-1), "burn_in.*at least 0, got -1"),
     "a huge weight": (_settings(weight=1e308), "weight.*1e20.*got 1e[+]308"),
     "a tiny weight": (_settings(weight=1e-300), "weight.*got 1e-300"),

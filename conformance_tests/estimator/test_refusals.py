@@ -388,9 +388,10 @@ def test_calls_before_their_time_are_refused(backend, arrays):
     for match, act in (
         ("Block 'fc2'.*call `update` first", lambda: held.refresh(["fc1", "fc2"])),
         (
-            "Block 'fc1'.*call `update` and `refresh` first",
+            "Block 'fc1' has no operator yet; call `refresh` first",
             lambda: held.precondition({"fc1": vectors(backend)}),
         ),
+        ("Block 'fc2'.*call `update` first", lambda: held.operator("fc2")),
     ):
         assert_refused(held, kc.NotReadyError, match, act)
 

@@ -434,7 +434,7 @@ def test_gradients_that_are_not_averages_are_refused_on_all_ranks():
     assert run_ranks(3, lambda c: on_a_rank(c, averages=True)) == [1] * 3
 
 
-def test_ranks_with_another_clip_or_rate_are_found():
+def test_ranks_with_another_clip_rate_or_damping_are_found():
     """Each would go its own way; also of the optimizer that is one itself."""
     first = network()
 
@@ -449,7 +449,11 @@ def test_ranks_with_another_clip_or_rate_are_found():
         averaged(model, communicator)
         return refused(kfac.step)
 
-    for name, said in (("kl_clip", "kl_clip=0.01 "), ("lr", "learning rate of 0.01")):
+    for name, said in (
+        ("kl_clip", "kl_clip=0.01 "),
+        ("lr", "learning rate of 0.01"),
+        ("damping", "damping 0.01"),
+    ):
         for kind, text in run_ranks(3, lambda c, name=name: on_a_rank(c, name)):
             assert kind is kc.distributed.ReplicaError
             assert said in text

@@ -668,6 +668,10 @@ class NaturalGradient:
     ) -> str:
         """Return what decides which stages the next step has, and what they send."""
         bound, rate = self._clip_options()
+        damping = self.estimator.damping
+        dampings = damping.values() if isinstance(damping, Mapping) else [damping]
+        # An array stays on its device.
+        numbers = sorted(f"{d:.6g}" for d in dampings if type(d) is float)
         parts = [
             f"step {self.steps}",
             f"with statistics: {self.wants_statistics}",
@@ -675,6 +679,7 @@ class NaturalGradient:
             f"bases: {self._due('bases_every', self.bases_every)}",
             f"reduction {self.reduction}",
             f"kl_clip={bound} for a learning rate of {rate:.6g}",
+            f"damping {', '.join(numbers)}",
             f"gradients of {sorted(gradients)}",
             f"begun before they were known: {background}",
         ]
