@@ -55,7 +55,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.certificate import Spectrum, eigenspace_starts, undetermined
+from kfac_core.linalg.certificate import Spectrum, eigenvalues_apart, undetermined
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
 from kfac_core.linalg.groups import split_groups
@@ -401,10 +401,13 @@ def _spectrum(statistics: Statistics, side: str) -> Spectrum:
 def _of_eigenspaces(E: Array, statistics: Statistics, xp: Namespace) -> Array:
     """Return E with its mean over each pair of eigenspaces, which no basis changes."""
     for side, basis in statistics.bases.items():
-        starts = eigenspace_starts(Spectrum(basis.eigenvalues, basis.error), xp=xp)
-        if finite.known_true(starts, xp=xp):
+        w = basis.eigenvalues
+        apart = eigenvalues_apart(Spectrum(w, basis.error), xp=xp)
+        if finite.known_true(apart, xp=xp):
             continue
-        number = xp.cumulative_sum(xp.astype(starts, xp.int32), axis=-1)
+        # The decomposition of zeros is that of no matrix: its basis is the coordinates.
+        ends = xp.astype(apart | xp.all(w == 0, axis=-1, keepdims=True), xp.int32)
+        number = xp.cumulative_sum(ends, axis=-1, include_initial=True)
         same = number[..., :, None] == number[..., None, :]
         same = xp.astype(same, E.dtype)
         mean = same / xp.sum(same, axis=-1, keepdims=True)  # symmetric
