@@ -46,6 +46,7 @@ from kfac_core.linalg.fallback import (
 from kfac_core.linalg.symmetric import (
     SymmetricMatrix,
     for_matrices,
+    matrix_diagonal,
     matrix_trace,
     multiply_symmetric,
 )
@@ -373,7 +374,25 @@ def _is_stored_well(
     enough = trace <= most * problem.shift
     if known_true(enough, xp=xp):
         return None
-    return enough | (trace <= most * smallest())
+    # An entry is off by its own roundoff, so that the norm of all errors is at most
+    # u |B|_F, far below the trace where many eigenvalues share it.
+    size = problem.factor * _frobenius_norm(problem.matrix, xp)
+    enough = size <= most * problem.shift
+    if known_true(enough, xp=xp):
+        return None
+    return enough | (size <= most * smallest())
+
+
+def _frobenius_norm(matrix: SymmetricMatrix, xp: Namespace) -> Array:
+    """Return ``|B|_F`` of what is finite, shape (...), from the lower triangle."""
+    lower = xp.tril(matrix.array)
+    lower = xp.where(xp.isfinite(lower), lower, xp.zeros_like(lower))
+    largest = xp.max(xp.abs(lower), axis=(-2, -1), keepdims=True)
+    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+    scaled = lower / unit
+    diagonal = matrix_diagonal(scaled, xp=xp)
+    twice = 2.0 * xp.sum(scaled * scaled, axis=(-2, -1))
+    return unit[..., 0, 0] * xp.sqrt(twice - xp.sum(diagonal * diagonal, axis=-1))
 
 
 def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
