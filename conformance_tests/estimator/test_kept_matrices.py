@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import leaves
+from kfac_core.array.structure import leaves, replaced
 from kfac_core.linalg.damped import FactorizedMatrix
 
 from ..builders import reference
@@ -286,12 +286,17 @@ def test_equal_blocks_and_shared_factors(backend, rng):
 
 
 def test_a_failed_refresh_keeps_the_operator(backend, rng):
-    """Reported in the status, where the damping is below what its dtype holds."""
+    """Reported in the status, where a sum is not finite."""
     x, g, _, _ = moments(rng)
     V = rng.normal(size=(N, M))
     estimator = refreshed(backend, x, g)
     before = product(backend, estimator, V)
-    estimator.damping = backend.asarray(np.asarray(1e-310))
+    statistics = estimator.state["a"].statistics
+    average = statistics.averages["input"]
+    spoiled = replaced(average, sum=average.sum.scaled(math.nan))
+    statistics = replaced(statistics, averages=statistics.averages | {"input": spoiled})
+    broken = replaced(estimator.state["a"], statistics=statistics)
+    estimator.state = estimator.state.updated({"a": broken})
 
     estimator.refresh(check="status")
 
