@@ -363,7 +363,7 @@ def types_of_pages(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
-    session.install("-e", ".[records]", *group("docs"))
+    session.install("-e", ".[records,scipy]", *group("docs"))
     session.run(
         "sphinx-build",
         "-nTW",
