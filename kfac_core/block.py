@@ -1,7 +1,7 @@
 """A block pairs a layer with an approximation.
 
 Conventions.  A block holds no arrays.  What is computed for one block, its update, its
-refresh and its products, are the functions of ``kfac_core.stages``.
+refresh and its products, are the functions of the module ``stages``.
 """
 
 from __future__ import annotations

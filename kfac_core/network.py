@@ -3,7 +3,7 @@
 A `Network` describes blocks by name, conventions and sharing, without arrays.
 `Network.update` and `Network.refresh` take a `NetworkState` and return a new one;
 `Network.precondition` returns products.  Each is a loop of a stage
-(``kfac_core.stages``) over blocks, which an executor runs.
+(module ``stages``) over blocks, which an executor runs.
 
 A state is a pytree: ``jax.jit(network.update)`` works.  Traced code cannot raise, so each
 stage takes ``check``.  With ``"raise"`` it reads the flags once and raises.  With

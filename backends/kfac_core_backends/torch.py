@@ -377,6 +377,8 @@ def host_computes(*, xp: Any, flops: int = 0, dtype: Any = None) -> bool:
 
 def host_view(x: Any, /, *, xp: Any) -> Any:
     """Return a NumPy array on the memory of a plain tensor on the CPU."""
+    if not isinstance(x, torch.Tensor):
+        return None
     dense = x.layout is torch.strided and not x.is_nested
     return x.numpy() if dense and x.dtype in _SEEN and _plain(x) else None
 
