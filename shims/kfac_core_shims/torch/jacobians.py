@@ -85,7 +85,6 @@ class JacobianFinder:
             reasons |= missing
         layers: dict[str, Any] = {}
         derivatives: dict[str, Any] = {}
-        covered: set[int] = set()
         for name, site in self._found.sites.items():
             uses = [rows.get(name) for rows, _ in terms]
             if name in reasons or all(use is None for use in uses):
@@ -95,7 +94,14 @@ class JacobianFinder:
                 reasons[name] = "its uses differ between the terms of the loss"
                 continue
             layers[name], derivatives[name] = site.layer, batch
-            covered |= {id(p) for p in site.parameters.values()}
+        for name in self._unlike_autograd(residuals, scales, layers, derivatives):
+            reasons[name] = "the residuals mix examples, as batch norm in training does"
+            del layers[name], derivatives[name]
+        covered = {
+            id(p)
+            for name in layers
+            for p in self._found.sites[name].parameters.values()
+        }
         self.formed = {}
         rest = {n: p for n, p in self._parameters.items() if id(p) not in covered}
         formed = self._formed(residuals, scales, rest)
@@ -176,6 +182,46 @@ class JacobianFinder:
                 reasons[name] = problem
         return {n: c for n, c in rows.items() if n not in reasons}, reasons
 
+    def _unlike_autograd(
+        self,
+        residuals: Sequence[Any],
+        scales: Sequence[float],
+        layers: dict[str, Any],
+        derivatives: dict[str, Any],
+    ) -> list[str]:
+        """Return the layers of which ``J^T c`` by rows is not what autograd computes.
+
+        Rows are found from the sum of the residuals, so that one that depends on several
+        examples would count for the wrong ones; for an uneven c the two then differ.
+        """
+        if not layers:
+            return []
+        count = sum(r.numel() for r in residuals)
+        first = residuals[0]
+        c = torch.arange(count, dtype=first.dtype, device=first.device).cos()
+        pieces = c.split([r.numel() for r in residuals])
+        vectors = [
+            piece.reshape(r.shape) for piece, r in zip(pieces, residuals, strict=True)
+        ]
+        gradients = torch.autograd.grad(
+            list(residuals),
+            self.parameters,
+            [v * scale for v, scale in zip(vectors, scales, strict=True)],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        by_autograd = dict(zip(self.parameters, gradients, strict=True))
+        J = kc.samples.Jacobian.of(layers, derivatives)
+        joined_vectors = torch.cat(vectors).reshape(J.sample_shape)
+        by_rows = J.multiply_transposed(joined_vectors)
+        expected = self.vectors(by_autograd, J)
+        limit = torch.finfo(first.dtype).eps ** 0.5
+        return [
+            name
+            for name, parts in by_rows.items()
+            if any(_differ(x, expected[name][role], limit) for role, x in parts.items())
+        ]
+
     def _formed(
         self, residuals: Sequence[Any], scales: Sequence[float], rest: dict[str, Any]
     ) -> dict[str, Any]:
@@ -198,6 +244,11 @@ class JacobianFinder:
                     g = p.new_zeros(r.numel(), *p.shape)
                 parts[name].append(g.detach().reshape(*r.shape, *p.shape))
         return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def _differ(x: Any, y: Any, limit: float) -> bool:
+    y = y.to(x.dtype)
+    return bool((x - y).norm() > limit * (x.norm() + y.norm()))
 
 
 def _place(site: Site, parts: Any, targets: dict[Any, Any]) -> None:
