@@ -172,7 +172,6 @@ from .errors import (
     UnsupportedError as UnsupportedError,
 )
 from .estimator import Estimator as Estimator
-from .factors.damped import damped_factor as damped_factor
 from .factors.statistics import Statistics as Statistics
 from .influence.network import Influence as Influence
 from .layers.chain import Chain as Chain
@@ -287,7 +286,6 @@ __all__ = [
     "asarray",
     "batch_moments",
     "backend_names",
-    "damped_factor",
     "enable_float64",
     "gram",
     "levenberg_marquardt",

@@ -105,6 +105,23 @@ class Block:
         place = Place(xp, dtype, ns.device_of(like))
         return self.approximation.initial(self.layer, place)
 
+    def first_statistics(
+        self,
+        batch: BatchLike,
+        /,
+        *,
+        precision: Precision,
+        max_patch_elements: int | None,
+        name: str,
+    ) -> Statistics:
+        """Return zero statistics in the library of a first batch, which is validated."""
+        try:
+            # The first chunk of examples is enough.
+            chunks = self.row_parts(batch, max_patch_elements=max_patch_elements)
+            return self.initial(next(iter(chunks)).like, precision=precision)
+        except errors.KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+
     def rows(self, batch: BatchLike, /) -> Any:
         """Return the rows of a batch, from which statistics are computed.
 
@@ -134,10 +151,12 @@ class Block:
         for use in batch:
             constraints.require_kind("batch", use, Batch | GradientBatch, _BATCHES)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
-        if not uses or not all(isinstance(use, Rows) for use in uses):
+        constraints.require_any("batch", uses)
+        if not all(isinstance(use, Rows) for use in uses):
             raise errors.UnsupportedError(
-                "Several uses of one layer need at least one `Batch` each, of a dense or "
-                "conv layer."
+                "Expected several uses of one layer to be batches of rows, of a dense or "
+                f"conv layer; got {[type(use).__name__ for use in uses]}. Give a single "
+                "batch."
             )
         return join_uses(uses)
 
@@ -162,10 +181,9 @@ class Block:
             rows, _ = rows.with_ids_inside(xp=xp)
         require_known_rows(rows, conventions.reduction)
         dtype = ns.wide_dtype(xp, rows.like.dtype)
-        scale = conventions.gradient_scale(
-            examples=rows.examples, rows=rows.kept(dtype, xp=xp)
-        )
-        return rows.gradient_sum(dtype, xp=xp) * (scale / rows.examples)
+        R, N, _ = rows.counts(dtype, xp=xp)
+        scale = conventions.gradient_scale(examples=N, rows=R)
+        return rows.gradient_sum(dtype, xp=xp) * (scale / N)
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn parameter-shaped arrays into the block's matrix ``(in(+1), out)``."""
@@ -219,11 +237,7 @@ class Block:
         if max_patch_elements is None or not (isinstance(layer, Conv) and has_patches):
             yield self.rows(batch)
             return
-        if isinstance(batch, list | tuple):
-            raise errors.UnsupportedError(
-                "Several uses of a convolution are rows of one example, and are not read "
-                "in chunks. Give a smaller batch, or no `max_patch_elements`."
-            )
-        constraints.require_kind("batch", batch, Batch, "a `Batch`")
+        one = "a `Batch`, or `max_patch_elements` to be None"
+        constraints.require_kind("batch", batch, Batch, one)
         chunks: Batch = batch  # type: ignore[assignment]
         yield from layer.row_chunks(chunks, max_patch_elements=max_patch_elements)

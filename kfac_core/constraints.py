@@ -12,13 +12,22 @@ not read, since it may be traced or on a device.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from types import UnionType
-from typing import Any, NamedTuple
+from types import EllipsisType, NoneType, UnionType
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import array_api_compat
 import numpy as np
@@ -26,6 +35,7 @@ import numpy as np
 from kfac_core import errors
 
 __all__ = [
+    "annotated",
     "Constraint",
     "either",
     "implementation_of",
@@ -35,16 +45,25 @@ __all__ = [
     "number",
     "one_of",
     "optional",
+    "require_any",
     "require_check",
     "require_flag",
     "require_kind",
+    "require_names",
     "require_one_of",
     "require_options",
+    "require_ordered",
     "require_range",
+    "require_same",
+    "require_shape",
     "shown",
     "tuple_of",
     "unknown_block",
 ]
+
+T = TypeVar("T")
+
+_ANNOTATED: dict[Any, dict[str, Any]] = {}
 
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
@@ -235,6 +254,7 @@ SIZE = integer(1, errors.ShapeError)
 NOT_NEGATIVE = number(*_NOT_NEGATIVE)
 POSITIVE = number(*_POSITIVE)
 LIMIT_SCALAR = number("a number > 0", lambda x: x > 0.0, arrays=True)
+FINITE = number("a finite number", math.isfinite)
 FINITE_SCALAR = number("a finite number", math.isfinite, arrays=True)
 FRACTION = number("a number in (0, 1)", lambda x: 0.0 < x < 1.0, errors.DampingError)
 NOT_NEGATIVE_SCALAR = number(*_NOT_NEGATIVE, arrays=True)
@@ -277,11 +297,40 @@ def require_options(options: object, /, **constraints: Constraint) -> None:
     options : object
         Instance of a class of options, or a mapping of options.
     **constraints : Constraint
-        What is expected, by field.
+        What is expected, by field.  A flag and one of several strings need no constraint
+        here: the annotations ``bool`` and ``Literal[...]`` of a dataclass are one.
     """
-    for name, constraint in constraints.items():
-        value = options[name] if isinstance(options, dict) else getattr(options, name)
-        require_range(name, value, constraint)
+    if isinstance(options, dict):
+        values, expected = options, constraints
+    else:
+        values = {name: getattr(options, name) for name in vars(options)}
+        kind: Any = type(options)
+        expected = {**_ANNOTATED.get(kind, {}), **constraints}
+    for name, constraint in expected.items():
+        require_range(name, values[name], constraint)
+
+
+def annotated(cls: type[T], /) -> type[T]:
+    """Remember the constraints that a dataclass's annotations are; its decorator.
+
+    When the class is made, since function compilers cannot read annotations.
+    """
+    found = {name: _of_annotation(hint) for name, hint in get_type_hints(cls).items()}
+    fields = getattr(cls, "__dataclass_fields__", ())
+    _ANNOTATED[cls] = {n: c for n, c in found.items() if c is not None and n in fields}
+    return cls
+
+
+def _of_annotation(hint: Any) -> Constraint | None:
+    """Return the constraint of a flag, or of one of several strings, perhaps of None."""
+    if hint is bool:
+        return FLAG
+    if get_origin(hint) is Literal:
+        return one_of(*get_args(hint))
+    literal, *others = get_args(hint) or (None,)
+    if get_origin(literal) is Literal and others == [NoneType]:
+        return one_of(*get_args(literal), None)
+    return None
 
 
 def require_one_of(name: str, value: object, known: tuple[str, ...], /) -> None:
@@ -323,6 +372,136 @@ def require_kind(
             f"Expected `{name}` to be {expected}, got {type(value).__name__}: "
             f"{shown(value)}."
         )
+
+
+def require_shape(
+    name: str, x: Any, shape: tuple[int | str | EllipsisType, ...], hint: str = "", /
+) -> None:
+    """Raise `ShapeError` unless an array has a shape.
+
+    Parameters
+    ----------
+    name : str
+        Name used in the error message.
+    x : array
+        What came.
+    shape : tuple
+        Lengths of axes: a number; a letter for any length of at least 1, the same one
+        wherever the letter stands; and, once at most, ``...`` for any number of axes.
+    hint : str
+        The next step.
+
+    Raises
+    ------
+    ShapeError
+        Naming the array, its shape and what is expected.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core import errors
+    >>> from kfac_core.constraints import require_shape
+    >>> try:
+    ...     require_shape("covariance", np.ones((4, 2, 3)), (..., "n", "n"))
+    ... except errors.ShapeError as error:
+    ...     print(error)
+    Expected `covariance` to have shape (..., n, n), got (4, 2, 3).
+    """
+    axes = tuple(x.shape)
+    if not _has_shape(axes, shape):
+        parts = ["..." if length is ... else f"{length}" for length in shape]
+        expected = ", ".join(parts) + "," * (len(parts) == 1)
+        raise errors.ShapeError(
+            f"Expected `{name}` to have shape ({expected}), got {axes}.{' ' * bool(hint)}"
+            f"{hint}"
+        )
+
+
+def _has_shape(axes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
+    if ... in shape:
+        further = len(axes) - len(shape) + 1
+        front = shape.index(...)
+        if further < 0:
+            return False
+        axes = (*axes[:front], *axes[front + further :])
+        shape = (*shape[:front], *shape[front + 1 :])
+    if len(axes) != len(shape):
+        return False
+    lengths: dict[str, int] = {}
+    for axis, length in zip(axes, shape, strict=True):
+        if isinstance(length, str):
+            if axis < 1:
+                return False
+            length = lengths.setdefault(length, axis)
+        if axis != length:
+            return False
+    return True
+
+
+def require_any(name: str, values: Any, /) -> None:
+    """Raise `ShapeError` where a sequence or mapping is empty."""
+    if not values:
+        raise errors.ShapeError(f"Expected at least one of `{name}`, got none.")
+
+
+def require_names(
+    name: str,
+    values: Iterable[str],
+    names: Iterable[str],
+    hint: str = "",
+    /,
+    *,
+    error: type[errors.KFACError] = errors.UnknownBlockError,
+) -> None:
+    """Raise unless the keys of a mapping are exactly those that are expected.
+
+    Parameters
+    ----------
+    name : str
+        Name used in the error message.
+    values : iterable of str
+        The mapping, or its keys.
+    names : iterable of str
+        The keys that are expected.
+    hint : str
+        The next step.
+    error : type
+        What is raised.
+    """
+    came, expected = list(values), list(names)
+    if set(came) != set(expected):
+        missing, unknown = (
+            [n for n in some if n not in others]
+            for some, others in ((expected, came), (came, expected))
+        )
+        raise error(
+            f"Expected `{name}` of {shown(expected)[1:-1]}; missing {shown(missing)}, "
+            f"unknown {shown(unknown)}.{' ' * bool(hint)}{hint}"
+        )
+
+
+def require_same(
+    what: str,
+    values: Mapping[str, Any],
+    hint: str = "",
+    /,
+    *,
+    error: type[errors.KFACError] = errors.ShapeError,
+) -> None:
+    """Raise unless all values of a mapping are equal; `what` is said in the message."""
+    if len(set(values.values())) > 1:
+        raise error(
+            f"Expected one and the same {what}, got {values}.{' ' * bool(hint)}{hint}"
+        )
+
+
+def require_ordered(**numbers: Any) -> None:
+    """Raise `DampingError` unless numbers, in the order of the arguments, do not fall."""
+    values = [*numbers.values()]
+    if not all(a <= b for a, b in itertools.pairwise(values)):
+        order = " <= ".join(f"`{name}`" for name in numbers)
+        came = " and ".join(map(str, values))
+        raise errors.DampingError(f"Expected {order}, got {came}.")
 
 
 def unknown_block(

@@ -27,7 +27,7 @@ and the M sources (vectors backpropagated for one batch) are combined by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core import constraints
 from kfac_core.array import Scalar
@@ -38,6 +38,7 @@ LossReduction = Literal["sum", "mean", "mean_rows"]
 SourceReduction = Literal["sum", "mean"]
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Scaling of the output gradients that a framework computes.
@@ -74,11 +75,7 @@ class Conventions:
     sources: SourceReduction
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            reduction=constraints.one_of(*get_args(LossReduction)),
-            sources=constraints.one_of(*get_args(SourceReduction)),
-        )
+        constraints.require_options(self)
 
     def outer_product_scale(
         self, *, examples: int, rows: Scalar, sources: int

@@ -197,14 +197,9 @@ def levenberg_marquardt(
     require_damping(damping)
     constraints.require_range("reduction_ratio", reduction_ratio, _RATIO)
     constraints.require_range("decay", decay, _FACTOR_DOWN)
-    if not 0.0 <= minimum <= maximum:
-        raise errors.DampingError(
-            f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
-        )
-    if not lower <= upper:
-        raise errors.DampingError(
-            f"Expected `lower` <= `upper`, got {lower} and {upper}."
-        )
+    constraints.require_range("minimum", minimum, constraints.DAMPING)
+    constraints.require_ordered(minimum=minimum, maximum=maximum)
+    constraints.require_ordered(lower=lower, upper=upper)
     scalars = damping, reduction_ratio
     arrays = [x for x in scalars if not isinstance(x, ns.NUMBER)]
     if arrays:

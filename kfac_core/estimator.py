@@ -46,7 +46,7 @@ from kfac_core.operators.operator import (
 from kfac_core.options import Averaging, Execution, Refreshing, Sharing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
-from kfac_core.stages import PREPARE, Executor
+from kfac_core.stages import EXECUTOR, PREPARE, Executor
 from kfac_core.state import NetworkState
 
 __all__ = ["Estimator"]
@@ -148,13 +148,18 @@ class Estimator:
 
     Notes
     -----
+    Shapes: a block with an n x n and an m x m factor has a matrix V of n rows and m
+    columns; for a dense layer ``n = in`` (``in + 1`` with a bias) and ``m = out``.
+
+    Units: F is the curvature of the loss of one example; the damping has the same unit.
+
     Cost for a block with an n x n and an m x m factor: ``R (n^2 + M m^2)`` flops for an
     update with R rows and M backpropagated vectors, ``n^3 + m^3`` for a refresh,
     ``2 n m (n + m)`` for `precondition`, which never synchronizes with the device.
 
     References
     ----------
-    Martens and Grosse (2015), arXiv:1503.05671.
+    Martens and Grosse (2015), arXiv:1503.05671, sections 4.2, 5, 6.3 and 8.
 
     Examples
     --------
@@ -192,17 +197,12 @@ class Estimator:
     ) -> None:
         constraints.require_options(
             locals(),
-            blocks=constraints.mapping_to(constraints.instance_of(Block)),
             decay=constraints.DECAY,
             mode=constraints.one_of(*get_args(EstimationMode), None),
-            refreshing=constraints.optional(constraints.instance_of(Refreshing)),
         )
         if not isinstance(execution, (Execution, Distributed)):
-            constraints.require_range(
-                "execution",
-                execution,
-                constraints.optional(constraints.implementation_of(Executor)),
-            )
+            of_kind = constraints.optional(EXECUTOR)
+            constraints.require_range("execution", execution, of_kind)
         options = execution if isinstance(execution, Execution) else Execution()
         if isinstance(execution, Distributed):
             options = execution.execution
@@ -248,7 +248,7 @@ class Estimator:
 
     @damping.setter
     def damping(self, damping: Scalar | Mapping[str, Scalar]) -> None:
-        self.network.require_damping(damping)
+        self.network.layers.require_damping(damping)
         self._damping = dict(damping) if isinstance(damping, Mapping) else damping
 
     @property
@@ -296,14 +296,21 @@ class Estimator:
         ----------
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
             Inputs and output gradients of each block's layer; omitted blocks are
-            unchanged.
+            unchanged.  A sequence holds several uses of one layer in each example, which
+            are treated as shared positions of one weight.
         check : {"raise", "status"}
-            Whether rows that are not finite raise, or set ``state[name].status``.
+            ``"raise"`` raises if a batch is not finite in any block, and synchronizes with
+            the device once.  ``"status"`` then sets ``state[name].status`` and leaves all
+            blocks unchanged.
 
         Raises
         ------
-        KFACError
-            See `Network.update`, which documents the arguments further.
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError
+            For unknown names and incompatible arrays, in either mode.
+        ConventionError
+            If only some uses of a tied weight, or only some layers of a chain, are given.
+        NotFiniteError
+            If rows are not finite (``check="raise"``); names the block and the argument.
         """
         with self._change as before:
             after = self.network.update(
@@ -318,6 +325,9 @@ class Estimator:
     def absorb(self, moments: Mapping[str, Statistics], /) -> None:
         """Accumulate the merged statistics of a batch that was processed in parts.
 
+        Equal to one `update` with the whole batch up to rounding, for any sizes of the
+        parts.
+
         Parameters
         ----------
         moments : mapping of str to Statistics
@@ -327,8 +337,10 @@ class Estimator:
 
         Raises
         ------
-        KFACError
-            See `Network.absorb`.
+        ArgumentError, UnknownBlockError, ShapeError
+            For anything but statistics of this network's blocks.
+        ConventionError
+            For second moments in other bases.
         """
         with self._change as before:
             after = self.network.absorb(
@@ -337,18 +349,7 @@ class Estimator:
             self._install(before, after)
 
     def reset(self, name: str, /) -> None:
-        """Make one block as it was before its first batch; see `Network.reset`.
-
-        Parameters
-        ----------
-        name : str
-            Name of the block.
-
-        Raises
-        ------
-        UnknownBlockError
-            For an unknown block name.
-        """
+        """Make one block as it was before its first batch."""
         self.state = self.network.reset(self.state, name)
         self._resets[name] = object()
 
@@ -360,7 +361,7 @@ class Estimator:
         moments: MomentStart,
         check: Check = "raise",
     ) -> None:
-        """Recompute the eigenbases of `Eigen` (EKFAC) blocks; see `Network.rebase`.
+        """Recompute the eigenbases of `Eigen` (EKFAC) blocks.
 
         Call it before the first `refresh` of such a block, and from then on less often
         than `refresh`: the eigendecompositions cost about ten times as much.  Operators are
@@ -375,12 +376,19 @@ class Estimator:
             factors, transformed from the old bases, or at zero.  After ``"zero"``, call
             `update` before the next refresh.
         check : {"raise", "status"}
-            Whether a failed eigendecomposition raises, or sets a flag.
+            ``"raise"`` raises if an eigendecomposition fails, and synchronizes with the
+            device.  ``"status"`` then keeps the old bases and sets a flag.
 
         Raises
         ------
-        KFACError
-            See `Network.rebase`; all blocks then keep their bases.
+        UnknownBlockError, UnsupportedError, NotReadyError
+            For a name that is no block, a block without bases, or without statistics.
+        NotFiniteError, FactorizationError
+            If no accurate basis was found for a factor (``check="raise"``).
+
+        Notes
+        -----
+        About ``9 (n^3 + m^3)`` flops per block.
         """
         with self._change as before:
             after = self.network.rebase(
@@ -402,14 +410,21 @@ class Estimator:
         names : iterable of str, optional
             Blocks to refresh; by default all that have statistics.
         check : {"raise", "status"}
-            Whether a failed factorization raises, beyond
-            ``Refreshing.failure_budget``, or sets ``state[name].status``.
+            With ``"raise"``, a failed factorization goes through the fallback chain
+            (working precision, then float64, then clipped eigenvalues) and raises if all
+            fail, which synchronizes with the device a few times per block.  With
+            ``"status"``, it sets ``state[name].status`` and the block keeps its operator.
 
         Raises
         ------
-        KFACError
-            See `Network.refresh`.  The state is then unchanged; the count of failures
-            includes only refreshes that returned.
+        UnknownBlockError, NotReadyError
+            For an unknown block name, or a block without statistics or bases.
+        DampingError
+            For a damping that is negative or not finite.
+        NotFiniteError, FactorizationError
+            If a block that cannot be factorized has no previous operator, or exceeds
+            ``Refreshing.failure_budget`` (``check="raise"``).  Within the budget the block
+            keeps its operator and counts a failure.
         """
         with self._change as before:
             after = self.network.refresh(
@@ -444,7 +459,7 @@ class Estimator:
         Raises
         ------
         UnknownBlockError, NotReadyError
-            For an unknown block name, or a block without statistics.
+            As `refresh`.
 
         Notes
         -----
@@ -475,31 +490,13 @@ class Estimator:
                 )
             unchanged = [n for n in ready if self._resets.get(n) is resets.get(n)]
             with self._change as before:
-                after = network.with_operators_of(
-                    before, made, started, names=unchanged
-                )
+                after = before.with_operators_of(made, started, unchanged)
                 self._install(before, after)
 
         return BackgroundRefresh(refreshed, install)
 
     def operator(self, name: str, /) -> CurvatureOperator:
-        """Return a block's operator as of its last refresh; see `Network.operator`.
-
-        Parameters
-        ----------
-        name : str
-            Name of the block.
-
-        Returns
-        -------
-        CurvatureOperator
-            Immutable operator.
-
-        Raises
-        ------
-        UnknownBlockError, NotReadyError
-            For an unknown block name, or before the block's first refresh.
-        """
+        """Return a block's operator as of its last refresh, or raise `NotReadyError`."""
         return self.network.operator(self.state, name)
 
     def precondition(
@@ -523,7 +520,7 @@ class Estimator:
         Raises
         ------
         KFACError
-            See `Network.precondition`.
+            See `apply`.
         """
         if "inverse" not in self.network.refreshing.factorizations:
             return self.apply("multiply_inverse", gradients)
@@ -550,7 +547,8 @@ class Estimator:
             The name of a method of `CurvatureOperator` that takes and returns a
             vector, such as ``"multiply_matpower"``.
         vectors : mapping of str to mapping of str to array
-            Vectors of some or all blocks, by parameter.
+            Vectors of some or all blocks, by parameter.  An embedding's weight may be
+            `SparseRows`.
         *arguments, **options
             Arguments of the product besides the vector, such as an exponent.
 
@@ -561,8 +559,14 @@ class Estimator:
 
         Raises
         ------
+        UnknownBlockError, NotReadyError
+            For a name that is no block, or a block that was never refreshed.
+        ConventionError
+            For an unknown product, or if only some layers of a chain are given.
+        ShapeError, DtypeError, MixedArraysError
+            For vectors of incompatible shape, dtype, library or device.
         KFACError
-            See `Network.apply` and the product.
+            See the product.
         """
         before = state = self.state
         constraints.require_one_of("product", product, VECTOR_PRODUCTS)
@@ -617,7 +621,7 @@ class Estimator:
 
     def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
         """Return the state with operators in which a factorization has been made."""
-        blocks = dict.fromkeys(map(self.network.block_of, names))
+        blocks = dict.fromkeys(map(self.network.layers.block_of, names))
         operators = {name: self.operator(name) for name in blocks}
         tasks = {
             name: (self.blocks[name], operator, factorization)

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from kfac_core import constraints, errors
-from kfac_core.approximations.options import DampingScaling
+from kfac_core.approximations.options import DampingScaling, RefreshOptions
+from kfac_core.array.precision import Precision
+from kfac_core.damping import DampingRule
 from kfac_core.linalg.factorizations import Factorization, Solving
 
-__all__ = ["Averaging", "Execution", "Refreshing", "Sharing"]
+__all__ = ["RANGES", "Averaging", "Execution", "Refreshing", "Sharing"]
+
+RANGES = {
+    "debias": constraints.FLAG,
+    "burn_in": constraints.WHOLE,
+    "weight": constraints.WEIGHT,
+    "factorizations": constraints.tuple_of(
+        constraints.one_of(*get_args(Factorization))
+    ),
+    "keep_matrices": constraints.FLAG,
+    "damping_scaling": constraints.one_of(*get_args(DampingScaling)),
+    "least_shift": constraints.NOT_NEGATIVE,
+    "failure_budget": constraints.WHOLE,
+    "solving": constraints.one_of(*get_args(Solving)),
+    "factors": constraints.mapping_to(constraints.TEXT),
+    "weights": constraints.mapping_to(constraints.TEXT),
+    "chains": constraints.mapping_to(constraints.NAMES),
+    "workers": constraints.COUNT,
+    "max_patch_elements": constraints.optional(constraints.COUNT),
+    "rule": constraints.one_of(*get_args(DampingRule)),
+    "check": constraints.CHECK,
+    "precision": constraints.optional(constraints.instance_of(Precision)),
+}
+"""What each option of a network, or of a stage, may be."""
+
+
+class _Options:
+    """A group of options, each of which is in its range."""
+
+    def __post_init__(self) -> None:
+        ranges = {name: RANGES[name] for name in vars(self)}
+        constraints.require_options(self, **ranges)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Averaging:
+class Averaging(_Options):
     """How running averages of statistics are formed.
 
     One update is ``sum <- decay * sum + weight * C``, with C of one batch.
@@ -48,17 +82,9 @@ class Averaging:
     burn_in: int = 0
     weight: float = 1.0
 
-    def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            debias=constraints.FLAG,
-            burn_in=constraints.WHOLE,
-            weight=constraints.WEIGHT,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class Refreshing:
+class Refreshing(_Options):
     """What a refresh computes, and how it handles failures.
 
     Parameters
@@ -108,17 +134,7 @@ class Refreshing:
     solving: Solving = "inverse"
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            factorizations=constraints.tuple_of(
-                constraints.one_of(*get_args(Factorization))
-            ),
-            keep_matrices=constraints.FLAG,
-            damping_scaling=constraints.one_of(*get_args(DampingScaling)),
-            least_shift=constraints.NOT_NEGATIVE,
-            failure_budget=constraints.WHOLE,
-            solving=constraints.one_of(*get_args(Solving)),
-        )
+        super().__post_init__()
         made = self.factorizations
         if not self.keep_matrices and (not made or "eigenbasis" in made):
             raise errors.ConventionError(
@@ -128,9 +144,25 @@ class Refreshing:
                 "need the matrix."
             )
 
+    def options(
+        self, *, rule: DampingRule, debias: bool, precision: Precision
+    ) -> RefreshOptions:
+        """Return the options of a stage, whose damping is set at each refresh."""
+        return RefreshOptions(
+            damping=math.nan,
+            rule=rule,
+            factorizations=self.factorizations,
+            debias=debias,
+            damping_scaling=self.damping_scaling,
+            least_shift=self.least_shift,
+            keep_matrices=self.keep_matrices,
+            solving=self.solving,
+            precision=precision,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class Sharing(_Options):
     """Factors, weights and chains that blocks of a network share.
 
     Parameters
@@ -170,16 +202,20 @@ class Sharing:
     chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            factors=constraints.mapping_to(constraints.TEXT),
-            weights=constraints.mapping_to(constraints.TEXT),
-            chains=constraints.mapping_to(constraints.NAMES),
-        )
+        super().__post_init__()
+        # Networks with the same chains are equal, written as lists or as tuples.
+        chains = {
+            name: tuple(layers) if isinstance(layers, list) else layers
+            for name, layers in self.chains.items()
+        }
+        object.__setattr__(self, "chains", chains)
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.factors.items()), frozenset(self.weights.items())))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
+class Execution(_Options):
     """How the loops over blocks are run; the results are the same to rounding.
 
     Parameters
@@ -205,10 +241,3 @@ class Execution:
 
     workers: int = 1
     max_patch_elements: int | None = None
-
-    def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            workers=constraints.COUNT,
-            max_patch_elements=constraints.optional(constraints.COUNT),
-        )

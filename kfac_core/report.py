@@ -80,8 +80,7 @@ class BlockReport:
     damping : float or None
         The damping of its operator.
     condition : float or None
-        Estimated condition number of the damped block; None before the first refresh, and
-        of a weight and a separate bias whose factors were not kept.
+        Estimated condition number of the damped block; None before the first refresh.
     residual : float or None
         ``|F F^-1 z - z| / |z|`` of the damped block, for a fixed probe z; None where
         there is no inverse, and where `condition` is None.
@@ -197,8 +196,6 @@ def _of_factors(
     factors: dict[str, FactorReport],
 ) -> tuple[float | None, float | None]:
     """Return the condition and the residual of a Kronecker product, by its factors."""
-    if not factors.keys() <= {"input", "output"}:
-        return None, None
     conditions = [part.condition or 1.0 for part in factors.values()]
     return math.prod(conditions), sum(part.residual or 0.0 for part in factors.values())
 

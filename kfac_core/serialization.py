@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import array_api_compat
 import numpy as np
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.approximations.options import DampingScaling, RefreshOptions
 from kfac_core.array import Status, replaced
 from kfac_core.array import namespaces as ns
@@ -40,6 +40,7 @@ from kfac_core.constraints import shown
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.fallback import Fallback
 from kfac_core.linalg.packing import (
     pack_triangle,
     packed_rows,
@@ -70,6 +71,17 @@ _LARGEST_COUNT = 2**31 - 1
 _LARGEST_ROUNDOFF = 2.0**-10
 """Relative roundoff of the widest errors that statistics are stored with."""
 _ALL_FLAGS = functools.reduce(operators.or_, Status).value
+_NOT_NEGATIVE = (
+    *("change", "clipped", "damping", "doublings", "error", "factor", "norm", "rank"),
+    *("residual", "rows", "scale", "shift"),
+)
+_LARGEST = dict.fromkeys(_NOT_NEGATIVE, math.inf) | {
+    "fallback": max(Fallback).value,
+    "flags": _ALL_FLAGS,
+    "roundoff": _LARGEST_ROUNDOFF,
+    "status": _ALL_FLAGS,
+}
+"""Values by the last word of their path that are at least 0, and how large they may be."""
 _LARGEST_UNKNOWN = 2**28
 """How many numbers an array may hold that no statistic is as large as."""
 
@@ -175,21 +187,16 @@ def parse_state(
     """
     if not isinstance(state, Mapping) or _text(state.get("format")) != _text(FORMAT):
         raise errors.StateError(f"Expected a state of format {FORMAT!r}.")
-    if _text(state.get("version")) != _text(VERSION):
-        raise errors.StateError(
-            f"Expected version {VERSION} of {FORMAT!r}, got "
-            f"{shown(state.get('version'))}. It was written by another release of "
-            "kfac_core."
-        )
+    version = state.get("version")
+    expected = f"{VERSION}, of this release of kfac_core"
+    _require(_text(version) == _text(VERSION), "version", expected, shown(version))
     _require_known(state, _STATE, "the state")
     _require_equal(state.get("conventions"), promises, "conventions")
     parts = _mapping(state, "blocks")
-    if parts.keys() != network.blocks.keys():
-        raise errors.StateError(
-            f"Expected the blocks {sorted(network.blocks)}, got {shown([*parts])}. Load "
-            "it into an estimator with the same blocks; `load_checkpoint` takes other "
-            "`names`."
-        )
+    hint = "`load_checkpoint` takes other `names`."
+    constraints.require_names(
+        "blocks", parts, network.blocks, hint, error=errors.StateError
+    )
     try:
         network, settings = _with_settings(network, _mapping(state, "settings"))
     except errors.KFACError as error:
@@ -287,8 +294,8 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
 def _template(values: _Values, network: Network, name: str) -> BlockState:
     """Return an empty state, with statistics and an operator if values exist for them."""
     held = [part for part in ("statistics", "operator") if values.holds(part)]
-    if "operator" not in held and values.holds("damping"):
-        raise errors.StateError("damping belongs to no operator.")
+    stray = "operator" not in held and values.holds("damping")
+    _require(not stray, "damping", "that of an operator", "none of these")
     if not held:
         return BlockState()
     block, like = network.blocks[name], values.like(held[0])
@@ -338,14 +345,13 @@ class _Values:
     def is_of_factorizations(self) -> bool:
         """Whether the operator was written without the matrices that it was made of."""
         norms = (p for p in self.left if p.startswith("operator."))
-        return any(p.endswith(".norm") for p in norms)
+        return any(p.endswith(".kept_norm") for p in norms)
 
     def like(self, part: str) -> Any:
         """Return an array of a part, of whose library and device all must be."""
         below = [x for path, x in self.left.items() if path.startswith(f"{part}.")]
         self._like = next(filter(_is_real, below), None)
-        if self._like is None:
-            raise errors.StateError(f"expected {part} to hold arrays of real numbers.")
+        _require(self._like is not None, part, "of arrays of real numbers", "none")
         if type(self._like) is DeferredArray:
             self._like = self._like.like()
         return self._like
@@ -356,8 +362,7 @@ class _Values:
             parts = like.items()
             return {n: self.read(_below(path, n), Any, part) for n, part in parts}
         if type(like) in (int, float):
-            flags = path.rpartition(".")[2] == "status"
-            return self.number(path, like, most=_ALL_FLAGS if flags else None)
+            return self.number(path, like)
         cls: Any = _structure_in(hint) if like is None else type(like)
         if like is None and NoneType in get_args(hint) and not self.holds(path):
             return None
@@ -369,10 +374,12 @@ class _Values:
         for name, static in fields_of(cls):
             inner, own = _below(path, name), getattr(like, name, None)
             choices = _choices(cls, name) if static else ()
-            if choices:
+            if like is not None and own is None and not self.holds(inner):
+                found[name] = None
+            elif choices:
                 found[name] = self.choice(inner, choices)
             elif static and _is_number(cls, name):
-                found[name] = self.number(inner, 0.0, most=_LARGEST_ROUNDOFF)
+                found[name] = self.number(inner, 0.0)
             else:
                 found[name] = (
                     own if static else self.read(inner, _hints(cls)[name], own)
@@ -381,35 +388,31 @@ class _Values:
 
     def taken(self, path: str) -> Any:
         """Take what stands at a path."""
-        if path not in self.left:
-            raise errors.StateError(f"{path} is missing.")
+        _require(path in self.left, path, "in the state", "nothing")
         return self.left.pop(path)
 
     def require_empty(self) -> None:
         """Raise where anything is left."""
-        if self.left:
-            raise errors.StateError(f"{shown([*self.left])} belong to nothing.")
+        _require(
+            not self.left, "all", "values of the block", f"also {shown([*self.left])}"
+        )
 
-    def number(self, path: str, like: float, *, most: float | None = None) -> Any:
+    def number(self, path: str, like: float) -> Any:
         """Take a count that is not below that of nothing, or another number."""
         value, least = self.taken(path), min(like, 0)
-        if most is None:
-            most = _LARGEST_COUNT if type(like) is int else math.inf
-        if (
-            type(value) is not type(like)
-            or not ns.is_finite_number(value)
-            or not least <= value <= most
-        ):
-            expected = f"a finite {type(like).__name__} of at least {least}"
-            expected += f" and at most {most:g}" if most < _LARGEST_COUNT else ""
-            raise _problem(path, expected, shown(value))
+        most = _LARGEST_COUNT if type(like) is int else math.inf
+        most = _LARGEST.get(_field(path), most)
+        good = type(value) is type(like) and ns.is_finite_number(value)
+        expected = f"a finite {type(like).__name__} of at least {least}"
+        expected += f" and at most {most:g}" if most < _LARGEST_COUNT else ""
+        _require(good and least <= value <= most, path, expected, shown(value))
         return value
 
     def choice(self, path: str, choices: tuple[Any, ...]) -> Any:
         """Take one of a few values."""
         value = self.taken(path)
-        if type(value) is not type(choices[0]) or value not in choices:
-            raise _problem(path, f"one of {choices}", shown(value))
+        good = type(value) is type(choices[0]) and value in choices
+        _require(good, path, f"one of {choices}", shown(value))
         return value
 
     def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
@@ -418,9 +421,8 @@ class _Values:
         if like is not None:
             shape = (*like.array.shape[:-2], *packed_shape(like.size))
         packed = self._array(path, None if like is None else like.array, shape)
-        n = packed_rows(tuple(packed.shape[-2:]))
-        if n is None:
-            raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
+        n: Any = packed_rows(tuple(packed.shape[-2:]))
+        _require(n is not None, path, "a packed triangle", f"shape {packed.shape}")
         row_major = self.choice(_below(path, "row_major"), (True, False))
         whole = self.choice(_below(path, "full_storage"), (True, False))
         xp = ns.own_namespace(packed)
@@ -434,26 +436,37 @@ class _Values:
     def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
         """Take an array of the shape and the kind of another, as a copy."""
         x = self.taken(path)
-        if shape is not None and tuple(getattr(x, "shape", shape)) != shape:
-            raise _problem(path, f"of shape {shape}", tuple(x.shape))
+        came = tuple(getattr(x, "shape", shape or ()))
+        _require(shape in (None, came), path, f"of shape {shape}", came)
         if type(x) is DeferredArray:
-            if shape is None and math.prod(x.shape) > self.largest:
-                expected = f"of at most {self.largest} numbers"
-                raise _problem(path, expected, f"shape {x.shape}")
+            good = shape is not None or math.prod(x.shape) <= self.largest
+            _require(
+                good, path, f"of at most {self.largest} numbers", f"shape {x.shape}"
+            )
             x = x.read()
         xp = ns.namespace_of(**{path: x, "the others": self._like})
         real = _is_real(x)
-        if not real and x.dtype != xp.int32:
-            raise _problem(path, "of float32, float64 or int32", x.dtype)
-        if like is not None and real != _is_real(like):
-            raise _problem(path, f"of a dtype as {like.dtype}", x.dtype)
-        if real and not bool(xp.all(xp.isfinite(x))):
-            raise errors.StateError(f"{path} holds NaN or infinity.")
+        known = real or x.dtype == xp.int32
+        _require(known, path, "of float32, float64 or int32", x.dtype)
+        if like is not None:
+            alike = real == _is_real(like)
+            _require(alike, path, f"of a dtype as {like.dtype}", x.dtype)
+        bad = real and not bool(xp.all(xp.isfinite(x)))
+        _require(not bad, path, "finite", "NaN or infinity")
+        most = _LARGEST.get(_field(path))
+        good = most is None or bool(xp.all(x >= 0))
+        if most is not None and most < math.inf:
+            good = good and bool(xp.all(x <= most))
+        _require(good, path, f"in [0, {most}]", "others")
         return xp.asarray(x, copy=True)
 
 
 def _below(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _field(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _structure_in(hint: Any) -> Any:
@@ -506,21 +519,15 @@ def _check_statistics(
     xp = statistics.namespace
     dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
     for path, x in leaves(statistics):
-        if _is_real(x) and x.dtype != dtype:
-            place = f"statistics.{path}"
-            if precision.storage is None:
-                raise _problem(place, f"of dtype {dtype}", x.dtype)
-            raise errors.StateError(
-                f"expected {place} to be of dtype {precision.storage}, as "
-                f"Precision(storage=...) says, got {x.dtype}. Load it with the precision "
-                "that it was saved with."
-            )
+        good = not _is_real(x) or x.dtype == dtype
+        expected = f"of dtype {dtype}, as Precision(storage=...) says"
+        _require(good, f"statistics.{path}", expected, x.dtype)
     for name, average in statistics.averages.items():
-        if not 0 <= float(average.weight) <= most * 1.001:
-            raise errors.StateError(
-                f"the weight of {name!r} is not one of so many updates: expected one in "
-                f"[0, {most:.6g}], got {float(average.weight):.6g}."
-            )
+        weight = float(average.weight)
+        expected = f"in [0, {most:.6g}], after so many updates"
+        _require(
+            0 <= weight <= most * 1.001, f"the weight of {name!r}", expected, weight
+        )
 
 
 def _check_flags(statistics: Statistics, block: Block) -> None:
@@ -535,10 +542,8 @@ def _check_flags(statistics: Statistics, block: Block) -> None:
     if block.approximation.has_bases:  # a rebase decomposes the factors
         known |= Status.MATRIX_NOT_FINITE | Status.NOT_POSITIVE | Status.INACCURATE
     flags = int(statistics.status)
-    if flags < 0 or flags & ~int(known):
-        raise errors.StateError(
-            f"statistics.status {flags} holds flags that no update sets."
-        )
+    good = flags >= 0 and not flags & ~int(known)
+    _require(good, "statistics.status", "of flags that an update sets", flags)
 
 
 def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
@@ -551,9 +556,8 @@ def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
     for side, weight in weights.items():
         if not weight and any(weights.values()):
             raise errors.StateError(
-                f"the factor {side!r} has no statistics, and the other one has: it was "
-                "that of another block, and is not here. Make the estimator with the same "
-                "Sharing(factors=...)."
+                f"the factor {side!r} has no statistics, and the other one has. Make the "
+                "estimator with the same Sharing(factors=...)."
             )
 
 
@@ -578,10 +582,7 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
     except Exception as error:
         # Whatever a damaged operator runs into, the state is what is wrong.
         raise errors.StateError(f"the operator is damaged: {error}") from error
-    if not good:
-        raise errors.StateError(
-            "the operator is damaged, or a factorization of it had failed."
-        )
+    _require(good, "the operator", "whole", "one damaged, or of a failed factorization")
 
 
 def _with_settings(
@@ -614,15 +615,15 @@ def _with_settings(
 
 def _require_known(part: Mapping[str, Any], known: set[str], where: str) -> None:
     """Raise where a mapping has other keys."""
-    if unknown := [key for key in part if key not in known]:
-        raise errors.StateError(f"{where} has unknown parts: {shown(unknown)}.")
+    unknown = [key for key in part if key not in known]
+    _require(not unknown, where, f"of {sorted(known)}", f"also {shown(unknown)}")
 
 
 def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = part.get(name)
-    if not isinstance(found, Mapping):
-        raise errors.StateError(f"Expected a mapping {name!r} in the state.")
-    return found
+    found: Any = part.get(name)
+    _require(isinstance(found, Mapping), name, "a mapping", type(found).__name__)
+    mapping: Mapping[str, Any] = found
+    return mapping
 
 
 def _text(value: Any) -> str | None:
@@ -635,8 +636,7 @@ def _text(value: Any) -> str | None:
 
 def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
     """Compare a description entry by entry, and name those that differ."""
-    if not isinstance(found, Mapping):
-        raise errors.StateError(f"Expected a mapping {where!r} in the state.")
+    _require(isinstance(found, Mapping), where, "a mapping", type(found).__name__)
     keys = {**expected, **found}
     others = [k for k in keys if _text(found.get(k)) != _text(expected.get(k))]
     if not others:
@@ -650,5 +650,7 @@ def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
     )
 
 
-def _problem(path: str, expected: str, found: Any) -> errors.StateError:
-    return errors.StateError(f"expected {path} to be {expected}, got {found}.")
+def _require(good: bool, path: str, expected: str, came: Any) -> None:
+    """Raise unless what stands at a path is what is expected."""
+    if not good:
+        raise errors.StateError(f"expected {path} to be {expected}, got {came}.")

@@ -12,6 +12,7 @@ beside the function stands in a `Stage`.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,20 +29,22 @@ from kfac_core.approximations.options import (
 from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
-from kfac_core.array.structure import without_scalars
+from kfac_core.array.structure import static_fields, without_scalars
 from kfac_core.block import BatchLike, Block
 from kfac_core.conventions import Conventions
-from kfac_core.damping import DampingRule, require_damping
+from kfac_core.damping import require_damping
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Batch
-from kfac_core.linalg.factorizations import Factorization, Solving
-from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.linalg.factorizations import Factorization
+from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
 from kfac_core.operators.sparse_rows import SparseRows
+from kfac_core.options import RANGES
 
 __all__ = [
+    "EXECUTOR",
     "ABSORB",
     "APPLY",
     "PREPARE",
@@ -294,9 +297,7 @@ def absorb_block(
     """
     require_decay(decay)
     require_weight(weight)
-    constraints.require_kind(
-        "moments", moments, Statistics, "statistics from `batch_moments`"
-    )
+    constraints.require_kind("moments", moments, Statistics, "moments of a batch")
     xp, dtype = statistics.namespace, statistics.dtype
     return statistics.absorbed(
         moments,
@@ -465,6 +466,30 @@ class ProductCall:
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
+    @staticmethod
+    def of(
+        product: str, arguments: tuple[Any, ...], options: Mapping[str, Any], /
+    ) -> ProductCall:
+        """Return a call of a product, or raise `ConventionError`."""
+        if type(product) is not str or product not in _CALLS:
+            constraints.require_one_of("product", product, VECTOR_PRODUCTS)
+        if arguments or options or product == "multiply_matpower":
+            signature = inspect.signature(getattr(CurvatureOperator, product))
+            try:
+                signature.bind(None, None, *arguments, **options)
+            except TypeError as error:
+                further = ", ".join([*signature.parameters][2:]) or "nothing"
+                raise errors.ConventionError(
+                    f"apply({product!r}, vectors, ...): {error}; besides vectors it takes "
+                    f"{further}."
+                ) from None
+        if arguments or options:
+            return ProductCall(product, arguments, options)
+        return _CALLS[product]
+
+
+_CALLS = {name: ProductCall(name) for name in VECTOR_PRODUCTS}
+
 
 def apply_block(
     block: Block,
@@ -537,23 +562,8 @@ def prepare_block(
 def _require_refresh_options(options: RefreshOptions) -> None:
     """Raise for options of a refresh that a caller wrote and no network has checked."""
     constraints.require_kind("options", options, RefreshOptions, "RefreshOptions")
-    constraints.require_one_of("rule", options.rule, get_args(DampingRule))
-    constraints.require_range(
-        "least_shift", options.least_shift, constraints.NOT_NEGATIVE
-    )
-    constraints.require_kind(
-        "factorizations", options.factorizations, tuple, "a tuple of names"
-    )
-    for factorization in options.factorizations:
-        constraints.require_one_of(
-            "factorizations", factorization, get_args(Factorization)
-        )
-    constraints.require_one_of("solving", options.solving, get_args(Solving))
-    constraints.require_check(options.check)
-    constraints.require_flag("debias", options.debias)
-    constraints.require_flag("keep_matrices", options.keep_matrices)
-    if options.precision is not None:
-        constraints.require_kind("precision", options.precision, Precision, "Precision")
+    fields = static_fields(options)
+    constraints.require_options(fields, **{name: RANGES[name] for name in fields})
 
 
 def _entering_damping(
@@ -603,7 +613,7 @@ def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
     xp, count = ns.namespace_of(indices=indices), operator.vector_shape[0]
     if not xp.isdtype(indices.dtype, "integral") or indices.ndim != 1:
         raise errors.DtypeError(
-            "Expected `indices` of `SparseRows` to be integer ids of shape (k,), got "
+            "Expected integer `indices` of `SparseRows` of shape (k,), got "
             f"{indices.dtype} of shape {tuple(indices.shape)}."
         )
     inside = (indices >= 0) & (indices < count)
@@ -788,15 +798,30 @@ class Executor:
         """Return the result of a stage for each task, by name."""
         raise NotImplementedError
 
-    def tell(self, error: Exception, /) -> NoReturn:
-        """Raise an error that this process cannot begin an update for, on all processes.
+    def to_update(
+        self, by_block: dict[str, Any], blocks: Mapping[str, Block], /
+    ) -> dict[str, Any]:
+        """Return what was given by block, and None for the others if all are updated."""
+        # Another process may have rows of a block that has none here.
+        if self.updates_all:
+            return {name: by_block.get(name) for name in blocks}
+        return by_block
+
+    def tell(self, error: Exception, /, *, product: bool = False) -> NoReturn:
+        """Raise an error that this process cannot begin a stage for, on all processes.
 
         Parameters
         ----------
         error : Exception
             Exception that was raised on this process.
+        product : bool
+            Whether the stage is a product, and not an update.
         """
         raise error
+
+
+EXECUTOR = constraints.implementation_of(Executor)
+"""What an option that is an executor may be."""
 
 
 class _Plain(Executor):

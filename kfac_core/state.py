@@ -7,27 +7,40 @@ compilers trace.  The functions here return new states and modify none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Scalar, finite, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.choice import choose
-from kfac_core.array.structure import array_fields, combinable, structure
+from kfac_core.array.precision import Precision
+from kfac_core.array.structure import array_fields, combinable, leaves, structure
+from kfac_core.block import Block
 from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.options import Averaging
 
 __all__ = [
     "BlockState",
     "Count",
     "NetworkState",
+    "after_rebase",
     "after_refresh",
     "after_refresh_in_status",
     "after_update",
+    "after_updates",
+    "all_or_none",
+    "coefficients",
     "copied",
     "in_form",
+    "initial_state",
+    "require_same_form",
+    "reset_state",
+    "zero_unless",
 ]
+
+_COUNTS = ("updates", "age", "refreshes", "failures", "moments_missing", "status")
 
 Count: TypeAlias = Any
 """An int, or a 0-d array of int32 in a state that is traced by a function compiler."""
@@ -66,6 +79,37 @@ class BlockState:
     basis_age: Count = -1
     moments_missing: Count = 0
     status: Count = 0
+
+    def known_statistics(self, name: str, /) -> Statistics:
+        """Return the statistics, or raise `NotReadyError` before the first update."""
+        if self.statistics is None:
+            raise errors.NotReadyError(
+                f"Block {name!r} has no statistics yet; call `update` first."
+            )
+        return self.statistics
+
+    def require_ready(self, name: str, *, has_bases: bool) -> None:
+        """Raise `NotReadyError` if there is nothing to make an operator from.
+
+        Parameters
+        ----------
+        name : str
+            Name of the block.
+        has_bases : bool
+            Whether the operator is made from moments in bases.
+        """
+        if self.statistics is None:
+            self.known_statistics(name)
+        if not has_bases:
+            return
+        # Counts that are arrays may be traced, and their values cannot be read.
+        never = type(self.basis_age) is int and self.basis_age < 0
+        missing = type(self.moments_missing) is int and self.moments_missing
+        if never or missing:
+            raise errors.NotReadyError(
+                f"Block {name!r} has no moments in the bases of its factors yet; call "
+                f"{'`rebase`' if never else '`update`'} first."
+            )
 
 
 @structure(static=("share",))
@@ -108,6 +152,47 @@ class NetworkState:
     def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
         """Return a state in which some blocks are replaced."""
         return NetworkState({**self.blocks, **blocks}, self.share)
+
+    def with_operators_of(
+        self, refreshed: NetworkState, started: NetworkState, names: Iterable[str], /
+    ) -> NetworkState:
+        """Return the state with operators of a refresh that ran beside the updates.
+
+        Parameters
+        ----------
+        refreshed : NetworkState
+            Result of the refresh.
+        started : NetworkState
+            State when the refresh was started.
+        names : iterable of str
+            The blocks that were refreshed.
+
+        Returns
+        -------
+        NetworkState
+            State whose ages count the updates since `started`.
+        """
+        blocks: dict[str, BlockState] = {}
+        for name in names:
+            now, new = self.blocks[name], refreshed.blocks[name]
+            blocks[name] = replaced(
+                now,
+                operator=new.operator,
+                damping=new.damping,
+                age=new.age + now.updates - started.blocks[name].updates,
+                refreshes=new.refreshes,
+                failures=new.failures,
+            )
+        return self.updated(blocks)
+
+    def part_of(
+        self, blocks: Mapping[str, Block], share: tuple[int, int] | None, /
+    ) -> NetworkState:
+        """Return the state as a process's part; raise for one of other blocks."""
+        if self.blocks.keys() != blocks.keys():
+            hint, kind = "It is the state of another network.", errors.StateError
+            constraints.require_names("blocks", self.blocks, blocks, hint, error=kind)
+        return self if self.share == share else self.as_part(share)
 
     def as_part(self, share: tuple[int, int] | None, /) -> NetworkState:
         """Return the state, if it is the part of a process or has no rows yet.
@@ -202,6 +287,129 @@ def _owner(share: tuple[int, int] | None) -> str:
     return "all rows" if share is None else f"rank {share[0]} of {share[1]} processes"
 
 
+def initial_state(
+    blocks: Mapping[str, Block],
+    like: Array,
+    damping: Scalar | Mapping[str, Scalar],
+    precision: Precision,
+    /,
+) -> NetworkState:
+    """Return a state whose counts are 0-d arrays, without operators.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        Blocks by name.
+    like : array
+        Array whose library, device and dtype the state takes.
+    damping : float, 0-d array or mapping of str to these
+        Damping of all blocks, or of each.
+    precision : Precision
+        Precision whose storage dtype is used.
+
+    Returns
+    -------
+    NetworkState
+        State of which no two arrays share memory.
+    """
+    xp, device = ns.namespace_of(like=like), ns.device_of(like)
+    place: dict[str, Any] = {"dtype": xp.int32, "device": device}
+    states: dict[str, BlockState] = {}
+    for name, block in blocks.items():
+        statistics = block.initial(like, precision=precision)
+        lam = damping[name] if isinstance(damping, Mapping) else damping
+        states[name] = BlockState(
+            statistics=map_structure(copied, statistics),
+            damping=xp.asarray(lam, dtype=statistics.dtype, device=device),
+            basis_age=xp.full((), -1, **place),
+            **{count: xp.zeros((), **place) for count in _COUNTS},
+        )
+    return NetworkState(states)
+
+
+def reset_state(block: Block, before: BlockState, precision: Precision) -> BlockState:
+    """Return a block's state as before its first batch, in the structure it has."""
+    if isinstance(before.updates, int) or before.statistics is None:
+        return BlockState()
+    empty = block.initial(before.statistics.like, precision=precision)
+    return replaced(
+        before,
+        statistics=map_structure(copied, empty),
+        basis_age=before.basis_age * 0 - 1,
+        **{count: getattr(before, count) * 0 for count in _COUNTS},
+    )
+
+
+def coefficients(
+    before: BlockState,
+    statistics: Statistics | None,
+    averaging: Averaging,
+    decay: Scalar,
+) -> tuple[Scalar, Scalar]:
+    """Return the decay and the weight of a block's next update: 1 during burn-in."""
+    if not averaging.burn_in:
+        return decay, averaging.weight
+    burning = before.updates < averaging.burn_in
+    if isinstance(burning, bool) or statistics is None:
+        return (1.0, 1.0) if burning else (decay, averaging.weight)
+    xp, one = statistics.namespace, statistics.namespace.ones_like(statistics.like)
+
+    def after_burn_in(value: Scalar) -> Array:
+        value = ns.as_scalar(xp, value, one.dtype, "decay")
+        return xp.where(burning, one, value * one)
+
+    return after_burn_in(decay), after_burn_in(averaging.weight)
+
+
+def all_or_none(
+    statistics: Mapping[str, Statistics], previous: Mapping[str, Statistics | None]
+) -> tuple[dict[str, Statistics], Array]:
+    """Return new statistics if no block is flagged, else old ones, and whether none is."""
+    xp = next(iter(statistics.values())).namespace
+    good = xp.all(xp.stack([new.status for new in statistics.values()]) == 0)
+    old: Any = {n: previous[n] for n in statistics if previous[n] is not None}
+    chosen: Any = choose(good, {name: statistics[name] for name in old}, old, xp=xp)
+    everything: dict[str, Statistics] = {**statistics, **chosen}
+    return {
+        name: replaced(everything[name], status=new.status)
+        for name, new in statistics.items()
+    }, good
+
+
+def require_same_form(name: str, moments: Statistics, old: Statistics) -> None:
+    """Raise unless the statistics of a batch are of the form of a block's."""
+    ns.namespace_of(moments=moments.like, statistics=old.like)
+    shapes, expected = (
+        {path: tuple(x.shape) for path, x in leaves(part.averages)}
+        for part in (moments, old)
+    )
+    if shapes != expected:
+        raise errors.ShapeError(
+            f"Expected `moments[{name!r}]` to hold arrays of shapes {expected}, got "
+            f"{shapes}."
+        )
+
+
+def zero_unless(ready: Array, vector: dict[str, Any]) -> dict[str, Any]:
+    """Return a product, or zero for a traced state that was never refreshed."""
+    xp = ns.own_namespace(ready)
+    return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)
+
+
+def after_rebase(
+    before: BlockState, statistics: Statistics, *, missing: bool, flagged: bool
+) -> BlockState:
+    """Return a block's state in new bases, whose moments may be missing."""
+    flags = statistics.status if flagged else before.status * 0
+    return replaced(
+        before,
+        statistics=statistics,
+        basis_age=before.basis_age * 0,
+        moments_missing=before.moments_missing * 0 + int(missing),
+        status=before.status | flags,
+    )
+
+
 def after_update(before: BlockState, statistics: Statistics, good: Any) -> BlockState:
     """Return a block's state with new statistics, every count one higher if it is good."""
     one = good
@@ -228,6 +436,16 @@ def after_update(before: BlockState, statistics: Statistics, good: Any) -> Block
         moments_missing=before.moments_missing * (1 - one),
         status=status,
     )
+
+
+def after_updates(
+    state: NetworkState, statistics: Mapping[str, Statistics], good: Any, /
+) -> NetworkState:
+    """Return a network's state with new statistics of some blocks; as `after_update`."""
+    after: dict[str, BlockState] = {}
+    for name, new in statistics.items():
+        after[name] = after_update(state.blocks[name], new, good)
+    return state.updated(after)
 
 
 def after_refresh(

@@ -130,6 +130,7 @@ if lapack is not None:
     _SYMV = _by_dtype(blas.ssymv, blas.dsymv)
     _TRMM = _by_dtype(blas.strmm, blas.dtrmm)
     _TRMV = _by_dtype(blas.strmv, blas.dtrmv)
+    _TRSV = _by_dtype(blas.strsv, blas.dtrsv)
     _DOT.update(_by_dtype(blas.sdot, blas.ddot))
     _NRM2 = _by_dtype(blas.snrm2, blas.dnrm2)
     _POTRF = _by_dtype(lapack.spotrf, lapack.dpotrf)
@@ -352,10 +353,13 @@ if lapack is not None:
     def solve_triangular(
         lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
     ) -> Any:
-        """Solve with L or its transpose by TRSM."""
+        """Solve with L or its transpose by TRSM; TRSV for one column."""
         if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS or b.size == 0:
             return NotImplemented
-        x = _beside(_TRSM, lower, b, transpose=transpose, overwrite=overwrite)
+        if b.shape[1] == 1:
+            x = _by_vector(_TRSV, lower, b, transpose=transpose)
+        else:
+            x = _beside(_TRSM, lower, b, transpose=transpose, overwrite=overwrite)
         # A zero on the diagonal is divided by.
         return x if lower.diagonal().all() else np.full_like(b, np.nan)
 
@@ -364,11 +368,16 @@ if lapack is not None:
         if lower.ndim != 2 or v.ndim != 2 or lower.dtype not in _FLOATS or v.size == 0:
             return NotImplemented
         if v.shape[1] == 1:
-            a, is_lower = _stored(lower)
-            trans = int(transpose) if is_lower else 1 - int(transpose)
-            product = _TRMV[lower.dtype](a, v[:, 0], lower=is_lower, trans=trans)
-            return product[:, None]
+            return _by_vector(_TRMV, lower, v, transpose=transpose)
         return _beside(_TRMM, lower, v, transpose=transpose)
+
+    def _by_vector(
+        routine: dict[np.dtype[Any], Any], lower: Any, v: Any, /, *, transpose: bool
+    ) -> Any:
+        """Return what TRMV or TRSV makes of one column, with L or its transpose."""
+        a, is_lower = _stored(lower)
+        trans = int(transpose) if is_lower else 1 - int(transpose)
+        return routine[lower.dtype](a, v[:, 0], lower=is_lower, trans=trans)[:, None]
 
     def _beside(
         routine: dict[np.dtype[Any], Any],

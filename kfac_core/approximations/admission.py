@@ -20,7 +20,12 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import all_finite, known_finite, known_true
 from kfac_core.array.structure import leaves
 from kfac_core.conventions import Conventions
-from kfac_core.factors.average import Average, require_decay, require_weight
+from kfac_core.factors.average import (
+    Average,
+    coefficient_flags,
+    require_decay,
+    require_weight,
+)
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
 
@@ -68,14 +73,10 @@ def entering_options(
         decay = ns.as_scalar(xp, decay, like.dtype, "decay")
     if weight is not None and type(weight) is not float:
         weight = ns.as_scalar(xp, weight, like.dtype, "weight")
-    if not isinstance(decay, float):
-        ns.same_place(statistics=like, decay=decay)
-        good = (decay >= 0) & (decay <= 1)
-        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
-    if weight is not None and not isinstance(weight, float):
-        ns.same_place(statistics=like, weight=weight)
-        good = (weight > 0) & xp.isfinite(weight)
-        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
+    for name, x in (("decay", decay), ("weight", weight)):
+        if not (x is None or isinstance(x, float)):
+            ns.same_place(statistics=like, **{name: x})
+    flags = flags | coefficient_flags(decay, weight, xp=xp)
     return replaced(options, decay=decay, weight=weight, xp=xp), flags
 
 

@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions
-from kfac_core.array import Namespace, Place, Scalar, Status
+from kfac_core.array import Namespace, Place, Scalar
 from kfac_core.array import namespaces as ns
-from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import Shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.damped import damped_matrix
 from kfac_core.operators.many_kronecker import ManyKronecker
+from kfac_core.operators.parts import flagged_damping
 
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 
@@ -64,7 +64,7 @@ def updated_axes(
     shares : Shares
         Shares of the update.
     decay : float or 0-d array
-        What the old sums are multiplied with.
+        Factor on the old sums.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -80,10 +80,9 @@ def updated_axes(
         averages[f"axis{i}"] = FullFactor().updated(
             statistics.averages[f"axis{i}"],
             unfolded,
-            tail=None,
-            decay=decay,
-            scale=shares.scale * shares.outer_products,
-            weight=shares.example_weight,
+            decay,
+            shares.scale * shares.outer_products,
+            shares.example_weight,
             xp=xp,
         )
     return Statistics(averages, statistics.status)
@@ -113,30 +112,16 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     unit = xp.where(trace > 0, trace, xp.ones_like(trace))
     S = unit ** (1.0 - len(values))
     lam = ns.full_of(xp, options.damping, S)
-    exact = options.rule == "exact"
     means = [value.trace() / value.size for value in values.values()]
-    shifts = [xp.zeros_like(mean) for mean in means]
-    if not exact:
-        unit_pi = options.rule == "factored_unit_pi"
-        shifts = factored_shifts(
-            means,
-            lam,
-            scale=S,
-            unit_pi=unit_pi,
-            least=options.least_shift,
-            xp=xp,
-        )
+    shifts = options.shifts(means, S)
     factors = {
         name: damped_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)
     }
-    good = xp.isfinite(lam) & (lam >= 0)
-    flags = ns.status_unless(xp, good, Status.BAD_DAMPING)
-    lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    made = ManyKronecker(
-        factors, ns.cast(xp, S, apply), ns.cast(xp, lam, apply), flags, exact
-    )
-    return made.prepared(
+    lam, flags = flagged_damping(ns.cast(xp, lam, apply), xp=xp)
+    exact = options.rule == "exact"
+    operator = ManyKronecker(factors, ns.cast(xp, S, apply), lam, flags, exact)
+    return operator.prepared(
         *options.factorizations, check=options.check, name=options.name
     )
 

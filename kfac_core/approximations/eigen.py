@@ -27,15 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation, MomentStart
-from kfac_core.approximations.kronecker import (
-    Bias,
-    Kronecker,
-    without_bias_products,
-)
+from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array import (
     Array,
@@ -50,14 +46,18 @@ from kfac_core.array import (
 from kfac_core.array import namespaces as ns
 from kfac_core.conventions import Conventions
 from kfac_core.factors.average import Average
-from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.certificate import Spectrum, eigenvalues_apart, undetermined
+from kfac_core.linalg.certificate import (
+    Spectrum,
+    eigenvalues_apart,
+    undetermined,
+    undetermined_error,
+)
 from kfac_core.linalg.factorizations import Eigendecomposition
-from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
+from kfac_core.linalg.factorize import eigendecomposition
 from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.products import multiply_matrices
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
@@ -67,6 +67,7 @@ __all__ = ["Eigen"]
 _SIDES = ("input", "output")
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Eigen(Approximation):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
@@ -88,9 +89,6 @@ class Eigen(Approximation):
         is the identity.
     sharing : {"expand", "reduce"}
         How the factors treat shared positions; see `Kronecker`.
-    bias : {"joint", "separate"}
-        Whether the bias is a row like those of the weight, or has a coordinate of its own
-        in the bases, so that it is a block of its own.
     moment_decay : float, optional
         Factor on the running sum of E at each update, in [0, 1]; by default the decay of
         the factors.
@@ -151,7 +149,6 @@ class Eigen(Approximation):
     input: Literal["full", "diagonal"] = "full"
     output: Literal["full", "diagonal"] = "full"
     sharing: WeightSharing = "expand"
-    bias: Bias = "joint"
     moment_decay: float | None = None
 
     name = "eigen"
@@ -160,12 +157,7 @@ class Eigen(Approximation):
 
     def __post_init__(self) -> None:
         constraints.require_options(
-            self,
-            input=constraints.one_of("full", "diagonal"),
-            output=constraints.one_of("full", "diagonal"),
-            sharing=constraints.one_of(*get_args(WeightSharing)),
-            bias=constraints.one_of(*get_args(Bias)),
-            moment_decay=constraints.optional(constraints.DECAY),
+            self, moment_decay=constraints.optional(constraints.DECAY)
         )
 
     @property
@@ -208,8 +200,11 @@ class Eigen(Approximation):
         """
         factors = self._factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
-        own = replaced(options, decay=decay)
-        averages = {**factors.averages, "block": self._moments(statistics, rows, own)}
+        moment_options = replaced(options, decay=decay)
+        averages = {
+            **factors.averages,
+            "block": self._moments(statistics, rows, moment_options),
+        }
         return Statistics(averages, statistics.status, statistics.bases)
 
     def rebased(
@@ -256,7 +251,6 @@ class Eigen(Approximation):
         -----
         About ``9 (n^3 + m^3)`` flops.
         """
-        constraints.require_one_of("moments", moments, get_args(MomentStart))
         xp = statistics.namespace
         bases: dict[str, Eigendecomposition] = {}
         status = xp.zeros_like(statistics.status)
@@ -265,28 +259,24 @@ class Eigen(Approximation):
             value = FullFactor().value(
                 average, debias=True, dtype=average.weight.dtype, xp=xp
             )
-            if side == "input" and self._separates_bias(layer):
-                value = without_bias_products(value, xp=xp)
             zero = xp.zeros_like(value.factor)
             stored = ns.roundoff_of(average.weight.dtype, xp=xp)
-            damped = FactorizationProblem(
-                value.matrix, value.factor, zero, stored, value.rank
-            )
-            found = eigendecomposition(damped, check=check, name=side)
-            bases[side] = _descending(found, xp)
-            status = status | ns.any_status(found.status, xp=xp)
+            damped = replaced(value, shift=zero, roundoff=stored)
+            basis = eigendecomposition(damped, check=check, name=side)
+            bases[side] = _descending(basis, xp)
+            status = status | ns.any_status(basis.status, xp=xp)
         start = {
             "kronecker": self._kronecker_moments,
             "carried": _carried_moments,
             "zero": _no_moments,
         }[moments]
         averages = {**statistics.averages, "block": start(statistics, bases, xp)}
-        made = Statistics(averages, statistics.status, bases)
+        new = Statistics(averages, statistics.status, bases)
         if check == "raise":
-            return made
+            return new
         good = status == 0
-        kept = map_structure(lambda a, b: xp.where(good, a, b), made, statistics)
-        return replaced(kept, status=statistics.status | status)
+        accepted = map_structure(lambda a, b: xp.where(good, a, b), new, statistics)
+        return replaced(accepted, status=statistics.status | status)
 
     def corrected(
         self,
@@ -322,27 +312,22 @@ class Eigen(Approximation):
             output=statistics.bases.get("output"),
             damping=ns.full_of(xp, options.damping, E),
             vector_shape=layer.matrix_shape,
-            factorizations=options.factorizations,
-            check=options.check,
-            name=options.name,
             dtype=apply,
+            **options.preparing,
         )
         if "inverse" not in options.factorizations:
             return operator
-        # E may have begun as the product of the factors' eigenvalues.
+        # Where E started as S a g^T, errors of the factors' eigenvalues are in it.
         averages = statistics.averages
-        flags = undetermined(
-            [_spectrum(statistics, side) for side in _SIDES],
-            scale=averages["repeats"].value(debias=True),
-            damping=ns.full_of(xp, options.damping, averages["repeats"].weight),
-            check=options.check,
-            name=options.name,
-        )
+        spectra = [_spectrum(statistics, side) for side in _SIDES]
+        bounds: dict[str, Any] = {
+            "scale": averages["repeats"].value(debias=True),
+            "damping": ns.full_of(xp, options.damping, averages["repeats"].weight),
+        }
+        flags = undetermined(spectra, **bounds)
+        if options.check == "raise" and int(flags):
+            raise undetermined_error(spectra, **bounds, name=options.name)
         return replaced(operator, flags=operator.flags | flags)
-
-    def _separates_bias(self, layer: Layer) -> bool:
-        """Whether the layer has a bias that is to be a coordinate of its own."""
-        return self.bias == "separate" and "bias" in layer.parameter_shapes
 
     @property
     def _factors(self) -> Kronecker:
@@ -352,23 +337,17 @@ class Eigen(Approximation):
         self, statistics: Statistics, rows: Any, options: UpdateOptions
     ) -> Average:
         """Return E's average after the update."""
-        shares = options.shares(statistics, rows, per="example")
-        xp = options.xp
+        shares = options.shares(rows, statistics.dtype, per="example")
+        xp, scale = options.xp, shares.scale * shares.outer_products
         old = statistics.averages["block"]
         bases = [
             statistics.bases[side].eigenvectors if side in statistics.bases else None
             for side in _SIDES
         ]
         in_basis = rows.in_basis(*bases, statistics.dtype, xp=xp)
-        return DiagonalFactor().absorbed(
-            old,
-            split_groups(
-                in_basis.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
-            ),
-            decay=options.decay,
-            scale=shares.scale * shares.outer_products,
-            weight=shares.example_weight,
-        )
+        squares = in_basis.squares(statistics.dtype, xp=xp)
+        squares = split_groups(squares, old.sum.shape[:-2], xp=xp)
+        return old.plus(squares, options.decay, scale, shares.example_weight)
 
     def _kronecker_moments(
         self,
@@ -405,7 +384,7 @@ def _of_eigenspaces(E: Array, statistics: Statistics, xp: Namespace) -> Array:
         apart = eigenvalues_apart(Spectrum(w, basis.error), xp=xp)
         if finite.known_true(apart, xp=xp):
             continue
-        # The decomposition of zeros is that of no matrix: its basis is the coordinates.
+        # A zero factor has the coordinates for its basis, each an eigenspace of its own.
         ends = xp.astype(apart | xp.all(w == 0, axis=-1, keepdims=True), xp.int32)
         number = xp.cumulative_sum(ends, axis=-1, include_initial=True)
         same = number[..., :, None] == number[..., None, :]
@@ -462,6 +441,6 @@ def _descending(basis: Eigendecomposition, xp: Namespace) -> Eigendecomposition:
         basis,
         eigenvalues=xp.flip(basis.eigenvalues, axis=-1),
         error=xp.flip(basis.error, axis=-1),
-        # A copy: a view with negative strides is another memory order than a loaded one's.
+        # Copy: a view with negative strides differs in memory order from a loaded array.
         eigenvectors=xp.asarray(xp.flip(basis.eigenvectors, axis=-1), copy=True),
     )

@@ -156,7 +156,7 @@ class KFOC(Approximation):
         examples' gradients are formed, ``M N n m`` numbers, and it is
         ``4 M N n m (n + m)``.
         """
-        shares = options.shares(statistics, rows, per="example")
+        shares = options.shares(rows, statistics.dtype, per="example")
         xp, decay = options.xp, options.decay
         average: Any = statistics.averages["block"]
         old: RunningProduct = average
@@ -190,8 +190,10 @@ class KFOC(Approximation):
         for side, value in product.value(debias=options.debias).items():
             factor = SymmetricMatrix(value, full_storage=True)
             averages[side] = Average(factor, one)
-        own = options._replace(debias=True)
-        return _KRONECKER.operator(Statistics(averages, statistics.status), layer, own)
+        debiased = options._replace(debias=True)
+        return _KRONECKER.operator(
+            Statistics(averages, statistics.status), layer, debiased
+        )
 
 
 def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> FitTerm:
@@ -209,4 +211,4 @@ def _input_moment(rows: Rows, dtype: Any, xp: Namespace) -> Array:
     """Return the sum of ``x x^T``."""
     x = rows.full_inputs(dtype, xp=xp)
     x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
-    return updated_gram(None, x, tail=None, decay=0.0, scale=1.0, xp=xp).full()
+    return updated_gram(None, x, 0.0, 1.0, xp=xp).full()

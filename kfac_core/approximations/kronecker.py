@@ -27,36 +27,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array import Array, Namespace, Place, finite, replaced
+from kfac_core.array import Place, finite, replaced
 from kfac_core.array import namespaces as ns
-from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.diagonal import damped_diagonal
-from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
-from kfac_core.operators.separate_bias import SeparateBias
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = [
-    "Bias",
-    "Kronecker",
-    "kronecker_shapes",
-    "without_bias_products",
-]
+__all__ = ["Kronecker", "kronecker_shapes"]
 
-Bias = Literal["joint", "separate"]
-"""Whether a bias is a row of its weight's block, or a block of its own."""
+_SIDES = ("input", "output")
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
     r"""K-FAC: the block of a layer is one Kronecker product of two factors.
@@ -88,10 +79,6 @@ class Kronecker(Approximation):
         Structure of the output factor G.
     sharing : {"expand", "reduce"}
         How shared positions are treated; see the two formulas.
-    bias : {"joint", "separate"}
-        Whether the bias is a row of the weight's block, or a block of its own: the
-        curvature between the two is then left out, and the bias's own ``S G``, one factor,
-        is damped exactly.  Not for ``input="uncorrelated"``.
 
     Raises
     ------
@@ -142,24 +129,12 @@ class Kronecker(Approximation):
     input: FactorKind = "full"
     output: FactorKind = "full"
     sharing: WeightSharing = "expand"
-    bias: Bias = "joint"
 
     name = "kronecker"
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            input=constraints.one_of(*get_args(FactorKind)),
-            output=constraints.one_of(*get_args(FactorKind)),
-            sharing=constraints.one_of(*get_args(WeightSharing)),
-            bias=constraints.one_of(*get_args(Bias)),
-        )
-        if self.bias == "separate" and self.input == "uncorrelated":
-            raise errors.ConventionError(
-                "Uncorrelated inputs have one factor with the bias in it. Take "
-                "bias='joint', or input='full'."
-            )
+        constraints.require_options(self)
 
     @property
     def reduction(self) -> Reduction:
@@ -266,38 +241,29 @@ class Kronecker(Approximation):
         -----
         ``R (n^2 + M m^2)`` flops for R rows (twice that without a symmetric update).
         """
-        xp, old, new = options.xp, statistics.averages, dict(statistics.averages)
-        x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
-        share = options.shares(
-            statistics, rows, per="row" if self.sharing == "expand" else "example"
-        )
-        step: dict[str, Any] = {
-            "decay": options.decay,
-            "weight": share.weight,
-            "xp": xp,
-        }
-        if "input" not in options.skip:
-            # A <- decay A + weight / R sum x x^T, the last entry of x its 1
-            new["input"] = factor_of(self.input, layer).updated(
-                old["input"], x, tail=tail, scale=share.scale, **step
-            )
-        if "output" not in options.skip:
-            # G <- decay G + weight c / R sum g g^T, c of the conventions
-            new["output"] = factor_of(self.output, layer).updated(
-                old["output"],
-                g,
-                tail=None,
-                scale=share.scale * share.outer_products,
-                **step,
-            )
-        new["repeats"] = old["repeats"].plus(
-            share.repeats, decay=options.decay, weight=share.example_weight
-        )
+        xp, decay, skip = options.xp, options.decay, options.skip
+        old, new = statistics.averages, dict(statistics.averages)
+        dtype = old["repeats"].weight.dtype
+        per: Any = "row" if self.sharing == "expand" else "example"
+        shares = options.shares(rows, dtype, per=per)
+        # scale = weight / R; c comes from the conventions of the loss and its sources.
+        scale, weight, c = shares.scale, shares.weight, shares.outer_products
+        A, G = factor_of(self.input, layer), factor_of(self.output, layer)
+
+        # Expanded or reduced, with a 1 appended.
+        x, g = rows.shared_rows(self.sharing, dtype, xp=xp)
+        if "input" not in skip:  # A <- decay A + weight / R sum x x^T
+            new["input"] = A.updated(old["input"], x, decay, scale, weight, xp=xp)
+        if "output" not in skip:  # G <- decay G + weight c / R sum g g^T
+            new["output"] = G.updated(old["output"], g, decay, scale * c, weight, xp=xp)
+
+        weight = shares.example_weight
+        new["repeats"] = old["repeats"].plus(shares.repeats, decay, weight, weight)
         return replaced(statistics, averages=new)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | SpectralOperator | SeparateBias:
+    ) -> FactoredKronecker | SpectralOperator:
         """Return the curvature operator of the current statistics.
 
         Parameters
@@ -311,7 +277,7 @@ class Kronecker(Approximation):
 
         Returns
         -------
-        FactoredKronecker, SpectralOperator or SeparateBias
+        FactoredKronecker or SpectralOperator
             An immutable snapshot.
 
         Raises
@@ -328,63 +294,37 @@ class Kronecker(Approximation):
         # Always debiased: S counts rows, and a biased mean would scale F.
         S = ns.cast(xp, averages["repeats"].value(debias=True), options.compute)
         S = finite.positive_or_one(ns.as_number(S), xp=xp)
-        separate = self.bias == "separate" and "bias" in layer.parameter_shapes
-        kinds = {
-            "input": factor_of(self.input, layer),
-            "output": factor_of(self.output, layer),
-        }
+        kinds = factor_of(self.input, layer), factor_of(self.output, layer)
+        debias, compute = options.debias, options.compute
         values, means = [], []
-        for side, kind in kinds.items():
-            value = kind.value(
-                averages[side], debias=options.debias, dtype=options.compute, xp=xp
-            )
-            if separate and side == "input":
-                value = without_bias_products(value, xp=xp)
+        for side, kind in zip(_SIDES, kinds, strict=True):
+            value = kind.value(averages[side], debias=debias, dtype=compute, xp=xp)
             values.append(value)
             means.append(kind.mean_eigenvalue(value))
-        exact = options.rule == "exact"
-        if separate and not exact:
-            return _separately_damped(values, kinds, S, options)
-        if exact:
-            shifts = [xp.zeros_like(mean) for mean in means]
-        else:
-            unit_pi = options.rule == "factored_unit_pi"
-            shifts = factored_shifts(
-                means,
-                options.damping,
-                scale=S,
-                unit_pi=unit_pi,
-                least=options.least_shift,
-                xp=xp,
-            )
-        damped, made = [], []
-        for side, value, shift in zip(kinds, values, shifts, strict=True):
+        shifts, exact = options.shifts(means, S), options.rule == "exact"
+        damped, prepared = [], []
+        for side, kind, value, shift in zip(_SIDES, kinds, values, shifts, strict=True):
             reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
-            part: Any = kinds[side].damped(value, shift, **reporting, apply_dtype=apply)
+            part: Any = kind.damped(value, shift, **reporting, apply_dtype=apply)
             damped.append(part)
             if side in statistics.bases:
-                # A factor that another block gave, with its basis.
+                # A shared factor comes with the basis that its owner computed.
                 part = replaced(part, basis=statistics.bases[side])
             if not exact:
                 part = part.prepared(*options.factorizations, **reporting)
+                part = part if options.keep_matrices else options.kept(part)
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
-            if not (exact or options.keep_matrices):
-                part = options.kept(part)
-            made.append(part)
+            prepared.append(part)
         scale = ns.as_array(ns.cast(xp, S, apply))
-        operator = FactoredKronecker(made[0], made[1], scale)
+        operator = FactoredKronecker(prepared[0], prepared[1], scale)
         if not exact:
             return operator
-        undamped = FactoredKronecker(damped[0], damped[1], scale)
-        lam = ns.cast(xp, ns.full_of(xp, options.damping, S), apply)
         return exactly_damped(
             operator,
-            undamped,
-            lam,
-            factorizations=options.factorizations,
-            check=options.check,
-            name=options.name,
+            FactoredKronecker(damped[0], damped[1], scale),
+            ns.cast(xp, ns.full_of(xp, options.damping, S), apply),
+            **options.preparing,
         )
 
 
@@ -404,81 +344,3 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     n, columns = layer.matrix_shape
     m = columns // layer.groups
     return {"input": (n, m), "output": (m, n)}
-
-
-def without_bias_products(value: Any, /, *, xp: Namespace) -> Any:
-    """Return an input factor without its products of inputs with the 1 of the bias.
-
-    Parameters
-    ----------
-    value : ScaledMatrix or array
-        A with the bias's row last; a diagonal has no such products.
-    xp : namespace
-        Array API namespace of the factor.
-
-    Returns
-    -------
-    ScaledMatrix or array
-        ``blockdiag(A_ww, A_bb)``.
-    """
-    if not isinstance(value, ScaledMatrix):
-        return value
-    A = value.matrix.array
-    i = xp.arange(A.shape[-1], device=ns.device_of(A))
-    last = i == A.shape[-1] - 1
-    kept = last[:, None] == last
-    zeros = xp.zeros_like(A)
-    matrix = SymmetricMatrix(xp.where(kept, A, zeros), value.matrix.full_storage)
-    # The bias's block has rank 1 of its own.
-    rank = None if value.rank is None else value.rank + 1.0
-    return replaced(value, matrix=matrix, rank=rank)
-
-
-def _separately_damped(
-    values: list[Any], kinds: dict[str, Any], S: Array, options: OperatorOptions
-) -> SeparateBias:
-    """Return the weight's and the bias's blocks, each with factored damping of its own."""
-    xp, apply = options.xp, options.apply
-    A, G = values
-    if isinstance(A, ScaledMatrix):
-        # A copy, as other processes have it: factorizations round by the strides.
-        inner = xp.asarray(A.matrix.array[..., :-1, :-1], copy=True)
-        own = A.factor * A.matrix.array[..., -1, -1]
-        A = replaced(A, matrix=SymmetricMatrix(inner, A.matrix.full_storage))
-    else:
-        A, own = A[..., :-1], A[..., -1]
-    # Of the bias, which all positions have, a 1; of a use without one, nothing.
-    if isinstance(G, ScaledMatrix):
-        G_bias: Any = replaced(G, factor=G.factor * own)
-    else:
-        G_bias = G * own[..., None]
-    shifts = factored_shifts(
-        [kinds["input"].mean_eigenvalue(A), kinds["output"].mean_eigenvalue(G)],
-        options.damping,
-        scale=S,
-        unit_pi=options.rule == "factored_unit_pi",
-        least=options.least_shift,
-        xp=xp,
-    )
-    lam = ns.full_of(xp, options.damping, S) / S + xp.zeros_like(shifts[1])
-    scale, name = ns.as_array(ns.cast(xp, S, apply)), options.name
-
-    def part(kind: Any, value: Any, shift: Array, what: str) -> Any:
-        reporting: Any = {"check": options.check, "name": f"{name}/{what}"}
-        damped = kind.damped(value, shift, **reporting, apply_dtype=apply)
-        return options.kept(damped.prepared(*options.factorizations, **reporting))
-
-    one = ns.cast(xp, xp.ones_like(own)[..., None], apply)
-    weight = FactoredKronecker(
-        part(kinds["input"], A, shifts[0], "input"),
-        part(kinds["output"], G, shifts[1], "output"),
-        scale,
-    )
-    bias = FactoredKronecker(
-        damped_diagonal(one, xp.zeros_like(one[..., 0]), check=options.check),
-        part(kinds["output"], G_bias, lam, "bias/output"),
-        scale,
-    )
-    return SeparateBias(weight, bias).prepared(
-        *options.factorizations, check=options.check, name=name
-    )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from kfac_core.array import Check, Namespace, Scalar
+from kfac_core import errors
+from kfac_core.array import Array, Check, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
 from kfac_core.array.structure import structure
 from kfac_core.conventions import Conventions
-from kfac_core.damping import DampingRule
+from kfac_core.damping import DampingRule, factored_shifts
 from kfac_core.factors.shares import Shares
-from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization, Solving
@@ -63,23 +64,18 @@ class UpdateOptions:
     xp: Namespace = None
 
     def shares(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        /,
-        *,
-        per: Literal["row", "example"] = "row",
+        self, rows: Any, dtype: Any, /, *, per: Literal["row", "example"] = "row"
     ) -> Shares:
         """Return the scales and weights of an update with these rows.
 
         Parameters
         ----------
-        statistics : Statistics
-            For the dtype.
         rows : Rows, IdRows or ExampleGradients
             Rows of the update.
+        dtype : dtype
+            Dtype of the statistics.
         per : {"row", "example"}
-            What a sum runs over.
+            Whether sums run over rows or over examples.
 
         Returns
         -------
@@ -88,26 +84,26 @@ class UpdateOptions:
         """
         if self.conventions.reduction == "mean_rows":
             require_known_rows(rows, "mean_rows")
-        xp, dtype, weight = self.xp, statistics.dtype, self.weight
-        kept, N = rows.kept(dtype, xp=xp), rows.examples
-        # The conventions, and the number of repeats, are those of the whole batch that a
-        # part (a chunk, or selected rows) is of.
+        xp, weight = self.xp, self.weight
+        R, N, M = rows.counts(dtype, xp=xp)
+        # A chunk, or selected rows, takes the conventions and the number of repeats of the
+        # whole batch.
         part_of = getattr(rows, "batch_examples", None)
-        whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
-        if not isinstance(all_rows, int):
-            all_rows = ns.cast(xp, all_rows, dtype)
+        batch_N, batch_R = (N, R) if part_of is None else (part_of, rows.batch_rows)
+        if not isinstance(batch_R, int):
+            batch_R = ns.cast(xp, batch_R, dtype)
         outer_products = self.conventions.outer_product_scale(
-            examples=whole, rows=all_rows, sources=rows.sources
+            examples=batch_N, rows=batch_R, sources=M
         )
-        repeats = all_rows / whole
+        repeats = batch_R / batch_N
         # A fully masked part still counts toward N, and adds no weight.
         some: Scalar = 1.0
-        nonzero: Scalar = kept
-        if not isinstance(kept, int):
-            some = xp.astype(kept > 0, kept.dtype)
-            nonzero = xp.where(kept > 0, kept, xp.ones_like(kept))
+        nonzero: Scalar = R
+        if not isinstance(R, int):
+            some = xp.astype(R > 0, R.dtype)
+            nonzero = xp.where(R > 0, R, xp.ones_like(R))
         if weight is None:
-            row_scale, row_weight = some, kept
+            row_scale, row_weight = some, R
             example_scale: Scalar = 1.0
             example_weight: Scalar = N
         else:
@@ -179,14 +175,14 @@ class RefreshOptions:
 
 
 class OperatorOptions(NamedTuple):
-    """What `Approximation.operator` is given, checked and in the dtypes of computing.
+    """Checked options of `Approximation.operator`, in the dtypes of computing.
 
     Attributes
     ----------
     damping : float or 0-d array
         Damping ``lam``; an array is of the dtype `compute`.
     rule : {"factored", "factored_unit_pi", "exact"}
-        How it is applied, where a block leaves a choice.
+        How the damping is applied, where the block supports several ways.
     debias : bool
         Whether sums are divided by their weights.
     factorizations : tuple of str
@@ -217,6 +213,49 @@ class OperatorOptions(NamedTuple):
     least_shift: float = 0.0
     keep_matrices: bool = True
 
+    def require_factored(self, what: str, /) -> None:
+        """Raise `UnsupportedError` under the exact rule, which moments cannot follow."""
+        if self.rule == "exact":
+            raise errors.UnsupportedError(
+                f"{what} is damped in its moments, and has no exact damping. Use the rule "
+                "'factored' or 'factored_unit_pi'."
+            )
+
+    @property
+    def preparing(self) -> dict[str, Any]:
+        """The arguments `factorizations`, `check` and `name` of operators."""
+        return {
+            "factorizations": self.factorizations,
+            "check": self.check,
+            "name": self.name,
+        }
+
+    def shifts(self, means: Sequence[Array], scale: Array, /) -> list[Array]:
+        """Return what is added to each factor's diagonal; zeros under exact damping.
+
+        Parameters
+        ----------
+        means : sequence of array
+            The mean eigenvalues of the factors.
+        scale : array
+            The number S that the product of the factors is multiplied by.
+
+        Returns
+        -------
+        list of array
+            Shifts by `kfac_core.damping.factored_shifts`.
+        """
+        if self.rule == "exact":
+            return [self.xp.zeros_like(mean) for mean in means]
+        return factored_shifts(
+            means,
+            self.damping,
+            scale=scale,
+            unit_pi=self.rule == "factored_unit_pi",
+            least=self.least_shift,
+            xp=self.xp,
+        )
+
     def kept(self, part: Any, /) -> Any:
         """Return a damped factor as an operator is to keep it.
 
@@ -227,7 +266,7 @@ class OperatorOptions(NamedTuple):
 
         Returns
         -------
-        DampedMatrix, FactorizedMatrix, DampedDiagonal or DampedRankOne
+        DampedMatrix, DampedDiagonal or DampedRankOne
             Without its matrix, if matrices are not kept.
         """
         if self.keep_matrices or not isinstance(part, DampedMatrix):

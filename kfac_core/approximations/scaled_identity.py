@@ -67,9 +67,10 @@ class ScaledIdentity(Approximation):
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics with the update counted; the rows are not read."""
-        shares = options.shares(statistics, rows)
+        shares = options.shares(rows, statistics.dtype)
         old = statistics.averages["count"]
-        new = old.plus(1.0, decay=options.decay, weight=shares.example_weight)
+        weight = shares.example_weight
+        new = old.plus(1.0, options.decay, weight, weight)
         return Statistics({"count": new}, statistics.status)
 
     def operator(
@@ -83,8 +84,6 @@ class ScaledIdentity(Approximation):
             spectrum,
             damping=ns.full_of(xp, options.damping, spectrum),
             vector_shape=layer.matrix_shape,
-            factorizations=options.factorizations,
-            check=options.check,
-            name=options.name,
             dtype=apply,
+            **options.preparing,
         )

@@ -80,15 +80,11 @@ class Diagonal(Approximation):
         ``2 N n m`` flops where nothing is shared, else the examples' gradients are
         formed.
         """
-        shares = options.shares(statistics, rows, per="example")
-        xp = options.xp
+        shares = options.shares(rows, statistics.dtype, per="example")
+        xp, scale = options.xp, shares.scale * shares.outer_products
         squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))
-        average = DiagonalFactor().absorbed(
-            statistics.averages["block"],
-            squares,
-            decay=options.decay,
-            scale=shares.scale * shares.outer_products,
-            weight=shares.example_weight,
+        average = statistics.averages["block"].plus(
+            squares, options.decay, scale, shares.example_weight
         )
         return Statistics({"block": average}, statistics.status)
 
@@ -103,10 +99,8 @@ class Diagonal(Approximation):
             xp.reshape(squares, layer.matrix_shape),
             damping=ns.full_of(xp, options.damping, squares),
             vector_shape=layer.matrix_shape,
-            factorizations=options.factorizations,
-            check=options.check,
-            name=options.name,
             dtype=apply,
+            **options.preparing,
         )
 
 
@@ -157,15 +151,15 @@ class Full(Approximation):
         -----
         ``M N (n m)^2`` flops; the examples' gradients are formed.
         """
-        shares = options.shares(statistics, rows, per="example")
-        xp = options.xp
+        shares = options.shares(rows, statistics.dtype, per="example")
+        xp, scale = options.xp, shares.scale * shares.outer_products
+        v = rows.vectors(statistics.dtype, xp=xp)
         average = FullFactor().updated(
             statistics.averages["block"],
-            rows.vectors(statistics.dtype, xp=xp),
-            tail=None,
-            decay=options.decay,
-            scale=shares.scale * shares.outer_products,
-            weight=shares.example_weight,
+            v,
+            options.decay,
+            scale,
+            shares.example_weight,
             xp=xp,
         )
         return Statistics({"block": average}, statistics.status)

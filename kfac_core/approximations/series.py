@@ -29,7 +29,7 @@ Recurrent Neural Networks", ICLR.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation
@@ -53,6 +53,7 @@ _LAG_0 = Kronecker()
 _LAG_1 = LaggedFactor()
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Series(Approximation):
     r"""The approximation of a recurrent layer's block by a chain of time steps.
@@ -107,11 +108,7 @@ class Series(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            variant=constraints.one_of(*get_args(SeriesVariant)),
-            steps=constraints.optional(constraints.COUNT),
-        )
+        constraints.require_options(self, steps=constraints.optional(constraints.COUNT))
         if self.variant == "symmetric" and self.steps is None:
             raise errors.ConventionError(
                 "The symmetric variant sums over the lags of sequences of known lengths: "
@@ -158,11 +155,8 @@ class Series(Approximation):
         """
         rows: Rows = layer.rows(batch)
         if self.variant != "independent" and batch.inputs.ndim > 3:
-            raise errors.ShapeError(
-                "Expected `inputs` to have shape (N, T, features) for a series, got "
-                f"{tuple(batch.inputs.shape)}: the time steps are one shared axis. Move "
-                "further axes into that of the sequences."
-            )
+            hint = "The time steps are one shared axis: move others into that of sequences."
+            constraints.require_shape("inputs", batch.inputs, ("N", "T", "n"), hint)
         return rows
 
     def updated(
@@ -190,32 +184,20 @@ class Series(Approximation):
         new = _LAG_0.updated(statistics, rows, layer, whole)
         if self.variant == "independent":
             return new
-        shares = options.shares(statistics, rows)
+        shares = options.shares(rows, statistics.dtype)
         xp, decay = options.xp, options.decay
         old, averages = statistics.averages, dict(new.averages)
-        x = ns.cast(xp, rows.inputs, statistics.dtype)
+        x = rows.full_inputs(statistics.dtype, xp=xp)
         g = ns.cast(xp, rows.output_grads, statistics.dtype)
-        averages["lagged_input"] = _LAG_1.updated(
-            old["lagged_input"],
-            x,
-            tail=rows.tail(statistics.dtype, xp=xp),
-            decay=decay,
-            scale=shares.scale,
-            weight=averages["input"].weight,
-            xp=xp,
-        )
-        averages["lagged_output"] = _LAG_1.updated(
-            old["lagged_output"],
-            g,
-            tail=None,
-            decay=decay,
-            scale=shares.scale * shares.outer_products,
-            weight=averages["output"].weight,
-            xp=xp,
-        )
+        scales = {"input": shares.scale, "output": shares.scale * shares.outer_products}
+        for side, v in (("input", x), ("output", g)):
+            lagged, weight = old[f"lagged_{side}"], averages[side].weight
+            averages[f"lagged_{side}"] = _LAG_1.updated(
+                lagged, v, decay, scales[side], weight, xp=xp
+            )
         if self.steps is not None:
-            found = length_shares(rows, steps=self.steps, dtype=x.dtype, xp=xp)
-            total = old["lengths"].sum * decay + found * shares.example_weight
+            lengths = length_shares(rows, steps=self.steps, dtype=x.dtype, xp=xp)
+            total = old["lengths"].sum * decay + lengths * shares.example_weight
             averages["lengths"] = Average(total, averages["repeats"].weight)
         return Statistics(averages, new.status)
 
@@ -240,9 +222,5 @@ class Series(Approximation):
         """
         if self.variant == "independent":
             return _LAG_0.operator(statistics, layer, options)
-        if options.rule == "exact":
-            raise errors.UnsupportedError(
-                f"The {self.variant} series is damped in its moments of lag 0 only, and "
-                "has no exact damping. Use the rule 'factored' or 'factored_unit_pi'."
-            )
+        options.require_factored(f"The {self.variant} series")
         return series_operator(statistics, options)

@@ -15,7 +15,7 @@ from kfac_core import errors
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array import Array, Namespace, Status
 from kfac_core.array import namespaces as ns
-from kfac_core.damping import factored_shifts
+from kfac_core.array.status import raise_flagged
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
@@ -58,7 +58,7 @@ def series_operator(
         With ``check="raise"``; see `Series.operator`.
     """
     xp, check = options.xp, options.check
-    made, flags = in_wider_dtype(
+    operator, flags = in_wider_dtype(
         lambda dtype: _made(statistics, options, dtype=dtype, xp=xp),
         options.compute,
         like=statistics.like,
@@ -66,9 +66,11 @@ def series_operator(
         xp=xp,
     )
     if flags:
-        _raise_for(flags, made, options.name)
-    made = applied_in(made, options.apply, check=check, name=options.name, xp=xp)
-    return made.prepared(*options.factorizations, check=check, name=options.name)
+        _raise_for(flags, operator, options.name)
+    operator = applied_in(
+        operator, options.apply, check=check, name=options.name, xp=xp
+    )
+    return operator.prepared(*options.factorizations, check=check, name=options.name)
 
 
 def _made(
@@ -88,14 +90,8 @@ def _made(
     S = ns.cast(xp, averages["repeats"].value(debias=True), dtype)
     nothing = xp.logical_not(S > 0)
     S = xp.where(nothing, xp.ones_like(S), S)
-    shifts = factored_shifts(
-        [_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)],
-        ns.full_of(xp, options.damping, S),
-        scale=S,
-        unit_pi=options.rule == "factored_unit_pi",
-        least=options.least_shift,
-        xp=xp,
-    )
+    wide = options._replace(damping=ns.full_of(xp, options.damping, S))
+    shifts = wide.shifts([_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)], S)
     parts = [
         damped_matrix(
             value,
@@ -132,15 +128,14 @@ def _root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
     return triangular_root(factor.cholesky.lower, lagged, xp=xp)
 
 
-def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:
-    if Status.MATRIX_NOT_FINITE in flags:
-        raise errors.NotFiniteError(
-            f"{name}: the moments of lag 1 hold NaN or infinity. Reset the statistics, or "
-            "keep them in float64."
-        )
+def _raise_for(flags: Status, operator: SeriesOperator, name: str) -> NoReturn:
+    reason = "the moments of lag 1 hold NaN or infinity. Reset the statistics, or keep "
+    reason += "them in float64."
+    raise_flagged(flags, name, {Status.MATRIX_NOT_FINITE: reason})
     raise errors.FactorizationError(
         "the moments of lag 0 and lag 1 make no covariance of a chain (flags "
-        f"{flags!s}; the largest correlation is {float(made.chain.clipped):.1e} above 1). "
+        f"{flags!s}; the largest correlation is "
+        f"{float(operator.chain.clipped):.1e} above 1). "
         "Increase `damping`; if that is no remedy, the two lags are not of the same rows.",
         factor=name,
     )

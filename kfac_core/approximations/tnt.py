@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation
@@ -47,6 +47,7 @@ Positions = Literal["summed", "independent"]
 _KRONECKER = Kronecker()
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
     r"""The tensor-normal approximation of a block.
@@ -95,9 +96,7 @@ class TNT(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self, positions=constraints.one_of(*get_args(Positions))
-        )
+        constraints.require_options(self)
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of both factors; of a block of one array, none."""
@@ -118,14 +117,7 @@ class TNT(Approximation):
         """Return zero statistics."""
         if layer.kind == "parameters":
             return initial_axes(layer, place)
-        n, m = layer.matrix_shape
-        lead = (layer.groups,) if layer.groups > 1 else ()
-        averages = {
-            "input": FullFactor().initial((*lead, n), place),
-            "output": FullFactor().initial((*lead, m // layer.groups), place),
-            "repeats": Average(place.zeros(), place.zeros()),
-        }
-        return Statistics(averages, place.flags())
+        return _KRONECKER.initial(layer, place)
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -139,23 +131,21 @@ class TNT(Approximation):
         """
         xp, decay = options.xp, options.decay
         alone = self.positions == "independent" and layer.kind != "parameters"
-        shares = options.shares(statistics, rows, per="row" if alone else "example")
+        shares = options.shares(
+            rows, statistics.dtype, per="row" if alone else "example"
+        )
         if layer.kind == "parameters":
             return updated_axes(statistics, rows, layer, shares, decay=decay, xp=xp)
         used = rows.per_position() if alone else rows
         columns, across = _gram_rows(used, statistics.dtype, xp)
-        common: dict[str, Any] = {
-            "tail": None,
-            "decay": decay,
-            "scale": shares.scale * shares.outer_products,
-            "weight": shares.weight,
-            "xp": xp,
+        old, full = statistics.averages, FullFactor()
+        step = decay, shares.scale * shares.outer_products, shares.weight
+        weight = shares.example_weight
+        averages = {
+            "input": full.updated(old["input"], columns, *step, xp=xp),
+            "output": full.updated(old["output"], across, *step, xp=xp),
+            "repeats": old["repeats"].plus(shares.repeats, decay, weight, weight),
         }
-        A = FullFactor().updated(statistics.averages["input"], columns, **common)
-        G = FullFactor().updated(statistics.averages["output"], across, **common)
-        old = statistics.averages["repeats"]
-        S = old.plus(shares.repeats, decay=decay, weight=shares.example_weight)
-        averages = {"input": A, "output": G, "repeats": S}
         return Statistics(averages, statistics.status)
 
     def operator(

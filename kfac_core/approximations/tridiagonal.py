@@ -33,6 +33,7 @@ from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array import Array, Namespace, Place, Status, replaced
 from kfac_core.array import namespaces as ns
+from kfac_core.array.status import raise_flagged
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain, ChainRows
@@ -96,18 +97,18 @@ class BlockTridiagonal(Approximation):
 
     def rows(self, layer: Layer, batch: Any, /) -> ChainRows:
         """Return what the layers saw as rows."""
-        made: ChainRows = layer.rows(batch)
-        return made
+        rows: ChainRows = layer.rows(batch)
+        return rows
 
     def initial(self, layer: Any, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
         averages: dict[str, Average] = {}
-        for i, own in enumerate(layer.layers):
-            found = _OF_A_LAYER.initial(own, place).averages
-            averages |= {f"{i}-{key}": average for key, average in found.items()}
+        for i, single in enumerate(layer.layers):
+            new = _OF_A_LAYER.initial(single, place).averages
+            averages |= {f"{i}-{key}": average for key, average in new.items()}
         zero = place.zeros()
-        for i, (own, following) in enumerate(itertools.pairwise(layer.layers)):
-            shapes = zip(own.matrix_shape, following.matrix_shape, strict=True)
+        for i, (single, following) in enumerate(itertools.pairwise(layer.layers)):
+            shapes = zip(single.matrix_shape, following.matrix_shape, strict=True)
             for key, shape in zip(("input", "output"), shapes, strict=True):
                 averages[f"{i}-{i + 1}-{key}"] = Average(place.zeros(*shape), zero)
         return Statistics(averages, place.flags())
@@ -128,17 +129,17 @@ class BlockTridiagonal(Approximation):
         ``2 N (n n' + M m m')`` for each pair.
         """
         averages: dict[str, Average] = {}
-        for i, (own, seen) in enumerate(zip(layer.layers, rows.layers, strict=True)):
+        for i, (single, part) in enumerate(zip(layer.layers, rows.layers, strict=True)):
             old = _of_layer(statistics, i)
-            found = _OF_A_LAYER.updated(old, seen, own, options).averages
-            averages |= {f"{i}-{key}": average for key, average in found.items()}
-        shares = options.shares(statistics, rows.layers[0])
+            new = _OF_A_LAYER.updated(old, part, single, options).averages
+            averages |= {f"{i}-{key}": average for key, average in new.items()}
+        shares = options.shares(rows.layers[0], statistics.dtype)
         scales = {"input": shares.scale, "output": shares.scale * shares.outer_products}
-        for i, (seen, following) in enumerate(itertools.pairwise(rows.layers)):
-            moments = _moments_between(seen, following, statistics.dtype, options.xp)
+        for i, (part, following) in enumerate(itertools.pairwise(rows.layers)):
+            moments = _moments_between(part, following, statistics.dtype, options.xp)
             for key, moment in moments.items():
                 total = statistics.averages[f"{i}-{i + 1}-{key}"].sum
-                # The weight of the layer's own moments: the two are of the same data.
+                # The layer's moments are of the same data and so have the same weight.
                 averages[f"{i}-{i + 1}-{key}"] = Average(
                     total * options.decay + moment * scales[key],
                     averages[f"{i}-{key}"].weight,
@@ -163,13 +164,9 @@ class BlockTridiagonal(Approximation):
         About ``14 (n^3 + m^3)`` flops a layer; in float32 with ``check="raise"`` once more
         in float64 where a residual is above its limit.
         """
-        if options.rule == "exact":
-            raise errors.UnsupportedError(
-                "A chain is damped in the moments of its layers, and has no exact damping. "
-                "Use the rule 'factored' or 'factored_unit_pi'."
-            )
+        options.require_factored("A chain")
         xp = options.xp
-        made, flags = in_wider_dtype(
+        operator, flags = in_wider_dtype(
             lambda dtype: _made(statistics, layer, options, dtype, xp),
             options.compute,
             like=statistics.like,
@@ -177,9 +174,9 @@ class BlockTridiagonal(Approximation):
             xp=xp,
         )
         if flags:
-            _raise_for(flags, made)
+            _raise_for(flags, operator)
         return applied_in(
-            made, options.apply, check=options.check, name=options.name, xp=xp
+            operator, options.apply, check=options.check, name=options.name, xp=xp
         )
 
 
@@ -233,11 +230,11 @@ def _made(
         return replaced(root, lagged=ns.cast(xp, moment, dtype))
 
     links, conditionals = {}, {}
-    for i, (own, following) in enumerate(itertools.pairwise(roots)):
+    for i, (first, following) in enumerate(itertools.pairwise(roots)):
         links[f"{i}"], conditionals[f"{i}"] = conditional(
-            between(own[0], f"{i}-{i + 1}-input"),
+            between(first[0], f"{i}-{i + 1}-input"),
             following[0],
-            between(own[1], f"{i}-{i + 1}-output"),
+            between(first[1], f"{i}-{i + 1}-output"),
             following[1],
             stored=ns.roundoff_of(statistics.dtype, xp=xp),
             xp=xp,
@@ -253,18 +250,18 @@ def _made(
     )
 
 
-def _raise_for(flags: Status, made: TridiagonalOperator) -> NoReturn:
-    found = [made.conditionals[f"{i}"] for i in range(len(made.names))]
+def _raise_for(flags: Status, operator: TridiagonalOperator) -> NoReturn:
+    conditionals = [operator.conditionals[f"{i}"] for i in range(len(operator.names))]
     name, bad = next(
         (name, part)
-        for name, part in zip(made.names, found, strict=True)
+        for name, part in zip(operator.names, conditionals, strict=True)
         if int(part.flags)
     )
-    if Status.MATRIX_NOT_FINITE in flags:
-        raise errors.NotFiniteError(
-            f"{name}: the moments between this layer and the next hold NaN or infinity. "
-            "Reset the statistics, or keep them in float64."
-        )
+    reason = (
+        "the moments between this layer and the next hold NaN or infinity. Reset the "
+    )
+    reason += "statistics, or keep them in float64."
+    raise_flagged(flags, name, {Status.MATRIX_NOT_FINITE: reason})
     raise errors.FactorizationError(
         "the moments of this layer and the next make no covariance (flags "
         f"{flags!s}; the largest correlation is "

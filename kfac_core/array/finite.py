@@ -50,12 +50,12 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
     return xp.all(xp.isfinite(x))
 
 
-def known_true(condition: Array, /, *, xp: Namespace) -> bool:
+def known_true(condition: Array | bool, /, *, xp: Namespace) -> bool:
     """Whether the host knows at once that all of a condition holds.
 
     Parameters
     ----------
-    condition : array of bool
+    condition : array of bool, or bool
         Array of any shape.
     xp : namespace
         Array API namespace of the arrays.
@@ -66,8 +66,8 @@ def known_true(condition: Array, /, *, xp: Namespace) -> bool:
         False where some of it does not hold, and where only synchronizing with a device,
         or a value that is being traced, would say so.
     """
-    # What NumPy makes of a condition on a number.
-    if isinstance(condition, np.bool_):
+    # What Python and NumPy make of a condition on a number.
+    if isinstance(condition, bool | np.bool_):
         return bool(condition)
     return known_all(condition, xp=xp)
 

@@ -17,7 +17,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array.backend import Array, Namespace, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import Status
@@ -173,10 +173,7 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
             "`numpy.asarray(x)`, with masked numbers filled first."
         )
     if array_api_compat.is_pydata_sparse_array(x):
-        raise errors.ArgumentError(
-            f"Expected `{name}` to be a dense array, got {cls.__module__}.{cls.__name__}. "
-            "Make it dense."
-        )
+        raise _not_dense(name, f"{cls.__module__}.{cls.__name__}; make it dense")
     problem_of = backend_of(xp).array_problem
     if getattr(problem_of, "__func__", None) is not GenericBackend.array_problem:
         _problem_of[cls] = problem_of
@@ -200,9 +197,13 @@ def _require_usable(x: Array, name: str) -> None:
     """Raise for an array of which its backend says that it cannot be computed with."""
     problem = _problem_of[type(x)](x)
     if problem is not None:
-        raise errors.ArgumentError(
-            f"Expected `{name}` to be a dense array, got {problem}."
-        )
+        raise _not_dense(name, problem)
+
+
+def _not_dense(name: str, problem: str) -> errors.ArgumentError:
+    return errors.ArgumentError(
+        f"Expected `{name}` to be a dense array, got {problem}."
+    )
 
 
 def same_place(**arrays: Array | None) -> None:
@@ -378,11 +379,7 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
         raise errors.DtypeError(
             f"Expected `{name}` to be a number or a 0-d array, got {value!r}."
         ) from error
-    if value.ndim != 0:
-        raise errors.ShapeError(
-            f"Expected `{name}` to be a number or a 0-d array, got an array of shape "
-            f"{tuple(value.shape)}."
-        )
+    constraints.require_shape(name, value, ())
     if namespace is not xp:
         given, others = _short(namespace.__name__), _short(xp.__name__)
         raise errors.MixedArraysError(

@@ -27,7 +27,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array.backend import (
     Array,
     Backend,
@@ -103,10 +103,7 @@ def selected_backend(backend: str | None = None, /) -> Selection:
         If the library or the device cannot be used here.
     """
     spec, reason = _choose(backend)
-    if not isinstance(spec, str):
-        raise errors.ArgumentError(
-            f"Expected `backend` to be a string such as 'torch:cuda:0', got {spec!r}."
-        )
+    constraints.require_kind("backend", spec, str, "a string such as 'torch:cuda:0'")
     name, _, device = spec.partition(":")
     found = get_backend(name)
     problem = found.problem()

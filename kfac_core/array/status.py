@@ -9,10 +9,13 @@ transfer from the device to the host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntFlag
 from typing import Literal
 
-__all__ = ["Check", "Status"]
+from kfac_core import errors
+
+__all__ = ["Check", "Status", "raise_flagged"]
 
 Check = Literal["raise", "status"]
 """Whether a failure raises, or sets a flag in the result."""
@@ -49,3 +52,43 @@ class Status(IntFlag):
     OVERFLOWED = 256
     """Sums of squares of finite rows are not finite; the statistics were left as they
     were."""
+
+
+_ERRORS: dict[Status, type[errors.KFACError]] = {
+    Status.NOT_POSITIVE: errors.FactorizationError,
+    Status.INACCURATE: errors.FactorizationError,
+    Status.BAD_DAMPING: errors.DampingError,
+    Status.BAD_DECAY: errors.DecayError,
+    Status.IDS_OUT_OF_RANGE: errors.IdRangeError,
+}
+"""What is raised for a flag; `NotFiniteError` for those that are not here."""
+
+_REASONS: dict[Status, str] = {
+    Status.BAD_DAMPING: "the damping is negative or not finite. Expected a finite number "
+    ">= 0.",
+    Status.BAD_DECAY: "expected `decay` in [0, 1] and `weight` > 0, both finite.",
+}
+"""Reasons that are the same wherever a flag is read."""
+
+
+def raise_flagged(flags: int, name: str, reasons: Mapping[Status, str], /) -> None:
+    """Raise the error of the first flag that is set; return where none is.
+
+    Parameters
+    ----------
+    flags : int
+        `Status` flags.
+    name : str
+        What they are of, at the head of the message.
+    reasons : mapping of Status to str
+        What each flag, or any of some flags, means here, and the next step.
+
+    Raises
+    ------
+    NotFiniteError, DampingError, DecayError, IdRangeError, FactorizationError
+        As the flags say.
+    """
+    every: dict[Status, str] = {**reasons, **_REASONS}
+    for flag, reason in every.items():
+        if flags & flag:
+            raise _ERRORS.get(flag, errors.NotFiniteError)(f"{name}: {reason}")

@@ -177,29 +177,31 @@ def _document(archive: Archive) -> dict[str, Any]:
         raise errors.StateError(
             f"the document is not JSON: {shown(str(error))}."
         ) from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise errors.StateError(f"expected a document of format {FORMAT!r}.")
+    good = isinstance(document, dict) and document.get("format") == FORMAT
+    _require(good, f"a document of format {FORMAT!r}")
     version = document.get("version")
-    if type(version) is not int or version != VERSION:
-        raise errors.StateError(
-            f"expected version {VERSION} of {FORMAT!r}, got {shown(version)}; it was "
-            f"written by {shown(document.get('producer', 'an unknown release'))}."
-        )
+    producer = shown(document.get("producer", "an unknown release"))
+    good = type(version) is int and version == VERSION
+    came = f"{shown(version)}; it was written by {producer}"
+    _require(good, f"version {VERSION} of {FORMAT!r}, got {came}")
     state, tensors = document.get("state"), document.get("tensors")
     blocks = state.get("blocks") if isinstance(state, dict) else None
-    if not isinstance(blocks, dict) or not all(map(_is_block, blocks.values())):
-        raise errors.StateError("the document holds no state, or no blocks.")
+    good = isinstance(blocks, dict) and all(map(_is_block, blocks.values()))
+    _require(good, "a document with a state of blocks")
     indices = tensors.values() if isinstance(tensors, dict) else [None]
-    if not all(type(index) is int for index in indices):
-        raise errors.StateError("the document does not say where its tensors are.")
+    good = all(type(index) is int for index in indices)
+    _require(good, "a document that says where its tensors are")
     transposed = document.get("transposed")
-    if not isinstance(transposed, list) or not all(
-        isinstance(name, str) for name in transposed
-    ):
-        raise errors.StateError(
-            "the document does not say which tensors are transposed."
-        )
-    return document
+    good = isinstance(transposed, list) and all(isinstance(n, str) for n in transposed)
+    _require(good, "a document that says which tensors are transposed")
+    checked: dict[str, Any] = document
+    return checked
+
+
+def _require(good: bool, expected: str) -> None:
+    """Raise unless a document is as expected."""
+    if not good:
+        raise errors.StateError(f"expected {expected}.")
 
 
 def _is_block(part: Any) -> bool:

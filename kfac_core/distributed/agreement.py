@@ -131,10 +131,10 @@ class Agreement:
         riders.clear()
         return np.asarray(here)
 
-    def meet(self, step: str, /) -> None:
-        """Compare a step, unless an earlier vote of the same step has `announced` it."""
+    def meet(self, step: str, /, *, error: Exception | None = None) -> None:
+        """Vote on a step, unless an earlier vote of the same step has `announced` it."""
         if not self.communicator.votes.announced:
-            self.vote(step)
+            self.vote(step, error=error)
 
     @contextmanager
     def riding(self, step: str, values: ArrayLike, /) -> Iterator[Rider]:

@@ -13,6 +13,7 @@ that the entry-point group ``kfac_core.communicators`` gives for a name.
 from __future__ import annotations
 
 import abc
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -182,10 +183,6 @@ class Communicator(abc.ABC):
     name = "communicator"
 
     def __init__(self, rank: int, size: int, *, timeout: float) -> None:
-        if not timeout > 0:
-            raise errors.CommunicationError(
-                f"Expected `timeout` to be a positive number of seconds, got {timeout}."
-            )
         self.rank, self.size, self.timeout = rank, size, timeout
         self.traffic, self.votes = Traffic(), Votes()
         self.ranks = tuple(range(size))
@@ -256,7 +253,7 @@ class Communicator(abc.ABC):
         Handle
             Handle of an array of shape (k,), equal to the bit on all ranks.
         """
-        self._require_flat(flat)
+        constraints.require_shape("flat", flat, (math.prod(flat.shape),))
         self.traffic.count("all_reduce", _bytes(flat), self.size)
         return self._begin("all_reduce", flat, {})
 
@@ -275,7 +272,8 @@ class Communicator(abc.ABC):
         Handle
             Handle of an array of shape ``(counts[rank],)``.
         """
-        self._require_flat(flat, sum(counts), counts)
+        self._require_counts(counts)
+        constraints.require_shape("flat", flat, (sum(counts),))
         self.traffic.count("reduce_scatter", _bytes(flat), self.size)
         return self._begin("reduce_scatter", flat, {"counts": tuple(counts)})
 
@@ -294,9 +292,8 @@ class Communicator(abc.ABC):
         Handle
             Handle of an array of shape ``(sum(counts),)``.
         """
-        if len(counts) != self.size:
-            raise self._wrong_counts(counts)
-        self._require_flat(flat, self._length_here(counts))
+        self._require_counts(counts)
+        constraints.require_shape("flat", flat, (self._length_here(counts),))
         payload = sum(counts) * _item_size(flat)
         self.traffic.count("all_gather", payload, self.size)
         return self._begin("all_gather", flat, {"counts": tuple(counts)})
@@ -318,9 +315,8 @@ class Communicator(abc.ABC):
         Handle
             Handle of an array of shape ``(sum(receive),)``.
         """
-        self._require_flat(flat, sum(send), send)
-        if len(receive) != self.size:
-            raise self._wrong_counts(receive)
+        self._require_counts(send, receive)
+        constraints.require_shape("flat", flat, (sum(send),))
         sent = (sum(send) - self._length_here(send)) * _item_size(flat)
         self.traffic.count("all_to_all", _bytes(flat), self.size, sent)
         lengths = {"send": tuple(send), "receive": tuple(receive)}
@@ -360,24 +356,12 @@ class Communicator(abc.ABC):
         finish = self._start(operation, self._entering(flat), arguments)
         return Handle(lambda: self._leaving(finish(), flat))
 
-    def _require_flat(
-        self,
-        flat: Array,
-        length: int | None = None,
-        counts: Sequence[int] | None = None,
-    ) -> None:
-        if counts is not None and len(counts) != self.size:
-            raise self._wrong_counts(counts)
-        if flat.ndim != 1 or (length is not None and flat.shape[0] != length):
-            expected = "(k,)" if length is None else f"({length},)"
-            raise errors.ShapeError(
-                f"Expected `flat` to have shape {expected}, got {tuple(flat.shape)}."
-            )
-
-    def _wrong_counts(self, counts: Sequence[int]) -> errors.ShapeError:
-        return errors.ShapeError(
-            f"Expected one count for each of {self.size} ranks, got {len(counts)}."
-        )
+    def _require_counts(self, *counts: Sequence[int]) -> None:
+        for each in counts:
+            if len(each) != self.size:
+                raise errors.ShapeError(
+                    f"Expected one count for each of {self.size} ranks, got {len(each)}."
+                )
 
 
 def _require_groups(groups: Sequence[Sequence[int]], size: int) -> None:
@@ -417,10 +401,7 @@ def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicato
     constraints.require_range("timeout", timeout, constraints.POSITIVE)
     chosen = name or os.environ.get(ENVIRONMENT_VARIABLE)
     if not chosen:
-        raise errors.UnknownBackendError(
-            "No communicator was named. Pass a name, or set "
-            f"{ENVIRONMENT_VARIABLE}, to one of {', '.join(communicator_names())}."
-        )
+        raise _no_engine(chosen)
     adapter = engine(chosen)
     problem = adapter.problem()
     if problem is not None:
@@ -429,6 +410,13 @@ def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicato
         )
     communicator: Communicator = adapter.connect(timeout=timeout)
     return communicator
+
+
+def _no_engine(name: str | None) -> errors.UnknownBackendError:
+    return errors.UnknownBackendError(
+        f"Unknown communicator {name!r}; registered are {', '.join(communicator_names())}. "
+        f"Pass one of these names, or set {ENVIRONMENT_VARIABLE} to it."
+    )
 
 
 def engine(name: str, /) -> Any:
@@ -453,10 +441,7 @@ def engine(name: str, /) -> Any:
     """
     entry = entry_points_of(ENTRY_POINT_GROUP).get(name)
     if entry is None:
-        raise errors.UnknownBackendError(
-            f"Unknown communicator {name!r}; registered are "
-            f"{', '.join(communicator_names())}."
-        )
+        raise _no_engine(name)
     try:
         return entry.load()
     except ImportError as error:

@@ -127,15 +127,20 @@ class DistributedExecutor(Executor):
         results: dict[str, Any] = self._stages[stage.name](stage, tasks)
         return results
 
-    def tell(self, error: Exception, /) -> NoReturn:
-        """Raise an error that this rank cannot begin an update for, on all ranks.
+    def tell(self, error: Exception, /, *, product: bool = False) -> NoReturn:
+        """Raise an error that this rank cannot begin a stage for, on all ranks.
 
         Parameters
         ----------
         error : Exception
             Exception that was raised on this rank.
+        product : bool
+            Whether the stage is a product, which ranks that hold all blocks begin alone.
         """
-        self._agreement.vote("update", error=error)
+        if not product:
+            self._agreement.vote("update", error=error)
+        elif self.placement.holders < self._communicator.size:
+            self._agreement.meet("product", error=error)
         raise error  # as the vote did
 
     def in_background(self, inner: Executor) -> DistributedExecutor:
@@ -601,8 +606,7 @@ def vote_length(network: Network, /) -> int:
     averages = sum(
         len(block.initial(np.zeros(())).averages) for block in network.blocks.values()
     )
-    uses = len(network.chains.of) + len(network.tied_weights.uses)
-    return averages + 3 * len(network.blocks) + uses + 32
+    return averages + 2 * len(network.blocks) + len(network.layers.names) + 32
 
 
 def _placement(network: Network, options: Distributed) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array
@@ -23,6 +23,7 @@ DirectionDtype = Literal["bfloat16", "float32", "float64"]
 """Dtypes of messages with directions."""
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
     """How an estimator divides its work among processes.
@@ -106,11 +107,6 @@ class Distributed:
             self,
             communicator=constraints.implementation_of(Communicator),
             interval=constraints.COUNT,
-            reduce=constraints.one_of("refresh", "update"),
-            loss=constraints.one_of(*get_args(LossScale)),
-            statistics_dtype=constraints.one_of(*get_args(MessageDtype), None),
-            operators_dtype=constraints.one_of(*get_args(MessageDtype), None),
-            directions_dtype=constraints.one_of(*get_args(DirectionDtype), None),
             bucket_bytes=constraints.COUNT,
             memory=constraints.optional(constraints.COUNT),
             execution=constraints.instance_of(Execution),

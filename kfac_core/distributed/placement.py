@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import array_api_compat
 import numpy as np
 
-from kfac_core import constraints, errors
+from kfac_core import errors
 from kfac_core.array import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
@@ -292,9 +292,6 @@ def place(
     UnsupportedError
         If a block, or what is left for a rank, has more numbers than `memory`.
     """
-    constraints.require_range("size", size, constraints.COUNT)
-    constraints.require_range("holders", holders, constraints.COUNT)
-    constraints.require_range("memory", memory, constraints.optional(constraints.COUNT))
     if holders not in divisors(size):
         raise errors.ConventionError(
             f"Expected the number of holders to be one of {divisors(size)}, the divisors "

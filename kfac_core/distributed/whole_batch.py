@@ -176,7 +176,8 @@ def _counts_of(block: Any, batch: Any) -> tuple[float, float, float, float]:
     rows = block.rows(batch)
     rows = rows.layers[0] if hasattr(rows, "layers") else rows
     xp = ns.own_namespace(rows.like)
-    return float(rows.examples), float(rows.kept(rows.like.dtype, xp=xp)), 0.0, 1.0
+    R, N, _ = rows.counts(rows.like.dtype, xp=xp)
+    return float(N), float(R), 0.0, 1.0
 
 
 def _scaled(batch: Any, factor: float) -> Any:

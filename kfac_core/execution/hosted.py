@@ -21,7 +21,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_plain, is_structure, rebuilt
-from kfac_core.stages import Executor, ProductCall, Stage, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
 
@@ -109,9 +109,7 @@ class Hosted(Executor):
     """
 
     def __init__(self, inner: Executor = plain) -> None:
-        constraints.require_range(
-            "inner", inner, constraints.implementation_of(Executor)
-        )
+        constraints.require_range("inner", inner, EXECUTOR)
         self._inner = inner
         # By the block and the class of a structure, the last one and its view.
         self._held: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}

@@ -26,7 +26,7 @@ from kfac_core.array import map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import form_of, is_plain, is_structure, taken_apart
 from kfac_core.block import Block
-from kfac_core.stages import Executor, Stage, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
 
 __all__ = ["STACKED_UP_TO", "Stacked", "stacked", "unstacked"]
 
@@ -54,9 +54,7 @@ class Stacked(Executor):
     """
 
     def __init__(self, inner: Executor = plain, *, fewest: int = FEWEST) -> None:
-        constraints.require_range(
-            "inner", inner, constraints.implementation_of(Executor)
-        )
+        constraints.require_range("inner", inner, EXECUTOR)
         constraints.require_range("fewest", fewest, constraints.COUNT)
         self._inner, self._fewest = inner, fewest
         # The objects are kept with their ids, so that no id is reused while it is a key.
@@ -90,11 +88,12 @@ class Stacked(Executor):
             if kind is not None:
                 kinds.setdefault(kind, []).append(name)
         groups: dict[Any, list[str]] = {}
+        common: dict[int, Any] = {}
         for kind, names in kinds.items():
             # Forms are looked at only where there are enough equal blocks.
             for name in names if len(names) >= self._fewest else ():
                 if stage.stacks(*tasks[name]):
-                    form = (kind, *self._forms_of(stage, tasks[name]))
+                    form = (kind, *self._forms_of(stage, tasks[name], common))
                     groups.setdefault(form, []).append(name)
         members = {
             f"{names[0]} and {len(names) - 1} equal blocks": tuple(names)
@@ -134,12 +133,20 @@ class Stacked(Executor):
         self._kinds[id(block)] = block, kind
         return kind
 
-    def _forms_of(self, stage: Stage, task: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what has to agree in the tasks of one stack, besides the block."""
-        arrays = [self._form(value) for value in task[1 : 1 + stage.arrays]]
-        # What is not stacked has to be the same numbers, or the same arrays.
-        others = [form_of(value, id) for value in task[1 + stage.arrays :]]
-        return (*arrays, *others)
+    def _forms_of(
+        self, stage: Stage, task: tuple[Any, ...], common: dict[int, Any]
+    ) -> tuple[Any, ...]:
+        """Return what has to agree in the tasks of one stack, besides the block.
+
+        Most tasks of a call have the same options, whose forms are in `common` by identity.
+        """
+        forms = [self._form(value) for value in task[1 : 1 + stage.arrays]]
+        for value in task[1 + stage.arrays :]:
+            # What is not stacked has to be the same numbers, or the same arrays.
+            if id(value) not in common:
+                common[id(value)] = form_of(value, id)
+            forms.append(common[id(value)])
+        return tuple(forms)
 
     def _form(self, value: Any) -> Any:
         """Return what has to agree in a stacked argument of tasks."""

@@ -19,7 +19,7 @@ from kfac_core import constraints
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import Backend, backend_of
 from kfac_core.array.structure import is_plain, leaves
-from kfac_core.stages import Executor, Stage, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
 
 __all__ = ["Threaded", "in_bundles", "in_threads"]
 
@@ -47,9 +47,7 @@ class Threaded(Executor):
 
     def __init__(self, workers: int, inner: Executor = plain) -> None:
         constraints.require_range("workers", workers, constraints.COUNT)
-        constraints.require_range(
-            "inner", inner, constraints.implementation_of(Executor)
-        )
+        constraints.require_range("inner", inner, EXECUTOR)
         self.workers, self._inner = workers, inner
 
     def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
@@ -106,14 +104,7 @@ def in_threads(
     list
         The results.  Where calls raise, the first error in the problems' order is
         raised after all have ended.
-
-    Raises
-    ------
-    ValueError
-        For fewer workers than one.
     """
-    if workers < 1:
-        raise ValueError(f"Expected `workers` >= 1, got {workers}.")
     if workers == 1 or len(problems) < 2:
         return [function(problem) for problem in problems]
     workers = min(workers, len(problems))

@@ -6,7 +6,6 @@ damp an average, and the shares of one update.
 """
 
 from kfac_core.factors.average import Average
-from kfac_core.factors.damped import DampedFactor
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
 from kfac_core.factors.full import FullFactor
@@ -14,7 +13,6 @@ from kfac_core.factors.shares import Shares
 
 __all__ = [
     "Average",
-    "DampedFactor",
     "DiagonalFactor",
     "Factor",
     "FactorKind",

@@ -15,12 +15,18 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core import constraints
-from kfac_core.array import Array, Scalar, finite, map_structure
+from kfac_core.array import Array, Namespace, Scalar, Status, finite, map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import is_structure, structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Average", "require_decay", "require_weight", "share_of"]
+__all__ = [
+    "Average",
+    "coefficient_flags",
+    "require_decay",
+    "require_weight",
+    "share_of",
+]
 
 
 @structure()
@@ -60,7 +66,7 @@ class Average:
             return self.sum
         total = self.sum
         if not is_structure(total):
-            # A quotient is 1 where sum and weight are equal, as of counts that all are 1.
+            # Divide rather than multiply by 1/weight, so that equal numbers give exactly 1.
             return total / _beside(ns.as_array(self._divisor()), total)
         factor = self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
@@ -90,27 +96,28 @@ class Average:
         self,
         total: Any,
         rows: Array | float | None,
-        /,
-        *,
         decay: Scalar,
         weight: Scalar,
+        /,
     ) -> Average:
-        """Return the average after an update that made a new sum, with so many rows."""
+        """Return the average with the new sum of an update, of so many rows."""
         weights = ns.as_array(ns.as_number(self.weight) * decay + weight)
         if self.rows is None or rows is None:
             return Average(total, weights)
         before = ns.as_number(self.rows)
-        # A decay of zero leaves nothing of the rows before.
+        # A decay of zero forgets all earlier rows.
         if not isinstance(decay, ns.NUMBER):
             before = before * ns.own_namespace(decay).astype(decay != 0, before.dtype)
         elif decay == 0:
             before = before * 0.0
         return Average(total, weights, ns.as_array(before + rows))
 
-    def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
-        """Return the average after one update with a scalar."""
-        total = ns.as_array(ns.as_number(self.sum) * decay + value * weight)
-        return self.following(total, None, decay=decay, weight=weight)
+    def plus(
+        self, value: Scalar, decay: Scalar, scale: Scalar, weight: Scalar, /
+    ) -> Average:
+        """Return the average after ``sum <- decay sum + scale value`` of an array."""
+        total = ns.as_array(ns.as_number(self.sum) * decay + value * scale)
+        return self.following(total, None, decay, weight)
 
     def absorbed(
         self,
@@ -142,7 +149,7 @@ class Average:
             new = self.sum.scaled(decay).joined(other.sum.scaled(scale))
         else:
             new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
-        return self.following(new, other.rows, decay=decay, weight=share)
+        return self.following(new, other.rows, decay, share)
 
 
 def _is_compressed(total: Any, /) -> bool:
@@ -168,6 +175,21 @@ def require_weight(weight: Scalar, /) -> None:
     """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
     if type(weight) is not float or not 1e-20 <= weight <= 1e20:
         constraints.require_range("weight", weight, constraints.WEIGHT_SCALAR)
+
+
+def coefficient_flags(decay: Scalar, weight: Scalar | None, /, *, xp: Namespace) -> Any:
+    """Return the flag of a decay or weight out of range, 0 for Python numbers.
+
+    Those were compared before; values of an array that is traced can only be flagged.
+    """
+    flags: Any = 0
+    if not isinstance(decay, float):
+        good = (decay >= 0) & (decay <= 1)
+        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
+    if weight is not None and not isinstance(weight, float):
+        good = (weight > 0) & xp.isfinite(weight)
+        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
+    return flags
 
 
 def share_of(

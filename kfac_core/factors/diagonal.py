@@ -11,6 +11,7 @@ from kfac_core.array import Array, Check, Namespace, Place, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
+from kfac_core.linalg.gram import HomogeneousRows
 
 __all__ = ["DiagonalFactor"]
 
@@ -28,35 +29,21 @@ class DiagonalFactor:
     def updated(
         self,
         average: Average,
-        rows: Array,
-        /,
-        *,
-        tail: Array | None,
+        rows: Array | HomogeneousRows,
         decay: Scalar,
         scale: Scalar,
-        weight: Array,
+        weight: Scalar,
+        /,
+        *,
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale sum_i x_i * x_i``."""
-        squares = xp.sum(rows * rows, axis=-2)
-        if tail is not None:
-            last = xp.sum(tail * tail, axis=-1)[..., None]
+        x, ones = rows if isinstance(rows, HomogeneousRows) else (rows, None)
+        squares = xp.sum(x * x, axis=-2)
+        if ones is not None:
+            last = xp.sum(ones * ones, axis=-1)[..., None]
             squares = xp.concat([squares, last], axis=-1)
-        return self.absorbed(average, squares, decay=decay, scale=scale, weight=weight)
-
-    def absorbed(
-        self,
-        average: Average,
-        squares: Array,
-        /,
-        *,
-        decay: Scalar,
-        scale: Scalar,
-        weight: Array,
-    ) -> Average:
-        """Return the average after ``sum <- decay sum + scale squares``."""
-        total = average.sum * decay + squares * scale
-        return average.following(total, None, decay=decay, weight=weight)
+        return average.plus(squares, decay, scale, weight)
 
     def mean_eigenvalue(self, value: Array, /) -> Array:
         """Return ``tr / n``, shape (...)."""

@@ -16,7 +16,7 @@ from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.uncorrelated import UncorrelatedFactor
 from kfac_core.layers.layer import Layer
-from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.rank_one import DampedRankOne
 
@@ -24,7 +24,7 @@ __all__ = ["Factor", "FactorKind", "Damped", "factor_of"]
 
 FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
-Damped: TypeAlias = DampedMatrix | FactorizedMatrix | DampedDiagonal | DampedRankOne
+Damped: TypeAlias = DampedMatrix | DampedDiagonal | DampedRankOne
 """A damped factor, whichever kind it is of: all have the same products."""
 
 _WITHOUT_OPTIONS: dict[str, Factor] = {
@@ -36,8 +36,7 @@ _WITHOUT_OPTIONS: dict[str, Factor] = {
 class Factor(Protocol):
     """The functions of one kind of factor.
 
-    ``rows`` has shape ``(..., n, d)``; ``tail``, of shape ``(..., n)`` or None, is a last
-    column of the rows (the homogeneous coordinate, 0 where a row is masked).
+    ``rows`` have the shape ``(..., R, n)``.
     """
 
     @property
@@ -50,16 +49,18 @@ class Factor(Protocol):
     def updated(
         self,
         average: Average,
-        rows: Array,
-        /,
-        *,
-        tail: Array | None,
+        rows: Any,
         decay: Scalar,
         scale: Scalar,
-        weight: Array,
+        weight: Scalar,
+        /,
+        *,
         xp: Namespace,
     ) -> Average:
-        """Return the average after ``sum <- decay sum + scale (moment of rows)``."""
+        """Return the average after ``sum <- decay sum + scale (moment of rows)``.
+
+        Its sum of weights becomes ``decay * (sum of weights) + weight``.
+        """
 
     def mean_eigenvalue(self, value: Any, /) -> Array:
         """Return the trace over the dimension, shape (...)."""

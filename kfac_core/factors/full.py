@@ -9,7 +9,7 @@ from kfac_core.array import Array, Check, Namespace, Place, Scalar, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
-from kfac_core.linalg.gram import gram_update
+from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = ["FullFactor"]
@@ -24,8 +24,8 @@ class FullFactor:
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average."""
         zeros = place.zeros(*shape, shape[-1])
-        # Sums that start so stay in the order in which LAPACK reads a lower triangle, and
-        # in one form: what is added to them may be a lower triangle alone.
+        # Start in column-major order, so that LAPACK reads the lower triangle without a
+        # copy; later updates may fill that triangle alone.
         columns = place.xp.matrix_transpose(zeros)
         empty = SymmetricMatrix(columns, full_storage=False)
         return Average(empty, place.zeros(), place.zeros())
@@ -33,24 +33,18 @@ class FullFactor:
     def updated(
         self,
         average: Average,
-        rows: Array,
-        /,
-        *,
-        tail: Array | None,
+        rows: Array | HomogeneousRows,
         decay: Scalar,
         scale: Scalar,
-        weight: Array,
+        weight: Scalar,
+        /,
+        *,
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale rows^T rows``."""
-        held: SymmetricMatrix = average.sum
-        array, full_storage = gram_update(
-            held, rows, tail=tail, decay=decay, scale=scale, xp=xp
-        )
-        # Whatever the library keeps of it, the sum has the form that it began with.
-        total = SymmetricMatrix(array, held.full_storage and full_storage)
-        number = float(rows.shape[-2])
-        return average.following(total, number, decay=decay, weight=weight)
+        total = updated_gram(average.sum, rows, decay, scale, xp=xp)
+        x = rows.x if isinstance(rows, HomogeneousRows) else rows
+        return average.following(total, float(x.shape[-2]), decay, weight)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
@@ -64,12 +58,12 @@ class FullFactor:
             factor = ns.cast(xp, factor, dtype)
             total = replaced(total, array=ns.cast(xp, total.array, dtype))
             rank = rank if rank is None else ns.cast(xp, rank, dtype)
-        # Of the weights of a stack, one a matrix.
+        # One weight per matrix of the stack.
         if factor.ndim:
             factor = xp.reshape(factor, total.array.shape[:-2])
         if rank is not None and rank.ndim:
             rank = xp.reshape(rank, factor.shape)
-        return ScaledMatrix(total, factor, roundoff, rank)
+        return ScaledMatrix(total, factor, roundoff=roundoff, rank=rank)
 
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""

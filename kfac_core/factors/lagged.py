@@ -44,12 +44,11 @@ class LaggedFactor:
         self,
         average: Average,
         rows: Array,
-        /,
-        *,
-        tail: Array | None,
         decay: Scalar,
         scale: Scalar,
         weight: Array,
+        /,
+        *,
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale sum x_(s+1) x_s^T``.
@@ -60,8 +59,6 @@ class LaggedFactor:
             Never modified.
         rows : array, shape (..., S, n)
             Zero where masked; of the dtype of the average.
-        tail : array, shape (..., S), or None
-            A last column of the rows, zero where masked.
         decay, scale : float or 0-d array
             The two coefficients.
         weight : 0-d array
@@ -75,8 +72,6 @@ class LaggedFactor:
         Average
             New average; ``2 R n^2`` flops for R rows.
         """
-        if tail is not None:
-            rows = xp.concat([rows, tail[..., None]], axis=-1)
         axes = tuple(range(rows.ndim - 1))
         product = xp.tensordot(rows[..., 1:, :], rows[..., :-1, :], axes=(axes, axes))
         return Average(average.sum * decay + product * scale, weight)
@@ -123,8 +118,8 @@ def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Ar
         k = xp.arange(1, steps + 1, device=device)
         return xp.astype(k == S, dtype)
     require_no_weights(rows.mask, "lags", xp=xp)
-    kept = ns.cast(xp, xp.astype(rows.mask, dtype), dtype)
-    together = xp.matmul(xp.matrix_transpose(kept), kept) / rows.examples
+    counted = ns.cast(xp, xp.astype(rows.mask, dtype), dtype)
+    together = xp.matmul(xp.matrix_transpose(counted), counted) / rows.examples
     pairs = _sums_of_diagonals(together, xp)
     # The second difference undoes the double sum over max(k - d, 0).
     zeros = xp.zeros((steps + 2 - S,), dtype=dtype, device=device)

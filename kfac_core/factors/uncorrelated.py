@@ -77,23 +77,22 @@ class UncorrelatedFactor:
         self,
         average: Average,
         rows: Array,
-        /,
-        *,
-        tail: Array | None,
         decay: Scalar,
         scale: Scalar,
-        weight: Array,
+        weight: Scalar,
+        /,
+        *,
         xp: Namespace,
     ) -> Average:
         """Return the average after an update with the pixels, shape (P, c).
 
-        `tail` and `scale` are ignored: the moments are means over all pixels.
+        `scale` is ignored: the moments are means over all pixels.
         """
         mean = xp.mean(rows, axis=0)
         covariance = gram(rows - mean) / rows.shape[0]
         new = ChannelMoments(mean, SymmetricMatrix(covariance, full_storage=True))
         total = map_structure(lambda s, c: s * decay + c * weight, average.sum, new)
-        return average.following(total, None, decay=decay, weight=weight)
+        return average.following(total, None, decay, weight)
 
     def mean_eigenvalue(self, value: ChannelMoments, /) -> Array:
         """Return ``tr / n``, 0-d."""
@@ -126,5 +125,5 @@ class UncorrelatedFactor:
 
     def dense(self, value: ChannelMoments, /) -> Array:
         """Return A, shape (n, n)."""
-        made = self.damped(value, 0.0, check="status", name="", apply_dtype=None)
-        return made.dense(shifted=False)
+        damped = self.damped(value, 0.0, check="status", name="", apply_dtype=None)
+        return damped.dense(shifted=False)

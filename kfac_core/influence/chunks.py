@@ -49,7 +49,7 @@ class Report:
     progress : callable or None
         Progress callback.
     total : int
-        What there is to do.
+        Total to count up to.
     """
 
     def __init__(self, progress: Progress | None, total: int) -> None:
@@ -132,7 +132,7 @@ def example_chunk(
     """
     size = _size(gradients.layer)
     each = 2 * _rows(gradients) + matrices * size
-    # The weights 1 / (s + lam), and what they are made of.
+    # The weights 1 / (s + lam) and s + lam.
     room = max_elements - 2 * size
     if each > room:
         raise _too_small(2 * size + each, max_elements, "one example")
@@ -180,7 +180,7 @@ def _matrix(gradients: LayerGradients) -> int:
     return 2 * _size(gradients.layer)
 
 
-def _too_small(needed: int, given: int, what: str) -> errors.ShapeError:
+def _too_small(needed: int, budget: int, what: str) -> errors.ShapeError:
     return errors.ShapeError(
-        f"Expected `max_elements` of at least {needed}, for {what}, got {given}."
+        f"Expected `max_elements` of at least {needed}, for {what}, got {budget}."
     )

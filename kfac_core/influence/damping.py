@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kfac_core import constraints
 from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.damping import require_damping
 from kfac_core.operators.spectral import SpectralOperator
-from kfac_core.posterior.spectra import require_same_blocks
 
 __all__ = ["given_damping", "mean_eigenvalue_damping"]
 
@@ -78,14 +78,14 @@ def given_damping(
     UnknownBlockError
         For a mapping with other names.
     """
-    given: Any = damping
+    numbers: Any = damping
     if isinstance(damping, Mapping):
-        require_same_blocks(blocks, damping, "damping")
+        constraints.require_names("damping", damping, blocks)
     else:
-        given = dict.fromkeys(blocks, damping)
-    found = {}
+        numbers = dict.fromkeys(blocks, damping)
+    dampings = {}
     for name, F in blocks.items():
-        require_damping(given[name])
-        value = ns.as_scalar(F.namespace, given[name], F.dtype, "damping")
-        found[name] = ns.full_of(F.namespace, value, F.damping)
-    return found
+        require_damping(numbers[name])
+        value = ns.as_scalar(F.namespace, numbers[name], F.dtype, "damping")
+        dampings[name] = ns.full_of(F.namespace, value, F.damping)
+    return dampings

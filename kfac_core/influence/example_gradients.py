@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.conventions import Conventions, LossReduction
@@ -56,9 +56,8 @@ class LayerGradients:
         arrays: Any = fed
         if not isinstance(fed, Mapping):
             uses = list(fed) if isinstance(fed, list | tuple) else [fed]
-            if any(
-                not isinstance(use, Batch) or use.sources is not None for use in uses
-            ):
+            alone = (isinstance(use, Batch) and use.sources is None for use in uses)
+            if not all(alone):
                 raise errors.UnsupportedError(
                     "Expected a `Batch` without `sources` for each use of a layer, or a "
                     "mapping of gradients: an example has one gradient."
@@ -73,12 +72,8 @@ class LayerGradients:
         lengths = {
             name: int(x.shape[0]) if x.ndim else -1 for name, x in arrays.items()
         }
-        if len(set(lengths.values())) != 1 or -1 in lengths.values():
-            shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-            raise errors.ShapeError(
-                "Expected arrays with one and the same axis of examples in front, got "
-                f"{shapes}."
-            )
+        for name, x in arrays.items():
+            constraints.require_shape(name, x, (max(lengths.values()), ...))
         self.examples = next(iter(lengths.values()))
         self.rows_each, self.is_rows = self._form()
         self.scale = self._scale(reduction)
@@ -113,7 +108,8 @@ class LayerGradients:
             require_known_rows(self.layer.rows(one), reduction)
             xp, dtype = ns.own_namespace(use.output_grads), use.output_grads.dtype
             if use.mask is None:
-                total = total + self.examples * self.layer.rows(one).kept(dtype, xp=xp)
+                rows, _, _ = self.layer.rows(one).counts(dtype, xp=xp)
+                total = total + self.examples * rows
             else:
                 total = total + xp.sum(xp.astype(use.mask, xp.float32))
         return conventions.gradient_scale(examples=self.examples, rows=total)
@@ -165,8 +161,8 @@ class ExamplePart:
         array, shape (q, N)
             In the dtype of P.
         """
-        given = self.matrices if self.rows is None else self.rows.like
-        xp = ns.namespace_of(gradients=given, queries=P)
+        like = self.matrices if self.rows is None else self.rows.like
+        xp = ns.namespace_of(gradients=like, queries=P)
         if by_rows and isinstance(self.rows, Rows):
             return _bilinear(P, self.rows, xp) * self.scale
         flat = xp.reshape(P, (P.shape[0], -1))
@@ -183,11 +179,11 @@ def _bilinear(P: Array, rows: Rows, xp: Namespace) -> Array:
     g = ns.cast(xp, rows.output_grads, P.dtype)[..., 0, :, :, :]
     n, m = int(x.shape[-1]), int(g.shape[-1])
     q, groups = int(P.shape[0]), int(x.shape[0]) if x.ndim == 4 else 1
-    # All with the axes (group, query, row or column); one matmul for all queries.
+    # Axes (group, query, row or column): one matmul serves all queries.
     P = xp.permute_dims(xp.reshape(P, (q, n, groups, m)), (2, 0, 1, 3))
     x, g = xp.reshape(x, (groups, -1, n)), xp.reshape(g, (groups, -1, m))
     if n > m:
-        # The longer side is summed by the product, so that what is left is small.
+        # Sum over the longer side in the product, so that the temporary is small.
         x, g, n, m, P = g, x, m, n, xp.matrix_transpose(P)
     half = xp.matmul(xp.reshape(P, (groups, q * n, m)), xp.matrix_transpose(g))
     half = xp.reshape(half, (groups, q, n, -1)) * xp.matrix_transpose(x)[:, None, ...]

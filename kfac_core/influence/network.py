@@ -43,7 +43,7 @@ from kfac_core.influence.queries import (
 )
 from kfac_core.layers.rows import Batch
 from kfac_core.operators.spectral import SpectralOperator
-from kfac_core.posterior.spectra import require_same_blocks, spectral_blocks
+from kfac_core.posterior.spectra import spectral_blocks
 
 __all__ = ["Gradients", "Influence"]
 
@@ -88,8 +88,8 @@ class Influence:
     check: Check = "raise"
 
     def __post_init__(self) -> None:
-        require_same_blocks(self.blocks, self.curvatures, "curvatures")
-        require_same_blocks(self.blocks, self.damping, "damping")
+        constraints.require_names("curvatures", self.curvatures, self.blocks)
+        constraints.require_names("damping", self.damping, self.blocks)
 
     @classmethod
     def of_statistics(
@@ -141,19 +141,16 @@ class Influence:
                 "Expected exactly one of `damping` and `damping_fraction`, got "
                 f"{damping!r} and {damping_fraction!r}."
             )
-        constraints.require_range(
-            "damping_fraction",
-            damping_fraction,
-            constraints.optional(constraints.DAMPING),
-        )
+        fraction = constraints.optional(constraints.DAMPING)
+        constraints.require_range("damping_fraction", damping_fraction, fraction)
         if damping_fraction is None:
             damping = given_damping(curvatures, damping)
         else:
             damping = mean_eigenvalue_damping(curvatures, fraction=damping_fraction)
-        made = cls(dict(blocks), curvatures, damping, check)
+        influence = cls(dict(blocks), curvatures, damping, check)
         if check == "raise":
-            made._require_definite()
-        return made
+            influence._require_definite()
+        return influence
 
     def precondition(
         self,
@@ -195,13 +192,11 @@ class Influence:
         -----
         ``2 n m (n + m)`` flops for each query and block.
         """
-        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
-        constraints.require_range("max_elements", max_elements, constraints.COUNT)
-        found = self._gradients(gradients, reduction)
+        by_block = self._gradients(gradients, reduction, max_elements)
         return Queries(
             {
-                name: self._preconditioned(name, given, storage, max_elements)
-                for name, given in found.items()
+                name: self._preconditioned(name, examples, storage, max_elements)
+                for name, examples in by_block.items()
             }
         )
 
@@ -251,14 +246,14 @@ class Influence:
         example has a single row: its gradient is not formed.
         """
         constraints.require_kind("queries", queries, Queries, "Queries")
-        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
-        constraints.require_range("max_elements", max_elements, constraints.COUNT)
-        found = self._gradients(gradients, reduction)
-        require_same_blocks(found, queries.blocks, "queries")
-        report = Report(progress, _examples(found) * queries.count * len(found))
+        by_block = self._gradients(gradients, reduction, max_elements)
+        constraints.require_names("queries", queries.blocks, by_block)
+        report = Report(progress, _examples(by_block) * queries.count * len(by_block))
         total = None
-        for name, given in found.items():
-            part = self._scores(name, queries.blocks[name], given, max_elements, report)
+        for name, examples in by_block.items():
+            part = self._scores(
+                name, queries.blocks[name], examples, max_elements, report
+            )
             total = part if total is None else total + part
         return total
 
@@ -293,20 +288,18 @@ class Influence:
         ``2 (n^2 + n m + m^2)`` flops for an example of a single row, whose gradient is
         not formed, and ``2 n m (n + m)`` for one of several.
         """
-        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
-        constraints.require_range("max_elements", max_elements, constraints.COUNT)
-        found = self._gradients(gradients, reduction)
-        report = Report(progress, _examples(found) * len(found))
+        by_block = self._gradients(gradients, reduction, max_elements)
+        report = Report(progress, _examples(by_block) * len(by_block))
         total = None
-        for name, given in found.items():
+        for name, examples in by_block.items():
             F, weights = self.curvatures[name], self._weights(name)
-            single = given.is_rows and given.rows_each == 1
+            single = examples.is_rows and examples.rows_each == 1
             step = example_chunk(
-                given, max_elements=max_elements, matrices=0 if single else 3
+                examples, max_elements=max_elements, matrices=0 if single else 3
             )
             pieces = []
-            for start, stop in parts(given.examples, step):
-                pieces.append(given.part(start, stop).squares(F, weights))
+            for start, stop in parts(examples.examples, step):
+                pieces.append(examples.part(start, stop).squares(F, weights))
                 report.add(stop - start)
             part = joined(pieces, (0,), F, axis=0)
             self._require_finite(part, name, "the examples")
@@ -328,29 +321,30 @@ class Influence:
         return 1.0 / (self.curvatures[name].spectrum + self.damping[name])
 
     def _gradients(
-        self, gradients: Gradients, reduction: LossReduction
+        self, gradients: Gradients, reduction: LossReduction, max_elements: int
     ) -> dict[str, LayerGradients]:
-        require_same_blocks(self.blocks, gradients, "gradients")
-        found = {
+        constraints.require_one_of("reduction", reduction, get_args(LossReduction))
+        constraints.require_range("max_elements", max_elements, constraints.COUNT)
+        constraints.require_names("gradients", gradients, self.blocks)
+        by_block = {
             name: LayerGradients(block.layer, gradients[name], reduction=reduction)
             for name, block in self.blocks.items()
         }
-        counts = {name: given.examples for name, given in found.items()}
-        if len(set(counts.values())) > 1:
-            raise errors.ShapeError(
-                f"Expected gradients of the same examples for all blocks, got {counts}."
-            )
-        return found
+        counts = {name: examples.examples for name, examples in by_block.items()}
+        constraints.require_same(
+            "number of examples in `gradients` of all blocks", counts
+        )
+        return by_block
 
     def _preconditioned(
-        self, name: str, given: LayerGradients, storage: Storage, max_elements: int
+        self, name: str, examples: LayerGradients, storage: Storage, max_elements: int
     ) -> StoredQueries:
         F, weights = self.curvatures[name], self._weights(name)
         dtype = storage_dtype(storage, xp=F.namespace)
-        step = example_chunk(given, max_elements=max_elements, matrices=4)
+        step = example_chunk(examples, max_elements=max_elements, matrices=4)
         pieces = []
-        for start, stop in parts(given.examples, step):
-            R = given.part(start, stop).coordinates(F)
+        for start, stop in parts(examples.examples, step):
+            R = examples.part(start, stop).coordinates(F)
             P = F.from_basis(R * weights)
             del R
             self._require_finite(P, name, "the queries")
@@ -365,15 +359,15 @@ class Influence:
         self,
         name: str,
         queries: StoredQueries,
-        given: LayerGradients,
+        examples: LayerGradients,
         max_elements: int,
         report: Report,
     ) -> Array:
         F, count = self.curvatures[name], int(queries.values.shape[0])
-        chunks = score_chunks(given, queries=count, max_elements=max_elements)
+        chunks = score_chunks(examples, queries=count, max_elements=max_elements)
         columns = []
-        for start, stop in parts(given.examples, chunks.examples):
-            part, pieces = given.part(start, stop), []
+        for start, stop in parts(examples.examples, chunks.examples):
+            part, pieces = examples.part(start, stop), []
             for first, last in parts(count, chunks.queries):
                 P = queries.widened(first, last, F.dtype)
                 pieces.append(part.inner_products(P, by_rows=chunks.by_rows))
@@ -381,9 +375,9 @@ class Influence:
                 report.add((last - first) * (stop - start))
             columns.append(joined(pieces, (0, stop - start), F, axis=0))
             del part
-        found = joined(columns, (count, 0), F, axis=1)
-        self._require_finite(found, name, "the examples")
-        return found
+        scores = joined(columns, (count, 0), F, axis=1)
+        self._require_finite(scores, name, "the examples")
+        return scores
 
     def _require_finite(self, result: Array, name: str, whose: str) -> None:
         xp = self.curvatures[name].namespace
@@ -404,5 +398,5 @@ class Influence:
                 )
 
 
-def _examples(found: Mapping[str, LayerGradients]) -> int:
-    return next(iter(found.values())).examples
+def _examples(by_block: Mapping[str, LayerGradients]) -> int:
+    return next(iter(by_block.values())).examples

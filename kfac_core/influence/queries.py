@@ -82,7 +82,7 @@ def storage_dtype(storage: Storage, /, *, xp: Namespace) -> Any:
     Returns
     -------
     dtype
-        What `Queries.dtypes` shows afterwards.
+        Dtype that `Queries.dtypes` shows afterwards.
 
     Raises
     ------

@@ -1,5 +1,6 @@
 """Building blocks for the integration of frameworks."""
 
+from kfac_core.integration import defaults as defaults
 from kfac_core.integration.coverage import coverage_table
 from kfac_core.integration.estimation import require_estimation
 from kfac_core.integration.framework_conv import framework_conv

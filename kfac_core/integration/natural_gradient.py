@@ -54,8 +54,9 @@ _ALIKE = 1e-4
 class NaturalGradient:
     r"""Natural gradients, step by step.
 
-    With G the gradient of the mean loss, P the inverse of the estimator's damped
-    curvature, kappa the `kl_clip` and eta the `learning_rate`, a step returns
+    With G the gradient of the mean loss over its factor c (see `RowLoss`), P the inverse
+    of the estimator's damped curvature, kappa the `kl_clip` and eta the `learning_rate`, a
+    step returns
 
     .. math:: \nu P G, \qquad
         \nu = \min\left(1, \sqrt{\kappa / (\eta^2 \, G \cdot P G)}\right) .
@@ -88,6 +89,9 @@ class NaturalGradient:
     ----------
     steps : int
         How many were taken.
+    loss_factor : float or 0-d array
+        c: what the loss is of the likelihood's negative log, at the last step that was
+        told.
     clip : TrustRegion or None
         Factor and size of the last step's KL clip; None where there was none.
 
@@ -145,6 +149,7 @@ class NaturalGradient:
         self.bases_every = bases_every
         self.damping_schedule, self.decay_schedule = damping, decay
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
+        self.loss_factor: Scalar = 1.0
         self.clip: TrustRegion | None = None
         self._begun: _Begun | None = None
         self._shares_differ = False
@@ -187,6 +192,7 @@ class NaturalGradient:
         /,
         *,
         rows: Scalar,
+        loss_factor: Scalar | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Take a step: update and refresh if due, precondition, and clip.
 
@@ -200,12 +206,15 @@ class NaturalGradient:
         rows : float
             R, or the sum of the rows' weights; 0 where nothing was observed.  Of this
             process's calls, where there are others.  After `begin` neither is read.
+        loss_factor : float, optional
+            c of the rows, which gradients are divided by: `RowLoss.multiple`.  None for
+            that of the last step.
 
         Returns
         -------
         dict of str to dict of str to array
-            Natural gradient of the loss's mean over rows, for those blocks that have an
-            operator.
+            Natural gradient of the likelihood's mean over rows, for those blocks that have
+            an operator.
 
         Raises
         ------
@@ -226,7 +235,7 @@ class NaturalGradient:
         small message more than the estimator's.
         """
         if self._begun is None:
-            self._take(gradients, calls, rows, background=False)
+            self._take(gradients, calls, rows, loss_factor, background=False)
         else:
             self._agreed(gradients, (), 0.0)
         begun, self._begun = self._begun, None
@@ -306,7 +315,7 @@ class NaturalGradient:
     ) -> None:
         """Add the statistics of a part of a batch to those of the parts before."""
         known = self.estimator.network
-        batches = known.chains.batches(known.tied_weights.grouped(part))
+        batches = known.layers.batches(part)
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         for name, batch in batches.items():
             block = known.blocks[name]
@@ -314,7 +323,14 @@ class NaturalGradient:
             new = batch_moments(block, batch, **options, name=name, statistics=before)
             found[name] = found[name].merged(new) if name in found else new
 
-    def begin(self, calls: Iterable[LayerCall], /, *, rows: Scalar) -> None:
+    def begin(
+        self,
+        calls: Iterable[LayerCall],
+        /,
+        *,
+        rows: Scalar,
+        loss_factor: Scalar | None = None,
+    ) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.
 
         `directions`, called next and without calls, then gives what it would have given
@@ -325,7 +341,7 @@ class NaturalGradient:
         ----------
         calls : iterable of LayerCall
             All calls of the step, as of `directions`.
-        rows : float
+        rows, loss_factor : float
             Likewise.
 
         Raises
@@ -340,7 +356,7 @@ class NaturalGradient:
                 "This step was begun already, with other calls. Give all calls of a step "
                 "at once, to `begin` or to `directions`."
             )
-        self._take({}, calls, rows, background=True)
+        self._take({}, calls, rows, loss_factor, background=True)
 
     def give_up(self) -> None:
         """Forget a step that was begun, as if it had not been; else do nothing."""
@@ -350,7 +366,11 @@ class NaturalGradient:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to resume: the steps, and the estimator's state."""
-        return {"steps": self.steps, "estimator": self.estimator.state_dict()}
+        return {
+            "steps": self.steps,
+            "loss_factor": float(self.loss_factor),
+            "estimator": self.estimator.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state that `state_dict` returned.
@@ -367,6 +387,11 @@ class NaturalGradient:
             )
         if type(state.get("steps")) is not int:
             raise errors.StateError(f"Expected a number of `steps` in {[*state]}.")
+        loss_factor = state.get("loss_factor")
+        if type(loss_factor) is not float or not 0.0 < loss_factor < np.inf:
+            raise errors.StateError(
+                f"Expected a `loss_factor` > 0 in the state, got {loss_factor!r}."
+            )
         estimator = state.get("estimator", {})
         blocks = estimator.get("blocks", {})
         paths = {path for own in blocks.values() for path in own.get("values", ())}
@@ -377,13 +402,14 @@ class NaturalGradient:
                 "and load DistributedState(kfac)."
             )
         self.estimator.load_state_dict(estimator)
-        self.steps = state["steps"]
+        self.steps, self.loss_factor = state["steps"], loss_factor
 
     def _take(
         self,
         gradients: Mapping[str, Mapping[str, Any]],
         calls: Iterable[LayerCall],
         rows: Scalar,
+        loss_factor: Scalar | None,
         *,
         background: bool,
     ) -> None:
@@ -391,6 +417,8 @@ class NaturalGradient:
         before, refresh = self._held(), None
         estimator = self.estimator
         try:
+            if loss_factor is not None:
+                self.loss_factor = loss_factor
             rows, examples = self._updated(gradients, calls, rows, background)
             with self._announced():
                 if self.wants_refresh:
@@ -488,7 +516,7 @@ class NaturalGradient:
         self._require_same_gradients(total, numbers)
         self._require_seen(*agreed)
         has_weights = self._has_weights(further)
-        if has_weights or not are_equal(total[4:8], total[3]):
+        if has_weights or not are_equal(total[5:9], total[4]):
             self._restore(before)
             self._shares_differ = True
             return None
@@ -532,7 +560,7 @@ class NaturalGradient:
     def _refresh_new(self, names: Iterable[str]) -> None:
         """Make the first operators of blocks that no batch before this one had."""
         network, state = self.estimator.network, self.estimator.state
-        seen = {network.block_of(name) for name in names}
+        seen = {network.layers.block_of(name) for name in names}
         # In the same order on all processes.
         new = [n for n in network.blocks if n in seen and state[n].operator is None]
         if new:
@@ -545,7 +573,7 @@ class NaturalGradient:
         self, gradients: Mapping[str, Mapping[str, Any]], rows: Scalar
     ) -> dict[str, dict[str, Any]]:
         estimator = self.estimator
-        state, block_of = estimator.state, estimator.network.block_of
+        state, block_of = estimator.state, estimator.network.layers.block_of
         ready = {
             n: g
             for n, g in gradients.items()
@@ -553,9 +581,13 @@ class NaturalGradient:
         }
         if len(ready) < len(gradients):
             _require_finite({n: g for n, g in gradients.items() if n not in ready})
+        divisor = self.loss_factor
         if self.reduction == "sum":
-            R = rows / self._processes
-            ready = {n: {k: x / R for k, x in g.items()} for n, g in ready.items()}
+            divisor = divisor * rows / self._processes
+        if not (isinstance(divisor, float) and divisor == 1.0):
+            ready = {
+                n: {k: x / divisor for k, x in g.items()} for n, g in ready.items()
+            }
         bound, rate = self._clip_options()
         found, self.clip = self._clipped(ready, rate, bound)
         return found
@@ -615,11 +647,13 @@ class NaturalGradient:
 
     def _held(self) -> tuple[Any, ...]:
         estimator = self.estimator
-        return estimator.state, estimator.damping, estimator.decay, self.clip
+        options = estimator.damping, estimator.decay
+        return estimator.state, *options, self.clip, self.loss_factor
 
     def _restore(self, held: tuple[Any, ...]) -> None:
         estimator = self.estimator
-        estimator.state, estimator.damping, estimator.decay, self.clip = held
+        estimator.state, estimator.damping, estimator.decay, *others = held
+        self.clip, self.loss_factor = others
 
     @property
     def _processes(self) -> int:
@@ -655,9 +689,7 @@ class NaturalGradient:
         return self._read(total, examples)
 
     def _examples_of(self, calls: Iterable[LayerCall]) -> dict[str, float]:
-        network = self.estimator.network
-        names = (*network.blocks, *network.chains.of, *network.tied_weights.uses)
-        examples = dict.fromkeys(names, 0.0)
+        examples = dict.fromkeys(self.estimator.network.layers.names, 0.0)
         for call in calls:
             N = float(call.examples_here)
             examples[call.block] = examples.get(call.block, 0.0) + N
@@ -705,13 +737,16 @@ class NaturalGradient:
             (name, N / rows if rows else np.inf) for name, N in examples.items() if N
         ]
         digest = digest_of(repr(shares)) * bool(shares)
-        head = norm, norm * norm, rows, float(bool(shares))
+        of_loss = rows * float(self.loss_factor)
+        head = norm, norm * norm, rows, of_loss, float(bool(shares))
         return np.asarray([*head, *digest, *examples.values()])
 
     def _read(
         self, total: np.ndarray[Any, Any], examples: Mapping[str, float]
     ) -> tuple[float, dict[str, float]]:
-        counts = total[8:].tolist()
+        if total[2]:
+            self.loss_factor = float(total[3] / total[2])
+        counts = total[9:].tolist()
         return float(total[2]), dict(zip(examples, counts, strict=True))
 
     def _require_same_gradients(

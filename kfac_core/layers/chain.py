@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Namespace, replaced
+from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
-from kfac_core.layers.rows import Batch, Rows, require_no_weights
+from kfac_core.layers.rows import Batch, Rows, require_no_weights, zeroed
 
 __all__ = ["Chain", "ChainRows"]
 
@@ -60,7 +60,7 @@ class Chain:
     Parameters
     ----------
     names : tuple of str
-        Of the layers, from the first to the last.
+        Names of the layers, from the first to the last.
     layers : tuple of Dense
         The layers.
 
@@ -90,18 +90,13 @@ class Chain:
     groups = 1
 
     def __post_init__(self) -> None:
-        constraints.require_range(
-            "names", self.names, constraints.tuple_of(constraints.TEXT)
-        )
+        names = constraints.tuple_of(constraints.TEXT)
+        constraints.require_range("names", self.names, names)
         constraints.require_kind("layers", self.layers, tuple, "a tuple of layers")
-        if len(self.layers) < 2:
+        if len(self.layers) < 2 or len(set(self.names)) != len(self.layers):
             raise errors.ConventionError(
-                f"Expected a chain of at least two layers, got {list(self.names)}."
-            )
-        if len(set(self.names)) != len(self.layers):
-            raise errors.ConventionError(
-                f"Expected one name for each of {len(self.layers)} layers, got "
-                f"{list(self.names)}."
+                "Expected a chain of at least two layers, with a name for each, got "
+                f"{len(self.layers)} layers and the names {list(self.names)}."
             )
         for name, layer in zip(self.names, self.layers, strict=True):
             kind = getattr(layer, "kind", type(layer).__name__)
@@ -155,35 +150,40 @@ class Chain:
         KFACError
             See `Dense.rows`.
         """
-        if set(batches) != set(self.names):
-            raise errors.UnknownBlockError(
-                f"Expected `batches` of the layers {list(self.names)}, got "
-                f"{sorted(batches)}."
+        constraints.require_names("batches", batches, self.names)
+        rows: list[Rows] = []
+        for name, layer in zip(self.names, self.layers, strict=True):
+            used_once = (
+                "one `Batch`, since a layer of a chain is used once in each example"
             )
-        rows: dict[str, Rows] = {}
-        for name, layer in zip(self.names, self.layers, strict=True):
-            if not isinstance(batches[name], Batch):
-                raise errors.UnsupportedError(
-                    f"Layer {name!r}: expected one `Batch`, got "
-                    f"{type(batches[name]).__name__}. A layer of a chain is used once in "
-                    "each example."
-                )
-            rows[name] = layer.rows(batches[name])
-        self._require_same_examples(rows)
+            constraints.require_kind(
+                f"batches[{name!r}]", batches[name], Batch, used_once
+            )
+            rows.append(layer.rows(batches[name]))
+        counts = [(part.examples, part.positions, part.sources) for part in rows]
+        if any(count != (counts[0][0], 1, counts[0][2]) for count in counts):
+            named = dict(zip(self.names, counts, strict=True))
+            raise errors.ShapeError(
+                "Expected one row for each example in all layers of a chain, with the same "
+                f"sources; got (examples, positions, sources) {named}. Where the shared "
+                "positions of all layers are the same, fold them into the examples."
+            )
         xp = ns.namespace_of(
-            **{f"batches[{n!r}]": own.inputs for n, own in rows.items()}
+            **{
+                f"batches[{n!r}]": part.like
+                for n, part in zip(self.names, rows, strict=True)
+            }
         )
-        masks = [own.mask for own in rows.values() if own.mask is not None]
+        masks = [part.mask for part in rows if part.mask is not None]
         if not masks:
-            return ChainRows(tuple(rows.values()))
-        for own in masks:
-            require_no_weights(own, "a chain of layers", xp=xp)
+            return ChainRows(tuple(rows))
+        for mask in masks:
+            require_no_weights(mask, "a chain of layers", xp=xp)
         mask = functools.reduce(xp.logical_and, masks)
-        joined: list[Rows] = []
-        for name, layer in zip(self.names, self.layers, strict=True):
-            shape = tuple(batches[name].inputs.shape[:-1])
-            batch = replaced(batches[name], mask=xp.reshape(mask, shape))
-            joined.append(layer.rows(batch))
+        joined = []
+        for part in rows:
+            x, g = zeroed(part.inputs, part.output_grads, mask, xp=xp)
+            joined.append(Rows(x, g, mask, part.homogeneous))
         return ChainRows(tuple(joined))
 
     def stacked(self, count: int, /) -> None:
@@ -209,14 +209,15 @@ class Chain:
         """
         require_parameters(parameters, self.parameter_shapes)
         dtypes = {name: str(x.dtype) for name, x in parameters.items()}
-        if len(set(dtypes.values())) > 1:
-            raise errors.DtypeError(
-                f"Expected the parameters of a chain to have one dtype, got {dtypes}."
-            )
+        constraints.require_same(
+            "dtype of the parameters", dtypes, error=errors.DtypeError
+        )
         matrices: dict[str, Array] = {}
         for name, layer in zip(self.names, self.layers, strict=True):
-            own = {key: parameters[f"{name}/{key}"] for key in layer.parameter_shapes}
-            matrices[name] = layer.parameters_to_matrix(own)
+            of_layer = {
+                key: parameters[f"{name}/{key}"] for key in layer.parameter_shapes
+            }
+            matrices[name] = layer.parameters_to_matrix(of_layer)
         return flatten_parameters(matrices, self.matrix_shapes)
 
     def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
@@ -233,19 +234,3 @@ class Chain:
             for name, layer in zip(self.names, self.layers, strict=True)
             for parameter, x in layer.matrix_to_parameters(matrices[name]).items()
         }
-
-    def _require_same_examples(self, rows: Mapping[str, Rows]) -> None:
-        first = self.names[0]
-        expected = rows[first].examples, rows[first].sources
-        for name, own in rows.items():
-            if own.positions != 1:
-                raise errors.ShapeError(
-                    f"Layer {name!r}: expected one row for each example, got "
-                    f"{own.positions} shared positions, which need not be those of the "
-                    "next layer. Where they are, fold them into the examples."
-                )
-            if (own.examples, own.sources) != expected:
-                raise errors.ShapeError(
-                    f"Layer {name!r}: expected the examples and sources of {first!r}, "
-                    f"{expected}, got {(own.examples, own.sources)}."
-                )

@@ -3,48 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["misfit", "require_mask", "require_parameters"]
+__all__ = [
+    "entering",
+    "require_mask",
+    "require_output_grads",
+    "require_parameters",
+]
 
 
-def misfit(
-    grads: tuple[int, ...],
-    expected: tuple[int, ...],
-    inputs: tuple[int, ...],
-    /,
-    *,
-    otherwise: str,
-) -> errors.ShapeError:
-    """Return the error for output gradients of a wrong shape, or of an empty batch.
+_UNSUPPORTED = {
+    "row_indices": (
+        "only a convolution makes rows that can be selected. Slice the arrays instead."
+    ),
+    "bias": (
+        "rows of a use without the bias are told in a dense layer, or in a convolution "
+        "that is read as one batch."
+    ),
+    "mask": (
+        "set the output gradients of positions that do not count to zero instead."
+    ),
+}
+"""Fields of a batch that not every layer can use, with the reason."""
+
+
+def entering(
+    batch: Any, /, *supported: str, ids: bool = False
+) -> tuple[Array, Array, Array | None, Namespace]:
+    """Return inputs, output gradients, mask and namespace of a batch, checked.
 
     Parameters
     ----------
-    grads, expected : tuple of int
-        The shape of `output_grads`, and that which fits the layer and its inputs.
-    inputs : tuple of int
-        The shape of `inputs`.
-    otherwise : str
-        What to look at, where the cause is not an axis of several sources.
+    batch : Batch
+        Batch of a layer.
+    *supported : {"mask", "row_indices", "bias"}
+        Fields that the layer can use.
+    ids : bool
+        Whether the inputs are integers.
 
     Returns
     -------
-    ShapeError
-        To be raised.
+    tuple
+        The three arrays, and their namespace.
+
+    Raises
+    ------
+    UnsupportedError
+        For a field that the layer cannot use.
+    DtypeError, MixedArraysError
+        For arrays of another kind, or of several libraries or devices.
     """
+    for field, reason in _UNSUPPORTED.items():
+        if field not in supported and getattr(batch, field) is not None:
+            raise errors.UnsupportedError(f"Expected no `{field}` in a batch: {reason}")
+    x, g, mask = batch.inputs, batch.output_grads, batch.mask
+    xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+    if not ids:
+        ns.require_floating(xp, x, "inputs")
+    elif not xp.isdtype(x.dtype, "integral"):
+        raise errors.DtypeError(
+            f"Expected `inputs` of an embedding to be integer ids, got {x.dtype}."
+        )
+    ns.require_floating(xp, g, "output_grads")
+    return x, g, mask, xp
+
+
+def require_output_grads(
+    batch: Any, event: tuple[int, ...], /, *, hint: str, lead: int = 0
+) -> None:
+    """Raise unless output gradients have the shape that fits, and hold a row.
+
+    Parameters
+    ----------
+    batch : Batch
+        Batch of a layer.
+    event : tuple of int
+        Their shape, without the axis of sources.
+    hint : str
+        What to look at, where the cause is not an axis of several sources.
+    lead : int
+        Number of leading axes, which are not compared.
+
+    Raises
+    ------
+    ShapeError
+        For another shape, or an empty batch.
+    """
+    inputs = tuple(batch.inputs.shape)[lead:]
+    grads = tuple(batch.output_grads.shape)[lead:]
+    expected = event if batch.sources is None else (batch.sources, *event)
     if grads == expected:
-        return errors.ShapeError(
+        if 0 not in (*expected, *inputs):
+            return
+        raise errors.ShapeError(
             "Expected `inputs` and `output_grads` to hold at least one row, got shapes "
             f"{inputs} and {grads}. Leave an empty batch out."
         )
     if grads[1:] == expected:
-        otherwise = "If its first axis holds several sources, say so with `sources`."
-    return errors.ShapeError(
+        hint = "If its first axis holds several sources, say so with `sources`."
+    raise errors.ShapeError(
         f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
-        f"{inputs}, got {grads}. {otherwise}"
+        f"{inputs}, got {grads}. {hint}"
     )
 
 
@@ -71,9 +135,8 @@ def require_parameters(
         For parameters of incompatible shape, dtype, library or device.
     """
     if parameters.keys() != shapes.keys():
-        raise errors.ShapeError(
-            f"Expected the parameters {sorted(shapes)}, got {sorted(parameters)}."
-        )
+        kind = errors.ShapeError
+        constraints.require_names("parameters", parameters, shapes, error=kind)
     xp = ns.namespace_of(**parameters)
     for name, x in parameters.items():
         ns.require_floating(xp, x, name)

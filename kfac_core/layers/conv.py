@@ -29,22 +29,26 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.constraints import shown
-from kfac_core.layers.checks import misfit, require_mask, require_parameters
+from kfac_core.layers.checks import (
+    entering,
+    require_mask,
+    require_output_grads,
+    require_parameters,
+)
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import (
     Batch,
     PixelRows,
     Rows,
-    counted_rows,
-    require_every_bias,
     require_no_weights,
     with_some_biases,
+    zeroed,
 )
 from kfac_core.linalg.patches import (
     Index,
@@ -66,6 +70,7 @@ DataLayout = Literal["channels_last", "channels_first"]
 _Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Conv:
     """A convolution in any number of spatial axes: a dense layer on patches.
@@ -136,8 +141,8 @@ class Conv:
         ones = (1,) * len(kernel)
         sizes = {"kernel_size": kernel}
         for name in ("strides", "dilation"):
-            given = getattr(self, name)
-            sizes[name] = _numbers(name, ones if given is None else given)
+            numbers = getattr(self, name)
+            sizes[name] = _numbers(name, ones if numbers is None else numbers)
         for name, size in sizes.items():
             if not kernel or len(size) != len(kernel) or min(size) < 1:
                 raise errors.ShapeError(
@@ -145,19 +150,10 @@ class Conv:
                     f"`kernel_size` {kernel}, got {size}."
                 )
             object.__setattr__(self, name, size)
-        if isinstance(self.padding, str):
-            constraints.require_one_of("padding", self.padding, ("same", "valid"))
-        else:
+        if not isinstance(self.padding, str):
             object.__setattr__(self, "padding", _pairs(self.padding))
-        constraints.require_options(
-            self,
-            in_channels=constraints.SIZE,
-            out_channels=constraints.SIZE,
-            groups=constraints.SIZE,
-            bias=constraints.FLAG,
-            weight_layout=constraints.one_of(*get_args(ConvWeightLayout)),
-            data_layout=constraints.one_of(*get_args(DataLayout)),
-        )
+        channels = dict.fromkeys(("in_channels", "out_channels"), constraints.SIZE)
+        constraints.require_options(self, groups=constraints.SIZE, **channels)
         resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)
@@ -217,12 +213,10 @@ class Conv:
         -----
         No flops; ``N S K C`` numbers, a second time where rows are masked.
         """
-        seen = self._seen(batch)
-        if batch.row_indices is None:
-            rows = self._all_rows(seen, slice(None))
-            return rows if batch.bias is None else with_some_biases(rows, batch.bias)
-        require_every_bias(batch)
-        return self._rows_at(seen, batch.row_indices)
+        if batch.row_indices is not None:
+            return self._rows_at(self._seen(batch), batch.row_indices)
+        rows = self._all_rows(self._seen(batch, "bias"), slice(None))
+        return rows if batch.bias is None else with_some_biases(rows, batch.bias)
 
     def row_chunks(self, batch: Batch, /, *, max_patch_elements: int) -> Iterator[Rows]:
         """Yield the rows of successive examples, few enough to fit a budget.
@@ -249,7 +243,6 @@ class Conv:
         A loop's variable keeps its chunk while the next is made: delete it at the end of
         the loop's body, or two are held.  Masking makes a chunk twice for a moment.
         """
-        require_every_bias(batch)
         seen, row_indices = self._seen(batch), batch.row_indices
         shape = seen[1].shape[-3:-1] if row_indices is None else row_indices.shape
         examples, positions = shape
@@ -288,7 +281,6 @@ class Conv:
         UnsupportedError
             For a convolution with groups.
         """
-        require_every_bias(batch)
         if self.groups > 1:
             raise errors.UnsupportedError("Expected a convolution without groups.")
         x, g, mask, xp = self._seen(batch)
@@ -340,12 +332,9 @@ class Conv:
         names = ("kernel_size", "strides", "padding", "dilation")
         return {name: getattr(self, name) for name in names}
 
-    def _seen(self, batch: Batch) -> _Seen:
+    def _seen(self, batch: Batch, *supported: str) -> _Seen:
         """Return x (.., N, *spatial, c), g (.., M, N, S, m) and mask (N, S), checked."""
-        x, g, mask = batch.inputs, batch.output_grads, batch.mask
-        xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
-        ns.require_floating(xp, x, "inputs")
-        ns.require_floating(xp, g, "output_grads")
+        x, g, mask, xp = entering(batch, "mask", "row_indices", *supported)
         lead = self._leading_axes(batch)
         Q, d, (N, *out) = self.groups, len(self.kernel_size), lead
         if self.data_layout == "channels_first":
@@ -363,25 +352,16 @@ class Conv:
 
     def _leading_axes(self, batch: Batch) -> tuple[int, ...]:
         """Return ``(N, *out_spatial)``, after checking both arrays against it."""
-        x, g, d = batch.inputs, batch.output_grads, len(self.kernel_size)
+        x, d = batch.inputs, len(self.kernel_size)
         last = self.data_layout == "channels_last"
-        axes = (
-            f"*spatial, {self.in_channels}" if last else f"{self.in_channels}, *spatial"
-        )
-        if x.ndim != d + 2 or x.shape[-1 if last else 1] != self.in_channels:
-            raise errors.ShapeError(
-                f"Expected `inputs` to have shape (N, {axes}) with {d} spatial axes, got "
-                f"{tuple(x.shape)}."
-            )
+        axes: list[Any] = [f"spatial_{i}" for i in range(1, d + 1)]
+        axes.insert(d if last else 0, self.in_channels)
+        constraints.require_shape("inputs", x, ("N", *axes))
         spatial = tuple(x.shape[1:-1] if last else x.shape[2:])
         N, out = x.shape[0], self.output_size(spatial)
         one = (*out, self.out_channels) if last else (self.out_channels, *out)
-        sources = () if batch.sources is None else (batch.sources,)
-        expected = (*sources, N, *one)
-        grads = tuple(g.shape)
-        if grads != expected or 0 in expected:
-            hint = "It must fit the layer's strides, padding and dilation."
-            raise misfit(grads, expected, tuple(x.shape), otherwise=hint)
+        hint = "It must fit the layer's strides, padding and dilation."
+        require_output_grads(batch, (N, *one), hint=hint)
         return (N, *out)
 
     def _all_rows(self, seen: _Seen, part: slice) -> Rows:
@@ -391,22 +371,21 @@ class Conv:
         x = extract_patches(x[(..., part, *every)], **self._window, xp=xp)
         g = g[..., part, :, :]
         x = xp.reshape(x, (*x.shape[: -len(every) - 1], *g.shape[-3:-1], -1))
-        rows = self._masked(x, g, None if mask is None else mask[part, :], xp)
+        if mask is not None:
+            mask = mask[part, :]
+            x, g = zeroed(x, g, mask, xp=xp)
+        rows = Rows(x, g, mask, self.bias)
         return rows if part == slice(None) else self._of_batch(rows, seen)
 
     def _rows_at(self, seen: _Seen, row_indices: Index) -> Rows:
         """Return the rows at these indices."""
         x, g, mask, xp = seen
         number = math.prod(g.shape[-3:-1])
-        if (
-            row_indices.ndim != 2
-            or row_indices.min() < 0
-            or row_indices.max() >= number
-        ):
+        constraints.require_shape("row_indices", row_indices, ("R", "P"))
+        if row_indices.min() < 0 or row_indices.max() >= number:
             raise errors.ShapeError(
-                f"Expected `row_indices` to be numbers of rows below {number}, of shape "
-                f"(R, P), got shape {row_indices.shape} with entries up to "
-                f"{row_indices.max()}."
+                f"Expected `row_indices` to be numbers of rows below {number}, got "
+                f"entries up to {row_indices.max()}."
             )
         x = extract_patches_at(x, row_indices, **self._window, xp=xp)
         flat = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
@@ -415,7 +394,8 @@ class Conv:
         if mask is not None:
             mask = take_rows(xp.reshape(mask, (-1, 1)), row_indices, xp=xp)
             mask = xp.reshape(mask, row_indices.shape)
-        rows = self._masked(x, g, mask, xp)
+            x, g = zeroed(x, g, mask, xp=xp)
+        rows = Rows(x, g, mask, self.bias)
         partial = row_indices.shape[1] < seen[1].shape[-2]
         return replaced(self._of_batch(rows, seen), partial=partial)
 
@@ -423,18 +403,10 @@ class Conv:
         """Return a part of a batch, with the counts of the whole."""
         _, g, mask, xp = seen
         N, S = g.shape[-3:-1]
-        kept = N * S
+        count = N * S
         if mask is not None:
-            kept = xp.sum(xp.astype(mask, ns.wide_dtype(xp, g.dtype)))
-        return replaced(rows, batch_examples=int(N), batch_rows=kept)
-
-    def _masked(self, x: Array, g: Array, mask: Array | None, xp: Namespace) -> Rows:
-        """Return rows of which the masked ones are zero, whatever they held."""
-        if mask is not None:
-            counted = counted_rows(mask, xp=xp)[..., None]
-            x = xp.where(counted, x, ns.full_of(xp, 0.0, x))
-            g = xp.where(counted, g, ns.full_of(xp, 0.0, g))
-        return Rows(x, g, mask, self.bias)
+            count = xp.sum(xp.astype(mask, ns.wide_dtype(xp, g.dtype)))
+        return replaced(rows, batch_examples=int(N), batch_rows=count)
 
 
 def _numbers(name: str, values: Any) -> Sizes:

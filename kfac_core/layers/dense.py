@@ -11,26 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
-from kfac_core.layers.checks import misfit, require_mask, require_parameters
-from kfac_core.layers.homogeneous import join_bias, split_bias
-from kfac_core.layers.rows import (
-    Batch,
-    Rows,
-    counted_rows,
-    require_no_choice,
-    with_some_biases,
+from kfac_core.layers.checks import (
+    entering,
+    require_mask,
+    require_output_grads,
+    require_parameters,
 )
+from kfac_core.layers.homogeneous import join_bias, split_bias
+from kfac_core.layers.rows import Batch, Rows, with_some_biases, zeroed
 
 __all__ = ["Dense", "WeightLayout"]
 
 WeightLayout = Literal["io", "oi"]
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Dense:
     """A dense layer, ``y = x W + b``, with any number of shared axes.
@@ -76,11 +76,7 @@ class Dense:
 
     def __post_init__(self) -> None:
         constraints.require_options(
-            self,
-            in_features=constraints.SIZE,
-            out_features=constraints.SIZE,
-            bias=constraints.FLAG,
-            weight_layout=constraints.one_of(*get_args(WeightLayout)),
+            self, in_features=constraints.SIZE, out_features=constraints.SIZE
         )
 
     @property
@@ -121,25 +117,24 @@ class Dense:
         MixedArraysError
             For arrays of several libraries or devices.
         """
-        require_no_choice(batch)
-        x, g, mask = batch.inputs, batch.output_grads, batch.mask
-        xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
-        ns.require_floating(xp, x, "inputs")
-        ns.require_floating(xp, g, "output_grads")
-        lead = self._row_axes(batch)
-        rows = lead[0], math.prod(lead[1:])
-        x = ns.reshaped(x, (*self.leading, *rows, self.in_features), xp=xp)
+        x, g, mask, xp = entering(batch, "mask", "bias")
+        stack = len(self.leading)
+        lead = tuple(x.shape)[stack:-1]
+        if not lead or x.shape[-1] != self.in_features:
+            shape = (*x.shape[:stack], "N", ..., self.in_features)
+            constraints.require_shape("inputs", x, shape)
+        hint = "The examples and shared axes must be those of `inputs`."
+        event = (*lead, self.out_features)
+        require_output_grads(batch, event, hint=hint, lead=stack)
+        shape = lead[0], math.prod(lead[1:])
+        x = ns.reshaped(x, (*self.leading, *shape, self.in_features), xp=xp)
         sources = batch.sources or 1
-        g = ns.reshaped(g, (*self.leading, sources, *rows, self.out_features), xp=xp)
+        g = ns.reshaped(g, (*self.leading, sources, *shape, self.out_features), xp=xp)
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
-            # Padding may hold anything, NaN included, so it is replaced and not
-            # multiplied by zero.
-            counted = counted_rows(mask, xp=xp)
-            x = xp.where(counted[:, :, None], x, xp.zeros_like(x))
-            g = xp.where(counted[None, :, :, None], g, xp.zeros_like(g))
-        found = Rows(x, g, mask, self.bias)
-        return found if batch.bias is None else with_some_biases(found, batch.bias)
+            x, g = zeroed(x, g, mask, xp=xp)
+        rows = Rows(x, g, mask, self.bias)
+        return rows if batch.bias is None else with_some_biases(rows, batch.bias)
 
     def stacked(self, count: int, /) -> Dense:
         """Return a layer for many equal ones, whose arrays have a leading axis of them."""
@@ -201,23 +196,6 @@ class Dense:
         if self.weight_layout == "oi":
             weight = ns.transposed(weight, xp=xp)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-
-    def _row_axes(self, batch: Batch) -> tuple[int, ...]:
-        """Return ``(N, *shared)``, after checking both arrays against it."""
-        inputs = tuple(batch.inputs.shape)[len(self.leading) :]
-        grads = tuple(batch.output_grads.shape)[len(self.leading) :]
-        if len(inputs) < 2 or inputs[-1] != self.in_features:
-            raise errors.ShapeError(
-                f"Expected `inputs` to have shape (N, ..., {self.in_features}), got "
-                f"{inputs}."
-            )
-        lead = inputs[:-1]
-        sources = () if batch.sources is None else (batch.sources,)
-        expected = (*sources, *lead, self.out_features)
-        if grads != expected or 0 in expected:
-            hint = "The examples and shared axes must be those of `inputs`."
-            raise misfit(grads, expected, inputs, otherwise=hint)
-        return lead
 
 
 @dataclass(frozen=True, kw_only=True)

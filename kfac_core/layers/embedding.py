@@ -11,26 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import Array
-from kfac_core.array import namespaces as ns
-from kfac_core.layers.checks import misfit, require_mask
+from kfac_core.layers.checks import entering, require_mask, require_output_grads
 from kfac_core.layers.dense import Dense, WeightLayout
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.rows import (
-    Batch,
-    counted_rows,
-    require_every_bias,
-    require_no_choice,
-)
+from kfac_core.layers.rows import Batch, counted_rows
 
 __all__ = ["Duplicates", "Embedding"]
 
 Duplicates = Literal["binary", "count"]
 
 
+@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
     """An embedding's geometry.
@@ -75,12 +70,7 @@ class Embedding:
 
     def __post_init__(self) -> None:
         constraints.require_options(
-            self,
-            num_embeddings=constraints.SIZE,
-            features=constraints.SIZE,
-            weight_layout=constraints.one_of(*get_args(WeightLayout)),
-            bag=constraints.FLAG,
-            duplicates=constraints.one_of(*get_args(Duplicates)),
+            self, num_embeddings=constraints.SIZE, features=constraints.SIZE
         )
 
     @property
@@ -113,33 +103,20 @@ class Embedding:
         ShapeError, MixedArraysError
             For arrays that do not fit together.
         """
-        require_no_choice(batch)
-        require_every_bias(batch)
-        ids, g, mask = batch.inputs, batch.output_grads, batch.mask
-        xp = ns.namespace_of(inputs=ids, output_grads=g, optional={"mask": mask})
-        if not xp.isdtype(ids.dtype, "integral"):
-            raise errors.DtypeError(
-                f"Expected `inputs` of an embedding to be integer ids, got {ids.dtype}."
-            )
-        ns.require_floating(xp, g, "output_grads")
+        ids, g, mask, xp = entering(batch, "mask", ids=True)
         lead = tuple(ids.shape[:-1]) if self.bag else tuple(ids.shape)
-        sources = () if batch.sources is None else (batch.sources,)
-        expected = (*sources, *lead, self.features)
-        shape, grads = tuple(ids.shape), tuple(g.shape)
         kind = "bags of shape (N, k)" if self.bag else "ids of shape (N, ...)"
-        if not ids.ndim or (self.bag and ids.ndim != 2):
-            raise errors.ShapeError(
-                f"Expected `inputs` to be {kind}, got shape {shape}."
-            )
-        if grads != expected or 0 in (*expected, *shape):
-            raise misfit(grads, expected, shape, otherwise=f"`inputs` are {kind}.")
+        shape = ("N", "L") if self.bag else ("N", ...)
+        constraints.require_shape("inputs", ids, shape)
+        event = (*lead, self.features)
+        require_output_grads(batch, event, hint=f"`inputs` are {kind}.")
         examples, positions = lead[0], math.prod(lead[1:])
         g = xp.reshape(g, (batch.sources or 1, examples, positions, self.features))
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
             counted = counted_rows(mask, xp=xp)
             g = xp.where(counted[None, :, :, None], g, xp.zeros_like(g))
-            # The ids of rows that do not count may be anything.
+            # Masked rows may hold any id.
             inside = xp.reshape(counted, (*lead, 1) if self.bag else lead)
             ids = xp.where(inside, ids, xp.zeros_like(ids))
         ids = xp.reshape(ids, (examples, -1))

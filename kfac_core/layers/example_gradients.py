@@ -87,9 +87,9 @@ class ExampleGradients:
         """An array of the rows' library and device."""
         return self.gradients
 
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return N."""
-        return self.examples
+    def counts(self, dtype: object, /, *, xp: Namespace) -> tuple[Scalar, int, int]:
+        """Return N, N and M: each example counts as one row."""
+        return self.examples, self.examples, self.sources
 
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum v``, shape (p, 1)."""

@@ -10,8 +10,9 @@ from kfac_core.array import Array, Status, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.generic_backend import GenericBackend
+from kfac_core.array.status import raise_flagged
 from kfac_core.array.structure import is_structure
-from kfac_core.layers.rows import require_finite
+from kfac_core.layers.rows import ARGUMENT_FLAGS
 
 __all__ = [
     "detached",
@@ -25,7 +26,7 @@ __all__ = [
 _detaching: dict[type[Any], Callable[[Array], Array] | None] = dict.fromkeys(
     (type(None), int, str, bool)
 )
-"""What detaches arrays of the types that were met; None where none has a graph."""
+"""Functions that detach arrays, by type; None for types without gradient graphs."""
 
 
 def detached(batch: Any, name: str, /) -> Any:
@@ -59,7 +60,9 @@ def detached(batch: Any, name: str, /) -> Any:
     if isinstance(batch, list | tuple):
         return tuple([detached(use, name) for use in batch])
     if isinstance(batch, dict):
-        return {layer: detached(own, f"{name}/{layer}") for layer, own in batch.items()}
+        return {
+            layer: detached(part, f"{name}/{layer}") for layer, part in batch.items()
+        }
     raise errors.ArgumentError(
         f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
         f"`Batch`, got {type(batch).__name__}. Make one: "
@@ -101,11 +104,11 @@ def detached_array(x: Array, /) -> Array:
             xp = ns.own_namespace(x)
         except TypeError:
             return x  # Not an array: validated later, where its name is known.
-        detach = backend_of(xp).detach
-        generic = getattr(detach, "__func__", None) is GenericBackend.detach
-        _detaching[kind] = None if generic else detach
-    found = _detaching[kind]
-    return x if found is None else found(x)
+        native = backend_of(xp).detach
+        generic = getattr(native, "__func__", None) is GenericBackend.detach
+        _detaching[kind] = None if generic else native
+    detach = _detaching[kind]
+    return x if detach is None else detach(x)
 
 
 def require_finite_rows(updated: Mapping[str, Any], /) -> None:
@@ -122,7 +125,7 @@ def require_finite_rows(updated: Mapping[str, Any], /) -> None:
         Naming the block and the argument.
     """
     if len(updated) < 2:
-        # One alone is read whatever its place is.
+        # A single status needs no stacking.
         for name, new in updated.items():
             if flags := int(new.status):
                 raise_for_flags(flags, name=name)
@@ -132,8 +135,8 @@ def require_finite_rows(updated: Mapping[str, Any], /) -> None:
         place = type(new.status), str(ns.device_of(new.status))
         groups.setdefault(place, {})[name] = new.status
     for statuses in groups.values():
-        found = _read([*statuses.values()])
-        for name, flag in zip(statuses, found, strict=True):
+        flags_of = _read([*statuses.values()])
+        for name, flag in zip(statuses, flags_of, strict=True):
             if flag:
                 raise_for_flags(flag, name=name)
 
@@ -155,18 +158,22 @@ def raise_for_flags(flags: int, /, *, name: str) -> None:
     DecayError
         For a decay or weight, given as an array, that is out of range.
     """
-    require_finite(flags, name=name)
-    if Status.OVERFLOWED in Status(flags):
-        raise errors.NotFiniteError(
-            f"Block {name!r}: the batch is finite, but the sums of its squares overflow. "
-            "Nothing was changed. Scale the loss or the inputs, or keep statistics in "
-            'float64 (Precision(storage="float64")).'
-        )
-    if Status.BAD_DECAY in Status(flags):
-        raise errors.DecayError(
-            f"Block {name!r}: expected `decay` in [0, 1] and `weight` > 0, both finite. "
-            "Nothing was changed."
-        )
+    status = Status(flags)
+    bad = [
+        f"`{argument}`" for argument, flag in ARGUMENT_FLAGS.items() if flag in status
+    ]
+    reasons = {
+        Status.IDS_OUT_OF_RANGE: "`inputs` of this batch hold an id that is negative, or "
+        "not below the number of embeddings. Nothing was changed.",
+        Status.INPUTS_NOT_FINITE
+        | Status.OUTPUT_GRADS_NOT_FINITE: f"{' and '.join(bad)} of this batch hold NaN or "
+        "infinity in rows that count. Nothing was changed; skip the batch, or find where "
+        "it diverged.",
+        Status.OVERFLOWED: "the batch is finite, but the sums of its squares overflow. "
+        "Nothing was changed. Scale the loss or the inputs, or keep statistics in float64 "
+        '(Precision(storage="float64")).',
+    }
+    raise_flagged(flags, f"Block {name!r}", reasons)
 
 
 def _read(statuses: list[Array]) -> list[int]:
@@ -174,5 +181,5 @@ def _read(statuses: list[Array]) -> list[int]:
     if len(statuses) == 1:
         return [int(statuses[0])]
     xp = ns.own_namespace(statuses[0])
-    found: list[int] = backend_of(xp).to_numpy(xp.stack(statuses)).tolist()
-    return found
+    flags: list[int] = backend_of(xp).to_numpy(xp.stack(statuses)).tolist()
+    return flags

@@ -9,7 +9,34 @@ from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import require_parameters
 
-__all__ = ["flatten_parameters", "unflatten_parameters"]
+__all__ = ["Flat", "flatten_parameters", "unflatten_parameters"]
+
+
+class Flat:
+    """A layer whose matrix is one column: its parameters, flattened row-major."""
+
+    groups = 1
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name."""
+        raise NotImplementedError
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape ``(p, 1)`` of the block's matrix."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes.values()), 1
+
+    def stacked(self, count: int, /) -> None:
+        """Return None: equal layers of this kind are not computed as one."""
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+        """Flatten parameter-shaped arrays into one column."""
+        return flatten_parameters(parameters, self.parameter_shapes)
+
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+        """Turn a column back into parameter-shaped arrays."""
+        return unflatten_parameters(matrix, self.parameter_shapes)
 
 
 def flatten_parameters(

@@ -39,10 +39,10 @@ def homogeneous_coordinate(
     Returns
     -------
     array, shape (..., N, S) or (..., N S)
-        What a Gram matrix takes as its rows' last column, without joining it to them.
+        The last column of the rows, as `HomogeneousRows` keeps it.
     """
     if mask is None:
-        return xp.ones_like(x[..., 0], dtype=dtype)
+        return xp.ones(x.shape[:-1], dtype=dtype, device=ns.device_of(x))
     return xp.broadcast_to(ns.cast(xp, mask, dtype), x.shape[:-1])
 
 

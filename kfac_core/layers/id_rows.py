@@ -68,18 +68,18 @@ class IdRows(OfOutputs):
         flag = ns.status_unless(xp, xp.all(inside), Status.IDS_OUT_OF_RANGE)
         return replaced(self, ids=ids), flag
 
-    def factor_rows(
+    def shared_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
-    ) -> tuple[Array, None, Array]:
+    ) -> tuple[Array, Array]:
         """Return rows whose second moments are those of the factors.
 
         In the place of V-wide one-hot vectors x stands one row whose squares are the
         counts of the ids: the diagonal of ``sum x x^T`` is all that a factor keeps.
-        See `Rows.factor_rows`.
+        See `Rows.shared_rows`.
         """
         counts = self.input_squares(dtype, xp=xp)
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
-        return xp.sqrt(counts)[None, :], None, g
+        return xp.sqrt(counts)[None, :], g
 
     def input_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum x * x``, shape (V,): counts of ids, or their weights."""
@@ -158,13 +158,14 @@ class IdRows(OfOutputs):
         return xp.reshape(D, (M * N, self.size * m))
 
     def status(
-        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+        self,
+        *,
+        xp: Namespace,
+        known: frozenset[str] = frozenset(),
+        stacked: int = 0,
     ) -> Array | int:
         """Return whether the output gradients are not finite; see `Rows.status`."""
-        if "output_grads" in known:
-            return 0
-        good = finite.all_finite(self.output_grads, xp=xp)
-        return ns.status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
+        return super().status(xp=xp, known=known | {"inputs"}, stacked=stacked)
 
     def values(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return what each id adds to its x, shape of the ids."""

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
+from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.layer import Layer
 
 __all__ = ["matrices_to_stack", "stack_to_matrices"]
@@ -53,8 +54,10 @@ def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
     One gather, and as many integers as one matrix has numbers.
     """
     shapes = layer.parameter_shapes
-    lead = _leading_axes(stack, shapes)
-    xp = ns.namespace_of(**stack)
+    name, shape = next(iter(shapes.items()))
+    axes = stack[name].ndim - len(shape) if name in stack else 0
+    lead = tuple(stack[name].shape[:axes]) if axes > 0 else ()
+    xp = require_parameters(stack, {n: (*lead, *s) for n, s in shapes.items()})
     if not lead:
         return layer.parameters_to_matrix(stack)
     flat = [xp.reshape(stack[name], (*lead, -1)) for name in shapes]
@@ -84,10 +87,7 @@ def matrices_to_stack(layer: Layer, matrices: Array, /) -> dict[str, Array]:
         For another shape.
     """
     xp, (n, m) = ns.own_namespace(matrices), layer.matrix_shape
-    if tuple(matrices.shape[-2:]) != (n, m):
-        raise errors.ShapeError(
-            f"Expected matrices of shape (..., {n}, {m}), got {tuple(matrices.shape)}."
-        )
+    constraints.require_shape("matrices", matrices, (..., n, m))
     lead = tuple(matrices.shape[:-2])
     if not lead:
         return layer.matrix_to_parameters(matrices)
@@ -117,29 +117,3 @@ def _permutation(layer: Layer) -> np.ndarray[Any, Any]:
 def _placed(index: np.ndarray[Any, Any], like: Array) -> Array:
     small = index.astype(np.int32 if index.size < 2**31 else np.int64)
     return backend_of(ns.own_namespace(like)).asarray(small, device=ns.device_of(like))
-
-
-def _leading_axes(
-    stack: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Return the axes before the parameters' own, which all of them must share."""
-    if set(stack) != set(shapes):
-        raise errors.ShapeError(
-            f"Expected the parameters {sorted(shapes)}, got {sorted(stack)}."
-        )
-    xp, found = ns.namespace_of(**stack), {}
-    for name, shape in shapes.items():
-        x = stack[name]
-        ns.require_floating(xp, x, name)
-        axes = x.ndim - len(shape)
-        if axes < 0 or tuple(x.shape[axes:]) != tuple(shape):
-            raise errors.ShapeError(
-                f"Expected `{name}` to have shape (..., {', '.join(map(str, shape))}), "
-                f"got {tuple(x.shape)}."
-            )
-        found[name] = tuple(x.shape[:axes])
-    if len(set(found.values())) > 1:
-        raise errors.ShapeError(
-            f"Expected all parameters to have the same leading axes, got {found}."
-        )
-    return next(iter(found.values()))

@@ -9,21 +9,19 @@ one-hot vectors shared by all examples.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array
-from kfac_core.array import namespaces as ns
+from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
-from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
+from kfac_core.layers.flat import Flat
 
 __all__ = ["Parameters"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
+class Parameters(Flat):
     """Geometry of arrays that belong to no known layer.
 
     Parameters
@@ -49,26 +47,16 @@ class Parameters:
     shapes: Mapping[str, tuple[int, ...]]
 
     kind = "parameters"
-    groups = 1
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self, shapes=constraints.mapping_to(constraints.tuple_of(constraints.SIZE))
-        )
-        if not self.shapes:
-            raise errors.ShapeError(
-                "Expected `shapes` of at least one parameter, got none."
-            )
+        expected = constraints.mapping_to(constraints.tuple_of(constraints.SIZE))
+        constraints.require_options(self, shapes=expected)
+        constraints.require_any("shapes", self.shapes)
         shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
         object.__setattr__(self, "shapes", shapes)
 
     def __hash__(self) -> int:
         return hash(tuple(self.shapes.items()))
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """The shape ``(p, 1)`` of the block's matrix."""
-        return sum(math.prod(shape) for shape in self.shapes.values()), 1
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -100,34 +88,10 @@ class Parameters:
                 f"Expected a `GradientBatch` for a `Parameters` layer, got "
                 f"{type(batch).__name__}; it has no inputs."
             )
-        if batch.batch_size < 1:
-            raise errors.ShapeError(
-                f"Expected `batch_size` to be at least 1, got {batch.batch_size}."
-            )
-        if set(batch.gradients) != set(self.shapes):
-            raise errors.ShapeError(
-                f"Expected gradients of {sorted(self.shapes)}, got "
-                f"{sorted(batch.gradients)}."
-            )
-        xp = ns.namespace_of(**batch.gradients)
-        sources = () if batch.sources is None else (batch.sources,)
-        parts = []
-        for name, shape in self.shapes.items():
-            gradient = batch.gradients[name]
-            ns.require_floating(xp, gradient, name)
-            ns.require_matrix(gradient, (*sources, *shape), name)
-            parts.append(xp.reshape(gradient, (batch.sources or 1, -1)))
-        return ExampleGradients(
-            xp.concat(parts, axis=1), batch.batch_size, batch.sources or 1
-        )
-
-    def stacked(self, count: int, /) -> None:
-        """Return None: equal layers of this kind are not computed as one."""
-
-    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
-        """Flatten parameter-shaped arrays into one column."""
-        return flatten_parameters(parameters, self.parameter_shapes)
-
-    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
-        """Turn a column back into parameter-shaped arrays."""
-        return unflatten_parameters(matrix, self.parameter_shapes)
+        constraints.require_range("batch_size", batch.batch_size, constraints.SIZE)
+        lead = () if batch.sources is None else (batch.sources,)
+        shapes = {name: (*lead, *shape) for name, shape in self.shapes.items()}
+        xp = require_parameters(batch.gradients, shapes)
+        sources = batch.sources or 1
+        v = [xp.reshape(batch.gradients[name], (sources, -1)) for name in shapes]
+        return ExampleGradients(xp.concat(v, axis=1), batch.batch_size, sources)

@@ -18,14 +18,16 @@ from typing import Any, Literal
 
 import array_api_compat
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar, Status, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.layers.homogeneous import append_coordinate, homogeneous_coordinate
+from kfac_core.linalg.gram import HomogeneousRows
 from kfac_core.linalg.groups import join_groups
 
 __all__ = [
+    "ARGUMENT_FLAGS",
     "Batch",
     "OfOutputs",
     "PixelRows",
@@ -35,13 +37,17 @@ __all__ = [
     "has_weights",
     "join_uses",
     "output_rows",
-    "require_finite",
-    "require_every_bias",
-    "require_no_choice",
     "require_no_weights",
     "with_some_biases",
+    "zeroed",
 ]
 
+
+ARGUMENT_FLAGS = {
+    "inputs": Status.INPUTS_NOT_FINITE,
+    "output_grads": Status.OUTPUT_GRADS_NOT_FINITE,
+}
+"""The flag of each argument that is not finite."""
 
 WeightSharing = Literal["expand", "reduce"]
 """Whether shared positions are rows of their own, or reduced to one row an example."""
@@ -101,10 +107,15 @@ class Batch:
 
 
 class OfOutputs:
-    """What rows of every kind know by their output gradients, shape (..., M, N, S, m)."""
+    """Base of all kinds of rows: counts and flags, from g of shape (..., M, N, S, m)."""
 
     output_grads: Array
     mask: Array | None
+
+    @property
+    def like(self) -> Array:
+        """An array of the rows' library and device."""
+        raise NotImplementedError
 
     @property
     def examples(self) -> int:
@@ -121,12 +132,51 @@ class OfOutputs:
         """Number of backpropagated vectors M."""
         return int(self.output_grads.shape[-4])
 
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return how many rows count, or their weight: an int, or a 0-d array."""
+    def counts(self, dtype: object, /, *, xp: Namespace) -> tuple[Scalar, int, int]:
+        """Return the numbers R of rows, N of examples and M of sources.
+
+        R is the number of rows that count, or their weight: an int, or a 0-d array.
+        """
+        M, N, S, _ = self.output_grads.shape[-4:]
         if self.mask is None:
-            _, N, S, _ = self.output_grads.shape[-4:]
-            return int(N * S)
-        return xp.sum(xp.astype(self.mask, dtype))
+            return int(N * S), int(N), int(M)
+        return xp.sum(xp.astype(self.mask, dtype)), int(N), int(M)
+
+    def status(
+        self,
+        *,
+        xp: Namespace,
+        known: frozenset[str] = frozenset(),
+        stacked: int = 0,
+    ) -> Array | int:
+        """Return which of the two arrays is not finite, as int32 `Status` flags.
+
+        Parameters
+        ----------
+        xp : namespace
+            Array API namespace of the rows.
+        known : frozenset of str
+            Arguments that are finite and need not be read.
+        stacked : int
+            Number of leading axes of a stack of row sets: one flag for each set.
+
+        Returns
+        -------
+        int or array of int32
+            Flags of all rows, 0-d, or of each set; 0 where both are known.
+        """
+        flags: Array | int = 0
+        for argument, flag in ARGUMENT_FLAGS.items():
+            if argument in known:
+                continue
+            array = self.like if argument == "inputs" else self.output_grads
+            if stacked:
+                axes = tuple(range(stacked, array.ndim))
+                good = xp.all(xp.isfinite(array), axis=axes)
+            else:
+                good = finite.all_finite(array, xp=xp)
+            flags = ns.status_unless(xp, good, flag) | flags
+        return flags
 
 
 @structure(static=("homogeneous", "partial", "batch_examples"))
@@ -164,9 +214,9 @@ class Rows(OfOutputs):
         """An array of the rows' library and device."""
         return self.inputs
 
-    def factor_rows(
+    def shared_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
-    ) -> tuple[Array, Array | None, Array]:
+    ) -> tuple[Array | HomogeneousRows, Array]:
         """Return the rows that the factors of a Kronecker product are moments of.
 
         Parameters
@@ -181,10 +231,8 @@ class Rows(OfOutputs):
 
         Returns
         -------
-        x : array, shape ((Q,) N S, n) or ((Q,) N, n)
-            Without the homogeneous coordinate.
-        tail : array, shape ((Q,) N S) or ((Q,) N), or None
-            The homogeneous coordinate, where the layer has a bias.
+        x : array or HomogeneousRows, shape ((Q,) N S, n) or ((Q,) N, n)
+            With a 1 where the layer has a bias.
         g : array, shape ((Q,) M N S, m) or ((Q,) M N, m)
             For M sources.
 
@@ -206,15 +254,16 @@ class Rows(OfOutputs):
                 mask = xp.sqrt(ns.cast(xp, mask, dtype))
                 x = x * mask[:, None]
             if not self.homogeneous:
-                return x, None, g
-            return x, homogeneous_coordinate(x, mask, dtype, xp=xp), g
+                return x, g
+            ones = homogeneous_coordinate(x, mask, dtype, xp=xp)
+            return HomogeneousRows(x, ones), g
         self.require_all_positions()
         require_no_weights(self.mask, "sharing='reduce'", xp=xp)
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)
-        tail = ns.cast(xp, number > 0, dtype)
-        mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
-        return mean, tail if self.homogeneous else None, g
+        one = ns.cast(xp, number > 0, dtype)
+        mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, one + 1.0)[..., None]
+        return HomogeneousRows(mean, one) if self.homogeneous else mean, g
 
     def require_all_positions(self) -> None:
         """Raise `UnsupportedError` if an example's sum over positions is not at hand."""
@@ -319,31 +368,6 @@ class Rows(OfOutputs):
             D = xp.permute_dims(D, (1, 2, 3, 0, 4))
         return xp.reshape(D, (self.sources * self.examples, -1))
 
-    def status(
-        self,
-        *,
-        xp: Namespace,
-        known: frozenset[str] = frozenset(),
-        stacked: int = 0,
-    ) -> Array | int:
-        """Return which of the two arrays is not finite, as int32 `Status` flags.
-
-        Parameters
-        ----------
-        xp : namespace
-            Array API namespace of the rows.
-        known : frozenset of str
-            Arguments that are finite and need not be read.
-        stacked : int
-            Number of leading axes of a stack of row sets: one flag for each set.
-
-        Returns
-        -------
-        int or array of int32
-            Flags of all rows, 0-d, or of each set; 0 where both are known.
-        """
-        return _finite_status(self.inputs, self.output_grads, xp, known, stacked)
-
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n(+1))."""
         x, tail = ns.cast(xp, self.inputs, dtype), self.tail(dtype, xp=xp)
@@ -386,22 +410,14 @@ def require_no_weights(mask: Array | None, what: str, /, *, xp: Namespace) -> No
         )
 
 
-def require_no_choice(batch: Batch, /) -> None:
-    """Raise `UnsupportedError` for `row_indices`, which only a convolution has."""
-    if batch.row_indices is not None:
-        raise errors.UnsupportedError(
-            "Expected no `row_indices`: only a convolution makes rows that can be "
-            "selected. Slice the arrays instead."
-        )
+def zeroed(x: Array, g: Array, mask: Array, /, *, xp: Namespace) -> tuple[Array, Array]:
+    """Return x and g, zero in the rows that do not count, whatever these held.
 
-
-def require_every_bias(batch: Batch, /) -> None:
-    """Raise `UnsupportedError` for `Batch.bias`, where rows cannot be told apart by it."""
-    if batch.bias is not None:
-        raise errors.UnsupportedError(
-            "Expected no `bias` in this batch: rows of a use without the bias are told in "
-            "a dense layer, or in a convolution that is read as one batch."
-        )
+    Padding may hold NaN, so it is replaced and not multiplied by zero.
+    """
+    counted = counted_rows(mask, xp=xp)[..., None]
+    x = xp.where(counted, x, xp.zeros_like(x))
+    return x, xp.where(counted, g, xp.zeros_like(g))
 
 
 def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
@@ -410,7 +426,7 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
     Parameters
     ----------
     rows : Rows
-        Of a layer with a bias.
+        Rows of a layer with a bias.
     bias : array of bool, shape (N,) or (N, ...)
         False for rows without it: their homogeneous coordinate is 0.
 
@@ -438,11 +454,9 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
             f"Expected `bias` to be an array of bool, got {bias.dtype}."
         )
     size = math.prod(bias.shape)
-    if bias.ndim < 1 or bias.shape[0] != N or size not in (N, N * S):
-        raise errors.ShapeError(
-            f"Expected `bias` of one entry for each example, shape ({N},), or for each of "
-            f"its {S} rows, got {tuple(bias.shape)}."
-        )
+    if size != N:
+        constraints.require_shape("bias", xp.reshape(bias, (-1,)), (N * S,))
+    constraints.require_shape("bias", bias, (N, ...))
     has = xp.broadcast_to(xp.reshape(bias, (N, -1)), (N, S))
     if rows.mask is not None:
         has = has & counted_rows(rows.mask, xp=xp)
@@ -480,13 +494,8 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
         If examples or sources differ.
     """
     first = uses[0]
-    for use in uses:
-        if (use.examples, use.sources) != (first.examples, first.sources):
-            raise errors.ShapeError(
-                "Expected all uses of a layer to have the same examples and sources, got "
-                f"{first.examples} and {first.sources}, and {use.examples} and "
-                f"{use.sources}."
-            )
+    counts = {f"use {i}": (use.examples, use.sources) for i, use in enumerate(uses)}
+    constraints.require_same("number of examples and of sources in all uses", counts)
     if any(use.homogeneous != first.homogeneous for use in uses):
         uses = [_with_coordinate(use) for use in uses]
         first = uses[0]
@@ -494,7 +503,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     mask = None
     masks = [use.mask for use in uses if use.mask is not None]
     if masks:
-        weights = [own.dtype for own in masks if has_weights(own, xp=xp)]
+        weights = [m.dtype for m in masks if has_weights(m, xp=xp)]
         dtype = weights[0] if weights else xp.bool
         every = [
             xp.ones_like(use.inputs[..., 0], dtype=dtype)
@@ -541,72 +550,10 @@ class PixelRows(OfOutputs):
         """An array of the rows' library and device."""
         return self.pixels
 
-    def factor_rows(
+    def shared_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
-    ) -> tuple[Array, None, Array]:
-        """Return pixels and output gradients as rows; see `Rows.factor_rows`."""
+    ) -> tuple[Array, Array]:
+        """Return pixels and output gradients as rows; see `Rows.shared_rows`."""
         pixels = ns.cast(xp, self.pixels, dtype)
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
-        return xp.reshape(pixels, (-1, pixels.shape[-1])), None, g
-
-    def status(
-        self, *, xp: Namespace, known: frozenset[str] = frozenset()
-    ) -> Array | int:
-        """Return which of the two arrays is not finite; see `Rows.status`."""
-        return _finite_status(self.pixels, self.output_grads, xp, known)
-
-
-def _finite_status(
-    x: Array, g: Array, xp: Namespace, known: frozenset[str], stacked: int = 0
-) -> Array | int:
-    status: Array | int = 0
-    for argument, array, flag in (
-        ("inputs", x, Status.INPUTS_NOT_FINITE),
-        ("output_grads", g, Status.OUTPUT_GRADS_NOT_FINITE),
-    ):
-        if argument in known:
-            continue
-        if stacked:
-            axes = tuple(range(stacked, array.ndim))
-            good = xp.all(xp.isfinite(array), axis=axes)
-        else:
-            good = finite.all_finite(array, xp=xp)
-        status = ns.status_unless(xp, good, flag) | status
-    return status
-
-
-def require_finite(status: int, /, *, name: str) -> None:
-    """Raise `NotFiniteError` for the flags that `Rows.status` set.
-
-    Parameters
-    ----------
-    status : int
-        The flags.
-    name : str
-        The block that the rows were for.
-
-    Raises
-    ------
-    NotFiniteError, IdRangeError
-        For invalid arrays; the message names the argument.
-    """
-    flags = Status(status)
-    if Status.IDS_OUT_OF_RANGE in flags:
-        raise errors.IdRangeError(
-            f"Block {name!r}: `inputs` of this batch hold an id that is negative, or not "
-            "below the number of embeddings. Nothing was changed."
-        )
-    bad = [
-        argument
-        for flag, argument in (
-            (Status.INPUTS_NOT_FINITE, "inputs"),
-            (Status.OUTPUT_GRADS_NOT_FINITE, "output_grads"),
-        )
-        if flag in flags
-    ]
-    if bad:
-        arguments = " and ".join(f"`{argument}`" for argument in bad)
-        raise errors.NotFiniteError(
-            f"Block {name!r}: {arguments} of this batch hold NaN or infinity in rows that "
-            "count. Nothing was changed; skip the batch, or find where it diverged."
-        )
+        return xp.reshape(pixels, (-1, pixels.shape[-1])), g

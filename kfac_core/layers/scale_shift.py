@@ -8,23 +8,21 @@ one column: scale, then shift, flattened row-major.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
-from kfac_core.layers.checks import misfit
+from kfac_core.layers.checks import entering, require_output_grads
 from kfac_core.layers.example_gradients import ExampleGradients
-from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
-from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
+from kfac_core.layers.flat import Flat
+from kfac_core.layers.rows import Batch
 
 __all__ = ["ScaleShift"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleShift:
+class ScaleShift(Flat):
     """The geometry of an elementwise affine layer.
 
     Parameters
@@ -48,27 +46,15 @@ class ScaleShift:
     shift_shape: tuple[int, ...] | None
 
     kind = "scale_shift"
-    groups = 1
 
     def __post_init__(self) -> None:
-        constraints.require_options(
-            self,
-            scale_shape=constraints.optional(constraints.tuple_of(constraints.SIZE)),
-            shift_shape=constraints.optional(constraints.tuple_of(constraints.SIZE)),
-        )
+        shape = constraints.optional(constraints.tuple_of(constraints.SIZE))
+        constraints.require_options(self, scale_shape=shape, shift_shape=shape)
         for name in ("scale_shape", "shift_shape"):
             shape = getattr(self, name)
             if shape is not None:
                 object.__setattr__(self, name, tuple(shape))
-        if not self.parameter_shapes:
-            raise errors.ShapeError(
-                "Expected `scale_shape` or `shift_shape`, got neither."
-            )
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """The shape ``(p, 1)`` of the block's matrix."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes.values()), 1
+        constraints.require_any("scale_shape` or `shift_shape", self.parameter_shapes)
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -95,23 +81,10 @@ class ScaleShift:
         ShapeError, DtypeError, MixedArraysError
             For arrays of incompatible shape, dtype, library or device.
         """
-        require_no_choice(batch)
-        require_every_bias(batch)
-        x, g = batch.inputs, batch.output_grads
-        xp = ns.namespace_of(inputs=x, output_grads=g)
-        ns.require_floating(xp, x, "inputs")
-        ns.require_floating(xp, g, "output_grads")
-        if batch.mask is not None:
-            raise errors.ShapeError(
-                "Expected no `mask` for a `ScaleShift` layer; set the output gradients of "
-                "rows that do not count to zero."
-            )
-        sources = () if batch.sources is None else (batch.sources,)
-        expected, grads = (*sources, *x.shape), tuple(g.shape)
-        if grads != expected or 0 in expected:
-            hint = "It has the shape of the layer's outputs, that of `inputs`."
-            raise misfit(grads, expected, tuple(x.shape), otherwise=hint)
-        # Half precision is widened before anything is multiplied.
+        x, g, _, xp = entering(batch)
+        hint = "It has the shape of the layer's outputs, that of `inputs`."
+        require_output_grads(batch, tuple(x.shape), hint=hint)
+        # Widen half precision before multiplying.
         x, g = (ns.cast(xp, array, ns.wide_dtype(xp, array.dtype)) for array in (x, g))
         examples, event = x.shape[0], tuple(x.shape[1:])
         g = xp.reshape(g, (batch.sources or 1, *x.shape))
@@ -127,17 +100,6 @@ class ScaleShift:
         return ExampleGradients(
             xp.reshape(vectors, (count, -1)), examples, batch.sources or 1
         )
-
-    def stacked(self, count: int, /) -> None:
-        """Return None: equal layers of this kind are not computed as one."""
-
-    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
-        """Flatten scale and shift into one column."""
-        return flatten_parameters(parameters, self.parameter_shapes)
-
-    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
-        """Turn a column back into scale and shift."""
-        return unflatten_parameters(matrix, self.parameter_shapes)
 
 
 def _down_to(

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from kfac_core import constraints, errors
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
-from kfac_core.layers.rows import Batch, require_every_bias
+from kfac_core.layers.rows import Batch
 
 __all__ = ["Folding", "steps_of", "unfold_time"]
 
@@ -62,11 +62,11 @@ def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
             f"Expected `steps` to divide the first axis of `x`, got {steps} steps and "
             f"shape {tuple(x.shape)}."
         )
-    rest = tuple(x.shape[1:])
+    event = tuple(x.shape[1:])
     if folding == "batch_major":
-        return xp.reshape(x, (x.shape[0] // steps, steps, *rest))
+        return xp.reshape(x, (x.shape[0] // steps, steps, *event))
     return ns.moved_axis(
-        xp.reshape(x, (steps, x.shape[0] // steps, *rest)), 0, 1, xp=xp
+        xp.reshape(x, (steps, x.shape[0] // steps, *event)), 0, 1, xp=xp
     )
 
 
@@ -103,17 +103,15 @@ def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
     >>> len(steps), steps[0].inputs.shape
     (5, (8, 3))
     """
-    require_every_bias(batch)
+    if batch.bias is not None:
+        raise errors.UnsupportedError("Expected no `bias` in a batch that is split.")
     x, g, mask = batch.inputs, batch.output_grads, batch.mask
     xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
     lead = 0 if batch.sources is None else 1
     T = x.shape[1]
-    if g.shape[lead + 1] != T or (mask is not None and mask.shape[1] != T):
-        raise errors.ShapeError(
-            f"Expected one time axis of {T} steps, after that of examples, in all arrays; "
-            f"got `inputs` of shape {tuple(x.shape)} and `output_grads` of shape "
-            f"{tuple(g.shape)}."
-        )
+    steps_in = {"inputs": T, "output_grads": g.shape[lead + 1]}
+    steps_in |= {} if mask is None else {"mask": mask.shape[1]}
+    constraints.require_same("number of steps, after the axis of examples", steps_in)
     steps = []
     for t in range(T):
         now = None if mask is None else mask[:, t, ...]

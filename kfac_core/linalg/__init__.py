@@ -8,6 +8,7 @@ operators are made of.
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization, Solving
+from kfac_core.linalg.gram import HomogeneousRows
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
@@ -15,6 +16,7 @@ from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 __all__ = [
     "Eigendecomposition",
     "Factorization",
+    "HomogeneousRows",
     "ScaledMatrix",
     "DampedDiagonal",
     "DampedMatrix",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kfac_core import errors
-from kfac_core.array import Array, Check, Namespace, Status, finite
+from kfac_core.array import Array, Namespace, Status, finite
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.linalg.symmetric import (
@@ -47,6 +47,7 @@ __all__ = [
     "smallest_known",
     "spectrum_error",
     "undetermined",
+    "undetermined_error",
 ]
 
 RESIDUAL_LIMIT = 1e-2
@@ -483,15 +484,9 @@ def spectrum_error(
 
 
 def undetermined(
-    spectra: Sequence[Spectrum],
-    /,
-    *,
-    scale: Array,
-    damping: Array,
-    check: Check,
-    name: str,
+    spectra: Sequence[Spectrum], /, *, scale: Array, damping: Array
 ) -> Array:
-    """Return a flag where errors of eigenvalues matter beside the damping, or raise.
+    """Return a flag where errors of eigenvalues matter beside the damping.
 
     Parameters
     ----------
@@ -499,33 +494,30 @@ def undetermined(
         Eigenvalues of the factors, with their errors.
     scale, damping : array, shape (...)
         S and lam, as for `spectrum_error`.
-    check : {"raise", "status"}
-        Whether to raise, or to set a flag; reading it synchronizes with the device.
-    name : str
-        Name of the block or factor in error messages.
 
     Returns
     -------
     array of int32, 0-d
         `Status` flags.
-
-    Raises
-    ------
-    FactorizationError
-        With ``check="raise"``, in the place of the flag.
     """
     xp = ns.own_namespace(damping)
     error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
-    flags = ns.status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
-    if check == "raise" and int(flags):
-        raise errors.FactorizationError(
-            f"with damping {float(xp.max(damping)):.1e} eigenvalues are not "
-            "determined: the roundoff of what is stored changes a damped one by "
-            f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "
-            'keep statistics in float64 (Precision(storage="float64")).',
-            factor=name,
-        )
-    return flags
+    return ns.status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
+
+
+def undetermined_error(
+    spectra: Sequence[Spectrum], /, *, scale: Array, damping: Array, name: str
+) -> errors.FactorizationError:
+    """Return the error of a flag of `undetermined`; synchronizes with the device."""
+    xp = ns.own_namespace(damping)
+    error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
+    return errors.FactorizationError(
+        f"with damping {float(xp.max(damping)):.1e} eigenvalues are not "
+        "determined: the roundoff of what is stored changes a damped one by "
+        f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "
+        'keep statistics in float64 (Precision(storage="float64")).',
+        factor=name,
+    )
 
 
 @dispatched

@@ -12,11 +12,10 @@ be seen, and it must have been prepared.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
-from typing import Any, NoReturn, TypedDict, TypeVar
+from typing import Any, TypeVar
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
@@ -24,6 +23,7 @@ from kfac_core.linalg.certificate import (
     Spectrum,
     positive_eigenvalues,
     undetermined,
+    undetermined_error,
 )
 from kfac_core.linalg.cholesky import add_to_diagonal, inverse_from_cholesky
 from kfac_core.linalg.factorizations import (
@@ -34,7 +34,6 @@ from kfac_core.linalg.factorizations import (
     Solving,
 )
 from kfac_core.linalg.factorize import (
-    FactorizationProblem,
     cholesky_factor,
     damped_inverse,
     eigendecomposition,
@@ -52,9 +51,6 @@ from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 __all__ = [
     "GONE",
-    "FactorizedMatrix",
-    "FactorizedProducts",
-    "Reporting",
     "DampedMatrix",
     "real_exponent",
     "require_readable",
@@ -63,21 +59,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-
-class Reporting(TypedDict):
-    """How failures of a factorization are reported, as keyword arguments.
-
-    Attributes
-    ----------
-    check : {"raise", "status"}
-        Whether it raises, or is in the status.
-    name : str
-        Name of the matrix in error messages.
-    """
-
-    check: Check
-    name: str
-
+_FIELDS: dict[Factorization, str] = {
+    "inverse": "inverse",
+    "cholesky": "cholesky",
+    "eigenbasis": "basis",
+}
 
 GONE = (
     "of this operator only the factorizations that were prepared are kept, and not the "
@@ -86,49 +72,128 @@ GONE = (
 """Why a product is missing, and what to do."""
 
 
-class FactorizedProducts(abc.ABC):
-    """Solves, triangular products and the log-determinant of a factorized matrix.
+@structure(static=("solving",))
+class DampedMatrix:
+    """``M = A + shift I`` with ``A = c B`` symmetric, and factorizations of it.
 
     Attributes
     ----------
+    problem : ScaledMatrix
+        B, c and the shift, in the dtype of computing.  Where only factorizations are kept
+        there is no B, and what needs it raises `NotReadyError`.
+    narrowed : SymmetricMatrix or None
+        B in the dtype of applying, as all that follow; None where that is the same.
     cholesky : CholeskyFactor or None
         Factor L.
     inverse : Inverse or None
         Inverse ``M^-1``.
+    basis : Eigendecomposition or None
+        The eigendecomposition of A.
+    kept_norm : array, shape (...), or None
+        Largest column sum ``|M|_1``, where B is not kept.
     solving : {"inverse", "triangular"}
         Whether `solve` multiplies by the inverse, or solves with L twice.
     """
 
-    cholesky: CholeskyFactor | None
-    inverse: Inverse | None
-    solving: Solving
+    problem: ScaledMatrix
+    narrowed: SymmetricMatrix | None = None
+    cholesky: CholeskyFactor | None = None
+    inverse: Inverse | None = None
+    basis: Eigendecomposition | None = None
+    kept_norm: Array | None = None
+    solving: Solving = "inverse"
 
     @property
-    @abc.abstractmethod
+    def keeps_matrix(self) -> bool:
+        """Whether A is kept, and not factorizations of M alone."""
+        return self.problem.matrix is not None
+
+    @property
+    def applied(self) -> SymmetricMatrix:
+        """B, in the dtype of applying."""
+        return self._whole().matrix if self.narrowed is None else self.narrowed
+
+    @property
+    def like(self) -> Array:
+        """An array of n columns in the dtype of applying."""
+        B: Any = self.problem.matrix if self.narrowed is None else self.narrowed
+        if B is None and self.inverse is not None:
+            B = self.inverse.matrix
+        return self._lower() if B is None else B.array
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of applying."""
+        return self.like.dtype
+
+    @property
+    def size(self) -> int:
+        """The number n of rows."""
+        return int(self.like.shape[-1])
+
+    @property
+    def shift(self) -> Array:
+        """What is added to the diagonal, in the dtype of computing."""
+        return self.problem.shift
+
+    @property
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
-
-    @abc.abstractmethod
-    def _like(self) -> Array:
-        """Return a small array of the matrix's library and device."""
-
-    @abc.abstractmethod
-    def _having(self, factorization: Factorization) -> FactorizedProducts:
-        """Return the same with a missing factorization, or raise `NotReadyError`."""
+        B: Any = self.problem.matrix
+        return tuple((self.like if B is None else B.array).shape[:-1])
 
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack; empty for a single matrix."""
-        return self.stack_shape[:-1]
+        return tuple(self.like.shape[:-2])
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        made: dict[Factorization, Any] = {
+        parts: dict[Factorization, Any] = {
             "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
             "cholesky": self.cholesky,
+            "eigenbasis": self.basis,
         }
-        return frozenset(name for name, part in made.items() if part is not None)
+        return frozenset(name for name, part in parts.items() if part is not None)
+
+    def factorized(self) -> DampedMatrix:
+        """Return what solves and triangular products need, without A and its basis."""
+        return replaced(
+            self,
+            problem=replaced(self.problem, matrix=None, rank=None),
+            narrowed=None,
+            basis=None,
+            kept_norm=self.norm(),
+        )
+
+    def norm(self) -> Array:
+        """Return the 1-norm of M, in the computing dtype, shape (...)."""
+        M = self.problem
+        if not self.keeps_matrix:
+            return self.kept_norm
+        # Nothing on the diagonal of a second moment is negative.
+        return M.factor * one_norm(M.matrix, xp=self._xp()) + M.shift
+
+    def condition(self) -> Array:
+        """Return ``|M|_1 |M^-1|_1``, or that of the eigenvalues if they are known."""
+        xp = self._xp()
+        if self.basis is None:
+            if self.inverse is not None:
+                inverse = self.inverse.matrix
+            elif self.keeps_matrix:
+                made = replaced(self, solving="inverse").prepared("inverse").inverse
+                assert made is not None
+                inverse = made.matrix
+            else:
+                inverse = inverse_from_cholesky(self._lower(), xp=xp)
+            norm = self.norm()
+            return norm * ns.cast(xp, one_norm(inverse, xp=xp), norm.dtype)
+        w = self.eigenvalues(shifted=True)
+        smallest, largest = xp.min(w, axis=-1), xp.max(w, axis=-1)
+        positive = smallest > 0
+        ratio = largest / xp.where(positive, smallest, xp.ones_like(smallest))
+        return xp.where(positive, ratio, xp.full_like(ratio, xp.inf))
 
     def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way.
@@ -147,11 +212,11 @@ class FactorizedProducts(abc.ABC):
 
     def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``."""
-        if v.ndim > len(self.stack_shape) + 1:
+        L = self._lower()
+        if v.ndim > L.ndim:
             return self._of_many(
                 lambda x: self.lower_multiply(x, transpose=transpose), v
             )
-        L = self._lower()
         return multiply_triangular(L, v, transpose=transpose, xp=self._xp())
 
     def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
@@ -167,208 +232,11 @@ class FactorizedProducts(abc.ABC):
     def status(self) -> Array:
         """Return the flags of all factorizations made, 0-d int32."""
         xp = self._xp()
-        status = xp.zeros((), dtype=xp.int32, device=ns.device_of(self._like()))
-        for made in self._made():
-            status = status | ns.any_status(made.status, xp=xp)
+        status = xp.zeros((), dtype=xp.int32, device=ns.device_of(self.shift))
+        for part in (self.cholesky, self.inverse, self.basis):
+            if part is not None:
+                status = status | ns.any_status(part.status, xp=xp)
         return status
-
-    def _made(self) -> list[CholeskyFactor | Inverse | Eigendecomposition]:
-        """Return all factorizations that were made."""
-        return [part for part in (self.cholesky, self.inverse) if part is not None]
-
-    def _lower(self) -> Array:
-        made = self.cholesky or self._having("cholesky").cholesky
-        assert made is not None
-        return made.lower
-
-    def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
-        if v.ndim > len(self.stack_shape) + 1:
-            return self._of_many(lambda x: self.lower_solve(x, transpose=transpose), v)
-        options: dict[str, Any] = {"transpose": transpose, "overwrite": overwrite}
-        return solve_triangular(self._lower(), v, **options, xp=self._xp())
-
-    def _of_many(self, function: Callable[[Array], Array], v: Array) -> Array:
-        """Apply a function of columns to many matrices at once."""
-        return side_by_side(function, v, len(self.stack_shape) + 1, xp=self._xp())
-
-    def _xp(self) -> Namespace:
-        return ns.own_namespace(self._like())
-
-
-@structure(static=("size", "solving"))
-class FactorizedMatrix(FactorizedProducts):
-    """``M = A + shift I`` of which a factorization is kept, and not A.
-
-    Attributes
-    ----------
-    shift : array, shape (...)
-        What was added to the diagonal.
-    norm : array, shape (...)
-        Largest column sum ``|M|_1``.
-    cholesky, inverse, solving
-        See `FactorizedProducts`.
-    size : int
-        Number n of rows.
-    """
-
-    shift: Array
-    norm: Array
-    cholesky: CholeskyFactor | None = None
-    inverse: Inverse | None = None
-    size: int = 0
-    solving: Solving = "inverse"
-
-    @property
-    def stack_shape(self) -> tuple[int, ...]:
-        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
-        return (*self.norm.shape, self.size)
-
-    @property
-    def like(self) -> Array:
-        """An array in the dtype of applying."""
-        if self.inverse is not None:
-            return self.inverse.matrix.array
-        return self.shift if self.cholesky is None else self.cholesky.lower
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of applying."""
-        return self.like.dtype
-
-    @property
-    def basis(self) -> None:
-        """None: an eigenbasis would be that of A."""
-        return None
-
-    def prepared(
-        self,
-        *factorizations: Factorization,
-        check: Check = "raise",
-        name: str = "matrix",
-    ) -> FactorizedMatrix:
-        """Return this matrix; raise `NotReadyError` for a factorization that it lacks."""
-        for wanted in factorizations:
-            if wanted not in self.factorizations:
-                self._having(wanted)
-        return self
-
-    def condition(self) -> Array:
-        """Return ``|M|_1 |M^-1|_1``, shape (...)."""
-        xp = self._xp()
-        if self.inverse is not None:
-            inverse = self.inverse.matrix
-        else:
-            inverse = inverse_from_cholesky(self._lower(), overwrite=False, xp=xp)
-        return self.norm * ns.cast(xp, one_norm(inverse, xp=xp), self.norm.dtype)
-
-    def _like(self) -> Array:
-        return self.shift
-
-    def _having(self, factorization: Factorization) -> NoReturn:
-        self._gone(factorization)
-
-    def _gone(self, *_: object, **__: object) -> NoReturn:
-        """Raise: A is gone."""
-        raise errors.NotReadyError(f"This needs more than was kept: {GONE}.")
-
-    multiply = power = trace = eigenvalues = dense = spectrum = in_wide_basis = _gone
-
-
-@structure(static=("solving",))
-class DampedMatrix(FactorizedProducts):
-    """A symmetric matrix, a multiple of the identity, and factorizations of their sum.
-
-    Attributes
-    ----------
-    problem : FactorizationProblem
-        B, c and the shift, in the dtype of computing.
-    narrowed : SymmetricMatrix or None
-        B in the dtype of applying, as all that follow; None where that is the same.
-    cholesky : CholeskyFactor or None
-        Factor L.
-    inverse : Inverse or None
-        Inverse ``M^-1``.
-    basis : Eigendecomposition or None
-        The eigendecomposition of A.
-    solving : {"inverse", "triangular"}
-        Whether `solve` multiplies by the inverse, or solves with L twice.
-    """
-
-    problem: FactorizationProblem
-    narrowed: SymmetricMatrix | None = None
-    cholesky: CholeskyFactor | None = None
-    inverse: Inverse | None = None
-    basis: Eigendecomposition | None = None
-    solving: Solving = "inverse"
-
-    @property
-    def applied(self) -> SymmetricMatrix:
-        """B, in the dtype of applying."""
-        return self.problem.matrix if self.narrowed is None else self.narrowed
-
-    @property
-    def size(self) -> int:
-        """The number n of rows."""
-        return int(self.problem.matrix.array.shape[-1])
-
-    @property
-    def shift(self) -> Array:
-        """What is added to the diagonal, in the dtype of computing."""
-        return self.problem.shift
-
-    @property
-    def stack_shape(self) -> tuple[int, ...]:
-        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
-        return tuple(self.problem.matrix.array.shape[:-1])
-
-    @property
-    def like(self) -> Array:
-        """An array in the dtype of applying."""
-        return self.applied.array
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of applying."""
-        return self.like.dtype
-
-    @property
-    def factorizations(self) -> frozenset[Factorization]:
-        """Factorizations that have been prepared."""
-        made = super().factorizations
-        return made if self.basis is None else made | {"eigenbasis"}
-
-    def factorized(self) -> FactorizedMatrix:
-        """Return what solves and triangular products need, without A.
-
-        Without an eigenbasis too, which is of A.
-        """
-        return FactorizedMatrix(
-            self.shift,
-            self.norm(),
-            cholesky=self.cholesky,
-            inverse=self.inverse,
-            size=self.size,
-            solving=self.solving,
-        )
-
-    def norm(self) -> Array:
-        """Return the 1-norm of M, in the computing dtype, shape (...)."""
-        M = self.problem
-        # Nothing on the diagonal of a second moment is negative.
-        return M.factor * one_norm(M.matrix, xp=self._xp()) + M.shift
-
-    def condition(self) -> Array:
-        """Return ``|M|_1 |M^-1|_1``, or that of the eigenvalues if they are known."""
-        xp = self._xp()
-        if self.basis is None:
-            inverse = replaced(self, solving="inverse").prepared("inverse").inverse
-            assert inverse is not None
-            return self.norm() * one_norm(inverse.matrix, xp=xp)
-        w = self.eigenvalues(shifted=True)
-        smallest, largest = xp.min(w, axis=-1), xp.max(w, axis=-1)
-        positive = smallest > 0
-        ratio = largest / xp.where(positive, smallest, xp.ones_like(smallest))
-        return xp.where(positive, ratio, xp.full_like(ratio, xp.inf))
 
     def prepared(
         self,
@@ -404,59 +272,54 @@ class DampedMatrix(FactorizedProducts):
             factorizations = tuple(
                 "cholesky" if f == "inverse" else f for f in factorizations
             )
-        options: Reporting = {"check": check, "name": name}
-        made: dict[str, Any] = {}
-        factor = None
-        if "cholesky" in factorizations and self.cholesky is None:
-            made["cholesky"] = factor = cholesky_factor(self.problem, **options)
-        if "inverse" in factorizations and self.inverse is None:
-            made["inverse"] = damped_inverse(self.problem, factor, **options)
-        if "eigenbasis" in factorizations and self.basis is None:
-            made["basis"] = eigendecomposition(self.problem, **options)
-        if not made:
+        missing = [f for f in factorizations if getattr(self, _FIELDS[f]) is None]
+        if not missing:
             return self
+        M = self._whole()
+        parts: dict[str, Any] = {}
+        if "cholesky" in missing:
+            parts["cholesky"] = cholesky_factor(M, check=check, name=name)
+        if "inverse" in missing:
+            factor = parts.get("cholesky")
+            parts["inverse"] = damped_inverse(M, factor, check=check, name=name)
+        if "eigenbasis" in missing:
+            parts["basis"] = eigendecomposition(M, check=check, name=name)
         if self.narrowed is not None:
-            made = {
-                key: self._in_applied_dtype(part, **options)
-                for key, part in made.items()
-            }
-        found = replaced(self, **made)
-        return found._with_known_basis(**options) if "basis" in made else found
+            for field, part in parts.items():
+                parts[field] = self._in_applied_dtype(part, check=check, name=name)
+        made = replaced(self, **parts)
+        return made._with_known_basis(check, name) if "basis" in parts else made
 
-    def _with_known_basis(self, *, check: Check, name: str) -> DampedMatrix:
+    def _with_known_basis(self, check: Check, name: str) -> DampedMatrix:
         """Return the same with an eigenbasis that determines M, where there is a shift."""
         xp, basis = self._xp(), self.basis
         assert basis is not None
         shifted = self.shift > 0
         if finite.known_true(xp.logical_not(shifted), xp=xp):
             return self
-        flags = self._undetermined(check="status", name=name)
+        spectra, bounds = self._spectra()
+        flags = undetermined(spectra, **bounds)
         flags = xp.where(xp.any(shifted), flags, xp.zeros_like(flags))
         if check == "status":
             return replaced(self, basis=replaced(basis, status=basis.status | flags))
         return self.in_wide_basis(name=name) if int(flags) else self
 
-    def _undetermined(self, *, check: Check, name: str) -> Array:
-        """Return a flag where roundoff decides on an eigenvalue of M, or raise."""
+    def _spectra(self) -> tuple[list[Spectrum], dict[str, Array]]:
+        """Return what roundoff may decide on: the eigenvalues of A, and the shift."""
         shift = self._shift()
-        one = self._xp().ones_like(shift)
-        spectra = [self.spectrum(self.basis)]
-        return undetermined(spectra, scale=one, damping=shift, check=check, name=name)
+        bounds = {"scale": self._xp().ones_like(shift), "damping": shift}
+        return [self.spectrum(self.basis)], bounds
 
     def in_wide_basis(self, *, name: str) -> DampedMatrix:
         """Return the same with its eigendecomposition computed in float64, or raise."""
-        options = Reporting(check="raise", name=name)
-        basis = eigendecomposition(self.problem, wide=True, **options)
-        return replaced(self, basis=self._in_applied_dtype(basis, **options))
+        basis = eigendecomposition(self._whole(), check="raise", wide=True, name=name)
+        basis = self._in_applied_dtype(basis, check="raise", name=name)
+        return replaced(self, basis=basis)
 
     def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
         """Return the eigenvalues of a basis of A, and how well they are known."""
         assert basis is not None
         return Spectrum(basis.eigenvalues, basis.error)
-
-    def wide(self) -> DampedMatrix:
-        """Return the same in the computing dtype, without factorizations."""
-        return DampedMatrix(self.problem)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
@@ -484,7 +347,9 @@ class DampedMatrix(FactorizedProducts):
                 factor="matrix",
             )
         if looks and finite.is_readable(damped, xp=xp):
-            self._having("eigenbasis")._undetermined(check="raise", name="matrix")
+            spectra, bounds = self._having("eigenbasis")._spectra()
+            if int(undetermined(spectra, **bounds)):
+                raise undetermined_error(spectra, **bounds, name="matrix")
         scaled = damped**exponent
         Q = basis.eigenvectors
         return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))
@@ -520,15 +385,34 @@ class DampedMatrix(FactorizedProducts):
         full = for_matrices(A.factor) * self.applied.full()
         return add_to_diagonal(full, A.shift, xp=xp) if shifted else full
 
-    def _made(self) -> list[CholeskyFactor | Inverse | Eigendecomposition]:
-        made = super()._made()
-        return made if self.basis is None else [*made, self.basis]
+    def _whole(self) -> ScaledMatrix:
+        """Return the problem with B, or raise."""
+        if self.problem.matrix is None:
+            raise errors.NotReadyError(f"This needs more than was kept: {GONE}.")
+        return self.problem
 
-    def _like(self) -> Array:
-        return self.shift
+    def _xp(self) -> Namespace:
+        return ns.own_namespace(self.shift)
+
+    def _lower(self) -> Array:
+        made = self.cholesky or self._having("cholesky").cholesky
+        assert made is not None
+        return made.lower
+
+    def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
+        L = self._lower()
+        if v.ndim > L.ndim:
+            return self._of_many(lambda x: self.lower_solve(x, transpose=transpose), v)
+        options: dict[str, Any] = {"transpose": transpose, "overwrite": overwrite}
+        return solve_triangular(L, v, **options, xp=self._xp())
+
+    def _of_many(self, function: Callable[[Array], Array], v: Array) -> Array:
+        """Apply a function of columns to many matrices at once."""
+        return side_by_side(function, v, len(self.stack_shape) + 1, xp=self._xp())
 
     def _having(self, factorization: Factorization) -> DampedMatrix:
         """Return the same with a missing factorization, made now where that can raise."""
+        self._whole()
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
@@ -540,20 +424,20 @@ class DampedMatrix(FactorizedProducts):
     def _shift(self) -> Array:
         return self._applied().shift
 
-    def _applied(self) -> FactorizationProblem:
+    def _applied(self) -> ScaledMatrix:
         """Return M in the dtype of applying."""
         M, xp, dtype = self.problem, self._xp(), self.dtype
         if dtype == M.shift.dtype:
             return M
         factor, shift = ns.cast(xp, M.factor, dtype), ns.cast(xp, M.shift, dtype)
-        return FactorizationProblem(self.applied, factor, shift, M.roundoff, M.rank)
+        return replaced(M, matrix=self.applied, factor=factor, shift=shift)
 
     def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
         """Return a factorization in the dtype of applying."""
         return in_narrow_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
 
 
-def real_exponent(exponent: object, /) -> float:
+def real_exponent(exponent: Any, /) -> float:
     """Return the exponent of a matrix power as a float.
 
     Parameters
@@ -568,20 +452,10 @@ def real_exponent(exponent: object, /) -> float:
 
     Raises
     ------
-    DtypeError
-        If it is no real number.
     ConventionError
-        If it is not finite.
+        If it is no real number, or not finite.
     """
-    if isinstance(exponent, bool) or not isinstance(exponent, ns.NUMBER):
-        raise errors.DtypeError(
-            f"Expected `exponent` to be a real number, got {exponent!r}. An array of one "
-            "number becomes one with float(...)."
-        )
-    if not ns.is_finite_number(exponent):
-        raise errors.ConventionError(
-            f"Expected `exponent` to be finite, got {exponent}."
-        )
+    constraints.require_range("exponent", exponent, constraints.FINITE)
     return float(exponent)
 
 
@@ -650,8 +524,8 @@ def damped_matrix(
     True
     """
     if isinstance(matrix, SymmetricMatrix):
-        xp = ns.own_namespace(matrix.array)
-        matrix = ScaledMatrix(matrix, ns.full_of(xp, 1.0, matrix.array))
+        one = ns.full_of(ns.own_namespace(matrix.array), 1.0, matrix.array)
+        matrix = ScaledMatrix(matrix, one)
     B, narrowed = matrix.matrix, None
     xp = ns.own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
@@ -660,8 +534,7 @@ def damped_matrix(
     shift = ns.full_of(xp, shift, B.array)
     # As it was stored.
     roundoff = max(matrix.roundoff, ns.roundoff_of(B.array.dtype, xp=xp))
-    damped = FactorizationProblem(B, matrix.factor, shift, roundoff, matrix.rank)
-    made = DampedMatrix(damped, narrowed)
+    damped = DampedMatrix(replaced(matrix, shift=shift, roundoff=roundoff), narrowed)
     if not factorizations:
-        return made
-    return made.prepared(*factorizations, check=check, name=name)
+        return damped
+    return damped.prepared(*factorizations, check=check, name=name)

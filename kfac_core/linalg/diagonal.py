@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
+from kfac_core.array.status import raise_flagged
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.factorizations import Factorization
@@ -91,10 +91,6 @@ class DampedDiagonal:
         """Return the same for some of the coordinates, in the order of the indices."""
         entries = self._xp().take(self.entries, indices, axis=-1)
         return replaced(self, entries=entries)
-
-    def wide(self) -> DampedDiagonal:
-        """Return itself; nothing is computed in another dtype than it is kept in."""
-        return self
 
     def in_wide_basis(self, *, name: str) -> DampedDiagonal:
         """Return itself; its eigenvalues are exact."""
@@ -240,8 +236,5 @@ def damped_diagonal(
 
 def _raise_for(flags: Status, name: str) -> None:
     raise_invalid(flags, name)
-    if Status.NOT_POSITIVE in flags:
-        raise errors.FactorizationError(
-            "a diagonal factor has a zero on its diagonal. Increase `damping`.",
-            factor=name,
-        )
+    reason = "a diagonal factor has a zero on its diagonal. Increase `damping`."
+    raise_flagged(flags, name, {Status.NOT_POSITIVE: reason})

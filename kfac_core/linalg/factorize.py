@@ -16,8 +16,8 @@ from typing import Any
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Status, replaced
 from kfac_core.array import namespaces as ns
-from kfac_core.array.finite import known_finite, known_true
-from kfac_core.array.structure import structure, without_scalars
+from kfac_core.array.finite import is_plain, known_finite, known_true
+from kfac_core.array.structure import without_scalars
 from kfac_core.linalg.certificate import (
     ERROR_LIMIT,
     RESIDUAL_LIMIT,
@@ -31,6 +31,7 @@ from kfac_core.linalg.certificate import (
     probe_of,
     settled_eigenvalues,
     undetermined,
+    undetermined_error,
 )
 from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
 from kfac_core.linalg.eigen import eigh
@@ -44,15 +45,14 @@ from kfac_core.linalg.fallback import (
     with_fallbacks,
 )
 from kfac_core.linalg.symmetric import (
+    ScaledMatrix,
     SymmetricMatrix,
-    for_matrices,
     matrix_diagonal,
     matrix_trace,
     multiply_symmetric,
 )
 
 __all__ = [
-    "FactorizationProblem",
     "cholesky_factor",
     "damped_inverse",
     "eigendecomposition",
@@ -61,55 +61,18 @@ __all__ = [
 ]
 
 
-@structure(static=("roundoff",))
-class FactorizationProblem:
-    """The matrix ``M = c B + shift I``, or a stack of them.
-
-    Attributes
-    ----------
-    matrix : SymmetricMatrix
-        B; not modified.
-    factor : array, shape () or (...)
-        Factor c, positive.
-    shift : array, shape () or (...)
-        Finite and >= 0.
-    roundoff : float
-        Distance from 1 to the next number of the dtype that B was stored in; 0 for a
-        matrix that is exact.
-    rank : array, shape () or (...), or None
-        At most so many eigenvalues of B are not zero; None where that is not known.
-    """
-
-    matrix: SymmetricMatrix
-    factor: Array
-    shift: Array
-    roundoff: float = 0.0
-    rank: Array | None = None
-
-    @property
-    def size(self) -> int:
-        """The number n of rows."""
-        return self.matrix.size
-
-    def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
-        """Return ``M v``, or ``c B v``."""
-        product = multiply_symmetric(self.matrix, v, xp=xp)
-        product = for_matrices(self.factor) * product
-        return product + for_matrices(self.shift) * v if shifted else product
-
-
-Conditions = tuple[tuple[Array, Status], ...]
+Conditions = tuple[tuple[Any, Status], ...]
 """Conditions, each with the flag to set if it fails."""
 
 
 def cholesky_factor(
-    problem: FactorizationProblem, /, *, check: Check, name: str
+    problem: ScaledMatrix, /, *, check: Check, name: str
 ) -> CholeskyFactor:
     """Factorize M by Cholesky.
 
     Parameters
     ----------
-    problem : FactorizationProblem
+    problem : ScaledMatrix
         Matrix M.
     check : {"raise", "status"}
         Whether to use the fallback chain and raise, or to report.
@@ -141,7 +104,7 @@ def cholesky_factor(
 
 
 def damped_inverse(
-    problem: FactorizationProblem,
+    problem: ScaledMatrix,
     factor: CholeskyFactor | None = None,
     /,
     *,
@@ -179,7 +142,7 @@ def damped_inverse(
 
 
 def eigendecomposition(
-    problem: FactorizationProblem, /, *, check: Check, name: str, wide: bool = False
+    problem: ScaledMatrix, /, *, check: Check, name: str, wide: bool = False
 ) -> Eigendecomposition:
     """Return the eigendecomposition of ``c B``; the shift is not read.
 
@@ -212,14 +175,12 @@ def eigendecomposition(
     return without_scalars(basis)
 
 
-def problem_flags(
-    problem: FactorizationProblem, finite: Array, xp: Namespace, /
-) -> Conditions:
+def problem_flags(problem: ScaledMatrix, finite: Array, xp: Namespace, /) -> Conditions:
     """Return what makes a problem valid, for `kfac_core.linalg.fallback.first_flag`.
 
     Parameters
     ----------
-    problem : FactorizationProblem
+    problem : ScaledMatrix
         Matrix M.
     finite : array of bool, shape (...)
         Whether ``M z`` is finite.
@@ -247,7 +208,7 @@ def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> Symmetric
 
 
 def _validity(
-    problem: FactorizationProblem, image: Array, xp: Namespace
+    problem: ScaledMatrix, image: Array, xp: Namespace
 ) -> tuple[Conditions, Array | None]:
     """Return what makes a problem valid, and whether it is.
 
@@ -261,9 +222,11 @@ def _validity(
     return problem_flags(problem, finite, xp), finite & (shift >= 0)
 
 
-def _attempt_cholesky(problem: FactorizationProblem, xp: Namespace) -> CholeskyFactor:
+def _attempt_cholesky(problem: ScaledMatrix, xp: Namespace) -> CholeskyFactor:
     z = probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
+    plain = is_plain(image, xp=xp)
+    number = _reader(image, plain)
     conditions, valid = _validity(problem, image, xp)
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
@@ -271,32 +234,36 @@ def _attempt_cholesky(problem: FactorizationProblem, xp: Namespace) -> CholeskyF
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
     solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
-    positive = lower[..., -1, -1] > 0
+    positive = number(lower[..., -1, -1]) > 0
 
     def smallest() -> Array:
         # A pivot is at least the smallest eigenvalue.
         pivots = xp.linalg.diagonal(lower)
         return xp.min(pivots * pivots, axis=-1)
 
-    stored = _is_stored_well(problem, smallest, xp)
+    accurate = number(residual) <= RESIDUAL_LIMIT
+    accurate = accurate & _is_stored_well(problem, smallest, number, xp)
     if not known_true(positive, xp=xp):
         # Above the diagonal, too, there is then nothing that passes for a factor.
         lower = _nan_unless(positive, lower, xp)
-    return CholeskyFactor(lower, *_judged(conditions, positive, residual, stored, xp))
+    conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
+    return CholeskyFactor(lower, *_judged(conditions, residual, plain, xp))
 
 
 def _attempt_inverse(
-    problem: FactorizationProblem, xp: Namespace, lower: Array | None = None
+    problem: ScaledMatrix, xp: Namespace, lower: Array | None = None
 ) -> Inverse:
     """Return the inverse and its flags; a factor that is given is not written to."""
     z = probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
+    plain = is_plain(image, xp=xp)
+    number = _reader(image, plain)
     conditions, valid = _validity(problem, image, xp)
     own = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)
     # A factor that failed is NaN there; this one is overwritten below.
-    positive = ns.as_number(lower[..., -1, -1]) > 0
+    positive = number(lower[..., -1, -1]) > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
     if not known_true(positive, xp=xp):
         # Not every BLAS makes NaN of NaN.
@@ -306,11 +273,13 @@ def _attempt_inverse(
     def smallest() -> Array:
         return _smallest_eigenvalue(X, z, xp)
 
-    stored = _is_stored_well(problem, smallest, xp)
-    return Inverse(X, *_judged(conditions, positive, residual, stored, xp))
+    accurate = number(residual) <= RESIDUAL_LIMIT
+    accurate = accurate & _is_stored_well(problem, smallest, number, xp)
+    conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
+    return Inverse(X, *_judged(conditions, residual, plain, xp))
 
 
-def _attempt_eigen(problem: FactorizationProblem, xp: Namespace) -> Eigendecomposition:
+def _attempt_eigen(problem: ScaledMatrix, xp: Namespace) -> Eigendecomposition:
     matrix = problem.matrix
     z = probe_of(matrix.array, xp)
     image = problem.multiply(z, shifted=False, xp=xp)
@@ -326,7 +295,7 @@ def _attempt_eigen(problem: FactorizationProblem, xp: Namespace) -> Eigendecompo
     computed = ns.roundoff_of(w.dtype, xp=xp)
     error = eigenvalue_errors(w, Q, stored=problem.roundoff, computed=computed, xp=xp)
     w, error = settled_eigenvalues(w, error, _known_rank(problem, xp), xp=xp)
-    _, fallback = untouched(residual, xp)
+    _, fallback = untouched(residual, is_plain(residual, xp=xp), xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
         (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
@@ -339,7 +308,7 @@ def _attempt_eigen(problem: FactorizationProblem, xp: Namespace) -> Eigendecompo
     return Eigendecomposition(w, Q, error, status, residual, clipped, fallback)
 
 
-def _known_rank(problem: FactorizationProblem, xp: Namespace) -> Array:
+def _known_rank(problem: ScaledMatrix, xp: Namespace) -> Array:
     """Return a bound of B's rank, by its rows and by the zeros on its diagonal."""
     diagonal = problem.matrix.diagonal()
     nonzero = xp.sum(xp.astype(diagonal != 0, diagonal.dtype), axis=-1)
@@ -348,39 +317,50 @@ def _known_rank(problem: FactorizationProblem, xp: Namespace) -> Array:
     return xp.where(problem.rank < nonzero, problem.rank, nonzero)
 
 
+def _reader(image: Array, plain: bool) -> Callable[[Array], Any]:
+    """Return what reads the numbers that one matrix is judged by, decided once.
+
+    Arithmetic of Python's numbers takes a tenth of the time of that of 0-d arrays.
+    """
+    return float if plain and image.ndim == 2 else ns.as_number
+
+
 def _is_stored_well(
-    problem: FactorizationProblem, smallest: Callable[[], Array], xp: Namespace
-) -> Array | None:
+    problem: ScaledMatrix,
+    smallest: Callable[[], Array],
+    number: Callable[[Array], Any],
+    xp: Namespace,
+) -> Any:
     """Return whether the roundoff of storing B moves no eigenvalue of M by much.
 
     Parameters
     ----------
-    problem : FactorizationProblem
+    problem : ScaledMatrix
         Matrix M.
     smallest : callable
         Returns an estimate of M's smallest eigenvalue, shape (...).
+    number : callable
+        Reads 0-d arrays; see `_reader`.
     xp : namespace
         Array API namespace of the arrays.
 
     Returns
     -------
-    array of bool, shape (...), or None
-        None for an exact matrix, and where the host knows that the shift is large enough.
+    bool or array of bool, shape (...)
+        True for an exact matrix, and where the host knows that the shift is large enough.
     """
     if not problem.roundoff:
-        return None
-    trace = problem.factor * matrix_trace(problem.matrix.array, xp=xp)
+        return True
+    factor, shift = number(problem.factor), number(problem.shift)
     most = ERROR_LIMIT / problem.roundoff
-    enough = trace <= most * problem.shift
-    if known_true(enough, xp=xp):
-        return None
+    trace = factor * number(matrix_trace(problem.matrix.array, xp=xp))
+    if known_true(trace <= most * shift, xp=xp):
+        return True
     # An entry is off by its own roundoff, so that the norm of all errors is at most
     # u |B|_F, far below the trace where many eigenvalues share it.
-    size = problem.factor * _frobenius_norm(problem.matrix, xp)
-    enough = size <= most * problem.shift
-    if known_true(enough, xp=xp):
-        return None
-    return enough | (size <= most * smallest())
+    size = factor * _frobenius_norm(problem.matrix, xp)
+    enough = size <= most * shift
+    return True if known_true(enough, xp=xp) else enough | (size <= most * smallest())
 
 
 def _frobenius_norm(matrix: SymmetricMatrix, xp: Namespace) -> Array:
@@ -406,7 +386,7 @@ def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> A
     return 1.0 / largest
 
 
-def _lower(problem: FactorizationProblem, valid: Array | None, xp: Namespace) -> Array:
+def _lower(problem: ScaledMatrix, valid: Array | None, xp: Namespace) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
     if valid is not None:
@@ -417,35 +397,24 @@ def _lower(problem: FactorizationProblem, valid: Array | None, xp: Namespace) ->
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
 
 
-def _nan_unless(good: Array, array: Array, xp: Namespace) -> Array:
+def _nan_unless(good: Any, array: Array, xp: Namespace) -> Array:
     """Return matrices, with NaN throughout in the place of those that are not good."""
-    return xp.where(good[..., None, None], array, xp.full_like(array, xp.nan))
+    nothing = xp.full_like(array, xp.nan)
+    # What was read of a single matrix.
+    return nothing if good is False else xp.where(good[..., None, None], array, nothing)
 
 
 def _judged(
-    conditions: Conditions,
-    positive: Array,
-    residual: Array,
-    stored: Array | None,
-    xp: Namespace,
+    conditions: Conditions, residual: Array, plain: bool, xp: Namespace
 ) -> tuple[Array, Array, Array, Array]:
     """Return the status, the residual, the clipped mass and the fallback of an attempt."""
-    clipped, fallback = untouched(residual, xp)
-    accurate = residual <= RESIDUAL_LIMIT
-    if stored is not None:
-        accurate = accurate & stored
-    status = first_flag(
-        *conditions,
-        (positive, Status.NOT_POSITIVE),
-        (accurate, Status.INACCURATE),
-        none=fallback,
-        xp=xp,
-    )
+    clipped, fallback = untouched(residual, plain, xp)
+    status = first_flag(*conditions, none=fallback, xp=xp)
     return status, residual, clipped, fallback
 
 
 def _clipped_cholesky(
-    problem: FactorizationProblem, made: CholeskyFactor, name: str, xp: Namespace
+    problem: ScaledMatrix, made: CholeskyFactor, name: str, xp: Namespace
 ) -> CholeskyFactor:
     """Return the factor of M with A clipped, or raise."""
     basis, damped, _, residual, fallback = _clipped(problem, name, xp)
@@ -470,7 +439,7 @@ def _clipped_cholesky(
 
 
 def _clipped_inverse(
-    problem: FactorizationProblem, made: Inverse, name: str, xp: Namespace
+    problem: ScaledMatrix, made: Inverse, name: str, xp: Namespace
 ) -> Inverse:
     """Return the inverse of M with A clipped, or raise."""
     basis, _, X, residual, fallback = _clipped(problem, name, xp)
@@ -478,7 +447,7 @@ def _clipped_inverse(
 
 
 def _clipped(
-    problem: FactorizationProblem, name: str, xp: Namespace
+    problem: ScaledMatrix, name: str, xp: Namespace
 ) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
     """Return A's eigendecomposition, M's eigenvalues and inverse, its residual, fallback.
 
@@ -506,14 +475,16 @@ def _clipped(
             f"residual {worst:.1e} (limit {RESIDUAL_LIMIT}). Increase `damping`.",
             factor=name,
         )
-    spectrum, one = Spectrum(w, basis.error), xp.ones_like(problem.shift)
-    undetermined([spectrum], scale=one, damping=problem.shift, check="raise", name=name)
+    spectra = [Spectrum(w, basis.error)]
+    bounds = {"scale": xp.ones_like(problem.shift), "damping": problem.shift}
+    if int(undetermined(spectra, **bounds)):
+        raise undetermined_error(spectra, **bounds, name=name)
     fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
     return basis, damped, X, residual, fallback
 
 
 def _no_eigendecomposition(
-    problem: FactorizationProblem, made: Eigendecomposition, name: str, xp: Namespace
+    problem: ScaledMatrix, made: Eigendecomposition, name: str, xp: Namespace
 ) -> Eigendecomposition:
     raise errors.FactorizationError(
         f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "

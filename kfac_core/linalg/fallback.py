@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Status, finite, replaced
 from kfac_core.array import namespaces as ns
+from kfac_core.array.status import raise_flagged
 from kfac_core.array.structure import in_dtype, leaves
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 
@@ -202,15 +203,11 @@ def raise_invalid(flags: Status, name: str, /) -> None:
     NotFiniteError, DampingError
         As the flags say.
     """
-    if Status.MATRIX_NOT_FINITE in flags:
-        raise errors.NotFiniteError(
-            f"{name}: the matrix holds NaN or infinity. Its statistics were not finite, "
-            "or their sums overflowed; reset them, or keep them in float64."
-        )
-    if Status.BAD_DAMPING in flags:
-        raise errors.DampingError(
-            f"{name}: the damping is negative or not finite. Expected a finite number >= 0."
-        )
+    reason = (
+        "the matrix holds NaN or infinity. Its statistics were not finite, or their "
+    )
+    reason += "sums overflowed; reset them, or keep them in float64."
+    raise_flagged(flags, name, {Status.MATRIX_NOT_FINITE: reason})
 
 
 def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Array:
@@ -241,14 +238,14 @@ def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Arr
 
 
 def first_flag(
-    *conditions: tuple[Array, Status], none: Array | None = None, xp: Namespace
+    *conditions: tuple[Any, Status], none: Array | None = None, xp: Namespace
 ) -> Array:
     """Return the flag of the first condition that does not hold, for each of a stack.
 
     Parameters
     ----------
-    *conditions : tuple of array of bool and Status
-        Of the shape of the stack.
+    *conditions : tuple of array of bool, or bool, and Status
+        Arrays of the shape of the stack; a bool where the host read it of one matrix.
     none : array of int32, optional
         Zeros of that shape, which are returned where the host knows that all hold.
     xp : namespace
@@ -264,19 +261,27 @@ def first_flag(
         first = first & condition
     if none is not None and finite.known_true(first, xp=xp):
         return none
-    status = xp.zeros(first.shape, dtype=xp.int32, device=ns.device_of(first))
+    if none is None:
+        none = xp.zeros(first.shape, dtype=xp.int32, device=ns.device_of(first))
+    status = none
     for condition, flag in reversed(conditions):
-        status = xp.where(condition, status, xp.full_like(status, int(flag)))
+        flagged = xp.full_like(status, int(flag))
+        if isinstance(condition, bool):
+            status = status if condition else flagged
+        else:
+            status = xp.where(condition, status, flagged)
     return status
 
 
-def untouched(residual: Array, xp: Namespace, /) -> tuple[Array, Array]:
+def untouched(residual: Array, plain: bool, xp: Namespace, /) -> tuple[Array, Array]:
     """Return the clipped mass and the fallback of what is made at the first attempt.
 
     Parameters
     ----------
     residual : array, shape (...)
         Residual of the attempt.
+    plain : bool
+        Whether the same zeros serve again; see `kfac_core.array.finite.is_plain`.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -287,7 +292,7 @@ def untouched(residual: Array, xp: Namespace, /) -> tuple[Array, Array]:
     fallback : array of int32
         `Fallback` of each matrix.
     """
-    make = _same_zeros if finite.is_plain(residual, xp=xp) else _zeros
+    make = _same_zeros if plain else _zeros
     return make(tuple(residual.shape), residual.dtype, ns.device_of(residual), xp)
 
 

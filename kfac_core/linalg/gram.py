@@ -2,11 +2,14 @@
 
 Conventions.  Rows are examples: ``rows`` has shape ``(n, d)`` and the Gram matrix is
 ``rows^T rows``, a sum and not a mean.  The homogeneous coordinate, where there is one,
-is a column appended last; it is given apart (``tail``), so that a backend need not copy
-the rows to append it.  Weights multiply outer products: ``sum_i w_i x_i x_i^T``.
+is a column appended last; `HomogeneousRows` keep it apart, and a backend takes it as
+``tail``, so that rows are not copied to append it.  Weights multiply outer products:
+``sum_i w_i x_i x_i^T``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from kfac_core import errors
 from kfac_core.array import Array, Namespace, Scalar
@@ -14,7 +17,22 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["gram", "gram_update", "updated_gram"]
+__all__ = ["HomogeneousRows", "gram", "gram_update", "updated_gram"]
+
+
+class HomogeneousRows(NamedTuple):
+    """Rows ``(x, 1)`` with the last coordinate apart, so that no x is copied.
+
+    Attributes
+    ----------
+    x : array, shape (..., R, d)
+        Rows without the coordinate.
+    coordinate : array, shape (..., R)
+        Their last column: 1, or what a row is multiplied by; 0 where masked.
+    """
+
+    x: Array
+    coordinate: Array
 
 
 def gram(
@@ -77,36 +95,38 @@ def gram(
     ns.require_floating(xp, rows, "rows")
     rows = ns.cast(xp, rows, ns.wide_dtype(xp, rows.dtype))
     for name, x in (("weights", weights), ("mask", mask)):
-        if x is not None and tuple(x.shape) != (rows.shape[0],):
-            raise errors.ShapeError(
-                f"Expected `{name}` to have shape ({rows.shape[0]},), one number a row, "
-                f"got {tuple(x.shape)}."
-            )
-    tail = xp.ones_like(rows[:, 0]) if homogeneous else None
+        if x is not None:
+            ns.require_matrix(x, (rows.shape[0],), name)
+    if homogeneous:
+        rows = xp.concat([rows, xp.ones_like(rows[:, :1])], axis=1)
     if weights is not None:
         ns.require_floating(xp, weights, "weights")
-        root = xp.sqrt(ns.cast(xp, weights, rows.dtype))
-        rows = rows * root[:, None]
-        tail = None if tail is None else tail * root
+        rows = rows * xp.sqrt(ns.cast(xp, weights, rows.dtype))[:, None]
     if mask is not None:
         rows = xp.where(mask[:, None], rows, xp.zeros_like(rows))
-        tail = None if tail is None else xp.where(mask, tail, xp.zeros_like(tail))
-    return updated_gram(None, rows, tail=tail, decay=0.0, scale=1.0, xp=xp).full()
+    return updated_gram(None, rows, 0.0, 1.0, xp=xp).full()
 
 
 def updated_gram(
     total: SymmetricMatrix | None,
-    rows: Array,
-    /,
-    *,
-    tail: Array | None,
+    rows: Array | HomogeneousRows,
     decay: Scalar,
     scale: Scalar,
+    /,
+    *,
     xp: Namespace,
 ) -> SymmetricMatrix:
-    """Return `gram_update` as a `SymmetricMatrix`."""
-    made = gram_update(total, rows, tail=tail, decay=decay, scale=scale, xp=xp)
-    return SymmetricMatrix(*made)
+    """Return ``decay * total + scale * rows^T rows``; see `gram_update`.
+
+    Whatever the library keeps of it, a running sum has the form that it began with.
+    """
+    x, tail = rows if isinstance(rows, HomogeneousRows) else (rows, None)
+    array, full_storage = gram_update(
+        total, x, tail=tail, decay=decay, scale=scale, xp=xp
+    )
+    if total is not None:
+        full_storage = full_storage and total.full_storage
+    return SymmetricMatrix(array, full_storage)
 
 
 @dispatched

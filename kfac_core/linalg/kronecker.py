@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
@@ -54,10 +54,7 @@ def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
     """
     xp = _namespace_of_factors(factors, v=v)
     expected = tuple(factor.shape[1] for factor in factors)
-    if tuple(v.shape) != expected:
-        raise errors.ShapeError(
-            f"Expected `v` to have shape {expected}, got {tuple(v.shape)}."
-        )
+    ns.require_matrix(v, expected, "v")
     for axis, factor in enumerate(factors):
         v = ns.moved_axis(xp.tensordot(factor, v, axes=((1,), (axis,))), 0, axis, xp=xp)
     return v
@@ -96,15 +93,9 @@ def kronecker_dense(factors: Sequence[Array], /) -> Array:
 
 
 def _namespace_of_factors(factors: Sequence[Array], **others: Array) -> Namespace:
-    if not factors:
-        raise errors.ShapeError(
-            "Expected `factors` to hold at least one matrix, got none."
-        )
+    constraints.require_any("factors", factors)
     named = {f"factors[{i}]": factor for i, factor in enumerate(factors)}
     xp = ns.namespace_of(**others, **named)
     for name, factor in named.items():
-        if factor.ndim != 2:
-            raise errors.ShapeError(
-                f"Expected `{name}` to be a matrix, got shape {tuple(factor.shape)}."
-            )
+        constraints.require_shape(name, factor, ("n", "m"))
     return xp

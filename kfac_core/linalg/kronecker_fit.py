@@ -215,8 +215,7 @@ def _total(parts: list[Array]) -> Array:
 
 
 def _gram(rows: Array, scale: Scalar, xp: Namespace) -> Array:
-    made = updated_gram(None, rows, tail=None, decay=0.0, scale=scale, xp=xp)
-    return made.full()
+    return updated_gram(None, rows, 0.0, scale, xp=xp).full()
 
 
 def _quadratic_forms(rows: Array, A: Array, xp: Namespace) -> Array:

@@ -14,7 +14,7 @@ This is the rectangular full packed form of LAPACK up to the order of its blocks
 
 from __future__ import annotations
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
@@ -85,11 +85,7 @@ def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:
     ShapeError
         For a shape that is not that of n rows.
     """
-    if tuple(packed.shape[-2:]) != packed_shape(n):
-        raise errors.ShapeError(
-            f"Expected a packed triangle of {n} rows to have shape {packed_shape(n)}, got "
-            f"{tuple(packed.shape[-2:])}."
-        )
+    constraints.require_shape("packed", packed, (..., *packed_shape(n)))
     k = (n + 1) // 2
     split = k + 1 if n % 2 == 0 else k
     top, B = packed[..., :split, :], packed[..., split:, :]

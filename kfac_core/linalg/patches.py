@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
@@ -67,10 +67,8 @@ def resolve_padding(
     ConventionError, ShapeError
         For an unknown rule; for other than d pairs of numbers >= 0.
     """
-    if isinstance(padding, str) and padding not in ("same", "valid"):
-        raise errors.ConventionError(
-            f"Expected `padding` to be 'same', 'valid' or pairs (lo, hi), got {padding!r}."
-        )
+    if isinstance(padding, str):
+        constraints.require_one_of("padding", padding, ("same", "valid"))
     if padding == "valid":
         return ((0, 0),) * len(spatial)
     if padding == "same":
@@ -249,8 +247,7 @@ def choose_patches(
     ...     np.ones((8, 6, 6, 1)), np.ones((8, 6, 6, 4)), row_indices=rows
     ... )
     """
-    if min(keep) < 1:
-        raise errors.ShapeError(f"Expected `keep` to be two numbers >= 1, got {keep}.")
+    constraints.require_range("keep", keep, constraints.tuple_of(constraints.SIZE))
     (N, S), rng = shape, np.random.default_rng(seed)
     R, P = min(keep[0], N), min(keep[1], S)
     examples = np.sort(rng.choice(N, R, replace=False))
@@ -262,10 +259,8 @@ def _prepared(
     x: Array, k: Sizes, strides: Sizes, padding: Padding, dilation: Sizes, xp: Namespace
 ) -> tuple[Array, Sizes]:
     """Return the padded array, and the numbers of its output positions."""
-    if x.ndim < len(k) + 1:
-        raise errors.ShapeError(
-            f"Expected `x` to have {len(k)} spatial axes and channels, got {x.shape}."
-        )
+    axes = [f"spatial_{i}" for i in range(1, len(k) + 1)]
+    constraints.require_shape("x", x, (..., *axes, "C"))
     window = {"kernel_size": k, "strides": strides, "dilation": dilation}
     spatial: Sizes = tuple(x.shape[-len(k) - 1 : -1])
     pads = resolve_padding(spatial, padding=padding, **window)

@@ -23,7 +23,7 @@ from kfac_core.linalg.certificate import (
     probe,
     relative_norm,
 )
-from kfac_core.linalg.damped import DampedMatrix, Reporting, damped_matrix
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
@@ -95,7 +95,8 @@ class DampedRankOne:
         name: str = "matrix",
     ) -> DampedRankOne:
         """Return the same with factorizations made; as `DampedMatrix.prepared`."""
-        made, options = self, Reporting(check=check, name=name)
+        made = self
+        options: dict[str, Any] = {"check": check, "name": name}
         if "inverse" in factorizations:
             made = replaced(made, block=self.block.prepared("inverse", **options))
             if "inverse" not in self.factorizations:
@@ -105,10 +106,6 @@ class DampedRankOne:
             whole = made._dense_matrix().prepared(*dense, **options)
             made = replaced(made, whole=whole)
         return made
-
-    def wide(self) -> DampedRankOne:
-        """Return the same in the computing dtype, without factorizations."""
-        return replaced(self, block=self.block.wide(), whole=None)
 
     def in_wide_basis(self, *, name: str) -> DampedRankOne:
         """Return the same with its eigendecomposition computed in float64, or raise."""
@@ -267,8 +264,8 @@ class DampedRankOne:
             return replaced(self, block=replaced(block, inverse=inverse))
         if not int(flag):
             return self
-        options = Reporting(check=check, name=name)
-        return replaced(self, whole=self._dense_matrix().prepared("inverse", **options))
+        whole = self._dense_matrix().prepared("inverse", check=check, name=name)
+        return replaced(self, whole=whole)
 
     def _dense_matrix(self) -> DampedMatrix:
         if self.whole is not None:
@@ -276,7 +273,7 @@ class DampedRankOne:
         undamped = SymmetricMatrix(self.dense(shifted=False), full_storage=True)
         one = self._xp().ones_like(self.shift)
         stored = self.block.problem.roundoff
-        return damped_matrix(ScaledMatrix(undamped, one, stored), self.shift)
+        return damped_matrix(ScaledMatrix(undamped, one, roundoff=stored), self.shift)
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.mean)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
@@ -62,8 +62,7 @@ def series_gamma(
     """
     xp = ns.namespace_of(correlation=correlation, optional={"lengths": lengths})
     ns.require_floating(xp, correlation, "correlation")
-    if steps < 1:
-        raise errors.ConventionError(f"Expected `steps` of at least 1, got {steps}.")
+    constraints.require_range("steps", steps, constraints.COUNT)
     if lengths is None:
         k = xp.arange(1, steps + 1, device=ns.device_of(correlation))
         shares = xp.astype(k == steps, correlation.dtype)
@@ -95,11 +94,7 @@ def shares_of_lengths(lengths: Array, /, *, steps: int, dtype: Any) -> Array:
         For anything but a vector with an entry.
     """
     xp = ns.namespace_of(lengths=lengths)
-    if lengths.ndim != 1 or lengths.shape[0] < 1:
-        raise errors.ShapeError(
-            "Expected `lengths` to have shape (N,) with N >= 1, got "
-            f"{tuple(lengths.shape)}."
-        )
+    constraints.require_shape("lengths", lengths, ("N",))
     k = xp.arange(1, steps + 1, dtype=lengths.dtype, device=ns.device_of(lengths))
     return xp.mean(xp.astype(lengths[:, None] == k[None, :], dtype), axis=0)
 

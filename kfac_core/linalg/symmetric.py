@@ -76,27 +76,31 @@ class SymmetricMatrix:
 
 @structure(static=("roundoff",))
 class ScaledMatrix:
-    """A number times a symmetric matrix, which is not multiplied out.
+    """``M = c B + shift I`` with B symmetric, which is not multiplied out; or a stack.
 
     Attributes
     ----------
     matrix : SymmetricMatrix
-        Matrix B.
+        Matrix B; not modified.
     factor : array, shape () or (...)
-        Factor c.
+        Factor c, positive.
+    shift : array, shape () or (...), or None
+        Finite and >= 0; None for ``c B`` alone.
     roundoff : float
-        Relative roundoff of the dtype in which B was stored, if that was narrower; else 0.
+        Distance from 1 to the next number of the dtype that B was stored in, where that is
+        known; 0 for a matrix that is exact.
     rank : array, shape () or (...), or None
         At most so many eigenvalues of B are not zero; None where that is not known.
 
     Notes
     -----
-    A debiased average is one of a running sum: a refresh would pass over every sum once
-    more for it, and keep a copy of each.
+    A debiased average is ``c B`` with a running sum B: a refresh would pass over every sum
+    once more to multiply it out, and keep a copy of each.
     """
 
     matrix: SymmetricMatrix
     factor: Array
+    shift: Array = None
     roundoff: float = 0.0
     rank: Array | None = None
 
@@ -113,6 +117,14 @@ class ScaledMatrix:
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""
         return self.matrix.scaled(self.factor)
+
+    def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
+        """Return ``M v``, or ``c B v``."""
+        product = multiply_symmetric(self.matrix, v, xp=xp)
+        factor, shift = self.factor, self.shift
+        if getattr(factor, "ndim", 0) or getattr(shift, "ndim", 0):
+            factor, shift = for_matrices(factor), for_matrices(shift)
+        return factor * product + shift * v if shifted else factor * product
 
 
 def for_matrices(x: Scalar, /) -> Scalar:

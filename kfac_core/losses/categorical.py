@@ -84,7 +84,7 @@ class Categorical(Loss):
             t = _rows_of_targets(targets, z, xp)
             return p * xp.sum(t, axis=-1, keepdims=True) - t
         hit, valid = _one_hot(targets, z, xp)
-        # p_y - 1, without subtracting.
+        # p_y - 1 as minus the sum of the others, which keeps its relative accuracy.
         others = xp.sum(xp.where(hit, xp.zeros_like(p), p), axis=-1, keepdims=True)
         return xp.where(valid, xp.where(hit, -others, p), xp.nan)
 
@@ -147,13 +147,13 @@ def _less_rank_one(
     ``1 - p_t`` as the sum of the other probabilities.
     """
     top = _classes(xp.argmax(z, axis=-1, keepdims=True), z, xp)
-    rest = xp.sum(xp.where(top, xp.zeros_like(p), p), axis=-1, keepdims=True)
+    complement = xp.sum(xp.where(top, xp.zeros_like(p), p), axis=-1, keepdims=True)
     products = b * v
     others = xp.sum(
         xp.where(top, xp.zeros_like(products), products), axis=-1, keepdims=True
     )
     full = xp.sum(products, axis=-1, keepdims=True)
-    return xp.where(top, v * rest - a * others, v - a * full)
+    return xp.where(top, v * complement - a * others, v - a * full)
 
 
 def _rows_of_targets(targets: Array, z: Array, xp: Namespace) -> Array:
@@ -171,7 +171,7 @@ def _one_hot(labels: Array, z: Array, xp: Namespace) -> tuple[Array, Array]:
     """Return where the label's class is, and which labels are in range."""
     require_last_axes(labels, tuple(z.shape[:-1]), "targets")
     if xp.iinfo(labels.dtype).bits < 32:
-        # Eight bits cannot count a thousand classes.
+        # An index of eight bits cannot count a thousand classes.
         labels = ns.cast(xp, labels, xp.int32)
     labels = labels[..., None]
     return _classes(labels, z, xp), (labels >= 0) & (labels < z.shape[-1])

@@ -15,7 +15,7 @@ from kfac_core.losses.sources import SourceVectors, vectors, with_random_signs
 __all__ = ["Positions", "drawn_vectors"]
 
 Positions = Literal["signs", "separate", "together"]
-"""What exact sources do with rows that share an example; see `drawn_vectors`."""
+"""Treatment of rows that share an example by exact modes; see `drawn_vectors`."""
 
 
 def drawn_vectors(
@@ -97,14 +97,14 @@ def drawn_vectors(
         return vectors(loss, natural, mode=mode, noise=noise)
     separate = positions == "separate"
     several = separate and natural.ndim > 2
-    made = vectors(
+    exact = vectors(
         loss, natural, mode=mode, positions="separate" if several else "together"
     )
     if positions == "together" or not (shared or separate):
-        return made
-    rows = tuple(made.vectors.shape[:-1])
-    # A separate source has one row of each example.
+        return exact
+    rows = tuple(exact.vectors.shape[:-1])
+    # A separate source holds one row of each example.
     drawn = (*rows[:2], *(1 for _ in rows[2:])) if separate else rows
     noise = draw_noise(NoiseSpec("uniform", drawn), like=natural, rng=seed)
     xp = ns.namespace_of(noise=noise)
-    return with_random_signs(made, xp.broadcast_to(noise, rows))
+    return with_random_signs(exact, xp.broadcast_to(noise, rows))

@@ -113,7 +113,7 @@ class Loss(Protocol):
         Returns
         -------
         array, shape (N, ..., P)
-            Of the sum over the batch, hence without any ``1/N``.
+            Gradient of the sum over the batch, hence without any ``1/N``.
 
         Raises
         ------

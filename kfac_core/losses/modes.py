@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.conventions import SourceReduction
 from kfac_core.losses.loss import Loss
@@ -149,8 +149,6 @@ def noise_spec(
     constraints.require_range("loss", loss, constraints.implementation_of(Loss))
     constraints.require_range("samples", samples, constraints.SIZE)
     constraints.require_one_of("mode", mode, get_args(EstimationMode))
-    if samples < 1:
-        raise errors.ShapeError(f"Expected `samples` to be at least 1, got {samples}.")
     if mode == "gradients":
         shape = (samples, *loss.noise_shape(natural))
         return NoiseSpec(loss.noise_distribution, shape)

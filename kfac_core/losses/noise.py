@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
@@ -48,7 +48,7 @@ def draw_noise(
     Parameters
     ----------
     spec : NoiseSpec
-        What is wanted.
+        Distribution and shape.
     like : array
         Real floating.  Gives the library, the device, and the dtype (float32 where it
         is narrower).
@@ -58,8 +58,8 @@ def draw_noise(
     Returns
     -------
     array
-        Of ``spec.shape``.  The same seed gives the same numbers, up to rounding, in
-        every library and dtype.
+        Noise of shape ``spec.shape``.  The same seed gives the same numbers, up to
+        rounding, in every library and dtype.
 
     Raises
     ------
@@ -73,11 +73,8 @@ def draw_noise(
     Copies to the device.  Under a function compiler the numbers become constants of the
     program, the same in every call: draw outside, and give the noise as an argument.
     """
-    if not isinstance(rng, np.random.Generator | int | np.integer):
-        raise errors.DtypeError(
-            f"Expected `rng` to be a numpy.random.Generator or an integer seed, got "
-            f"{type(rng).__name__}. Randomness is never taken from a global state."
-        )
+    kinds = np.random.Generator | int | np.integer
+    constraints.require_kind("rng", rng, kinds, "a numpy.random.Generator or a seed")
     xp = ns.namespace_of(like=like)
     ns.require_floating(xp, like, "like")
     constraints.require_one_of(

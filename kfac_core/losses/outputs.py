@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
@@ -33,7 +33,7 @@ def wide_natural(
     natural : array, shape (..., P)
         Natural parameters, real floating-point.
     multiple_of : int
-        What P must be a multiple of.
+        Number that P must be a multiple of.
     **others : array
         Arrays that must be of the same library and device.
 
@@ -51,13 +51,11 @@ def wide_natural(
     """
     xp = ns.namespace_of(natural=natural, **others)
     ns.require_floating(xp, natural, "natural")
-    if natural.ndim < 1 or natural.shape[-1] < 1 or natural.shape[-1] % multiple_of:
-        what = (
-            "P >= 1" if multiple_of == 1 else f"P a positive multiple of {multiple_of}"
-        )
+    constraints.require_shape("natural", natural, (..., "P"))
+    if natural.shape[-1] % multiple_of:
         raise errors.ShapeError(
-            f"Expected `natural` to have shape (N, ..., P) with {what}, got "
-            f"{tuple(natural.shape)}."
+            f"Expected the last axis of `natural` to be a multiple of {multiple_of}, got "
+            f"shape {tuple(natural.shape)}."
         )
     return ns.cast(xp, natural, ns.wide_dtype(xp, natural.dtype)), xp
 
@@ -83,7 +81,7 @@ def wide_companion(
     name : str
         Name used in error messages.
     dtype : dtype
-        What it is cast to.
+        Dtype of the result.
     xp : namespace
         Array API namespace of the arrays.
     any_real : bool
@@ -107,12 +105,7 @@ def wide_companion(
 
 def require_last_axes(x: Array, shape: tuple[int, ...], name: str, /) -> None:
     """Raise `ShapeError` unless an array's last axes have these lengths."""
-    extra = x.ndim - len(shape)
-    if extra < 0 or tuple(x.shape[extra:]) != tuple(shape):
-        lengths = "".join(f", {length}" for length in shape)
-        raise errors.ShapeError(
-            f"Expected `{name}` to have shape (...{lengths}), got {tuple(x.shape)}."
-        )
+    constraints.require_shape(name, x, (..., *shape))
 
 
 def require_positive(value: float, name: str, /) -> float:
@@ -138,5 +131,5 @@ def is_integral(xp: Namespace, x: Array, /) -> bool:
     try:
         return bool(xp.isdtype(x.dtype, "integral"))
     except TypeError:
-        # NumPy knows extension dtypes (bfloat16) not at all.
+        # NumPy's isdtype raises for extension dtypes such as bfloat16.
         return False

@@ -38,10 +38,10 @@ class SourceVectors:
     Attributes
     ----------
     vectors : array, shape (M, N, ..., P)
-        What is pulled back to the layers, one source after the other; for the last
+        Vectors to pull back to the layers, one source after the other; for the last
         layer itself, ``Batch(output_grads=vectors, sources=M)``.
     mode : EstimationMode
-        Which mode they are of; `curvature_matrix` says what it estimates.
+        Mode of the vectors; `curvature_matrix` says what it estimates.
     sources : int
         Number of backpropagated vectors ``M``.
     source_reduction : {"sum", "mean"}
@@ -137,11 +137,10 @@ def vectors(
     'mean'
     """
     constraints.require_range("loss", loss, constraints.implementation_of(Loss))
-    constraints.require_one_of("mode", mode, get_args(EstimationMode))
-    if not hasattr(weight, "dtype"):
+    if isinstance(weight, numbers.Real) or not hasattr(weight, "dtype"):
         constraints.require_range("weight", weight, constraints.NOT_NEGATIVE)
-    own = source_reduction_of(mode)
-    reduction = source_reduction or own
+    natural_reduction = source_reduction_of(mode)
+    reduction = source_reduction or natural_reduction
     constraints.require_one_of("source_reduction", reduction, get_args(SourceReduction))
     constraints.require_one_of("positions", positions, ("together", "separate"))
     exact = mode in ("exact", "exact_GGN")
@@ -153,26 +152,27 @@ def vectors(
     xp = ns.namespace_of(natural=natural)
     detach = backend_of(xp).detach
     natural, _ = wide_natural(detach(natural))
+    # A process may have no rows of a batch, so that N may be 0.
     if natural.ndim < 2:
         raise errors.ShapeError(
             f"Expected `natural` to have shape (N, ..., P), got {tuple(natural.shape)}."
         )
     if mode == "empirical":
-        made = _empirical(loss, natural, targets)
+        v = _empirical(loss, natural, targets)
     elif exact:
-        made = _exact(loss, natural, curvature_matrix(mode), xp)
+        v = _exact(loss, natural, curvature_matrix(mode), xp)
         if positions == "separate":
-            made = _at_each_position(made, xp)
+            v = _at_each_position(v, xp)
     else:
-        made = _sampled(loss, natural, noise, mode)
-    made = _weighted(made, weight, xp)
-    sources = int(made.shape[0])
-    if reduction != own:
-        made = made * math.sqrt(sources if reduction == "mean" else 1.0 / sources)
-    return SourceVectors(detach(made), mode, sources, reduction)
+        v = _sampled(loss, natural, noise, mode)
+    v = _weighted(v, weight, xp)
+    sources = int(v.shape[0])
+    if reduction != natural_reduction:
+        v = v * math.sqrt(sources if reduction == "mean" else 1.0 / sources)
+    return SourceVectors(detach(v), mode, sources, reduction)
 
 
-def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
+def with_random_signs(sources: SourceVectors, noise: Array, /) -> SourceVectors:
     """Multiply each row of each source by a random sign.
 
     Outer products of single rows stay as they are; products of two different rows have
@@ -182,11 +182,11 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
 
     Parameters
     ----------
-    made : SourceVectors
+    sources : SourceVectors
         Vectors of any mode.
     noise : array, shape (M, N, ...)
-        Uniform in [0, 1), of the shape of ``made.vectors`` without its last axis; outside
-        of [0, 1] it gives NaN.
+        Uniform in [0, 1), of the shape of ``sources.vectors`` without its last axis;
+        outside of [0, 1] it gives NaN.
 
     Returns
     -------
@@ -198,25 +198,25 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     ShapeError, DtypeError, MixedArraysError
         For invalid arrays; the message names the argument.
     """
-    v = made.vectors
+    v = sources.vectors
     xp = ns.namespace_of(vectors=v, noise=noise)
     ns.require_matrix(noise, tuple(v.shape[:-1]), "noise")
     u = wide_companion(noise, v.shape[:-1], "noise", dtype=v.dtype, xp=xp)
     u = u[..., None]
     signed = xp.where(u < 0.5, v, -v)
-    return replaced(made, vectors=xp.where(is_uniform(u), signed, xp.nan))
+    return replaced(sources, vectors=xp.where(is_uniform(u), signed, xp.nan))
 
 
 def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
     if targets is None:
         raise errors.ConventionError("The mode 'empirical' needs `targets`, got None.")
-    made = loss.gradient(natural, targets)
-    if made.ndim != natural.ndim:
+    gradient = loss.gradient(natural, targets)
+    if gradient.ndim != natural.ndim:
         raise errors.ShapeError(
             "Expected `targets` to be of the rows of `natural`, whose shape is "
             f"{tuple(natural.shape)}; got {tuple(targets.shape)}."
         )
-    return made[None, ...]
+    return gradient[None, ...]
 
 
 def _exact(loss: Loss, natural: Array, matrix: CurvatureMatrix, xp: Namespace) -> Array:
@@ -228,14 +228,14 @@ def _exact(loss: Loss, natural: Array, matrix: CurvatureMatrix, xp: Namespace) -
     return _factor(loss, matrix)(natural, unit)
 
 
-def _at_each_position(made: Array, xp: Namespace) -> Array:
+def _at_each_position(v: Array, xp: Namespace) -> Array:
     """Return the vectors of one position of the rows at a time, (T M, N, ..., P)."""
-    sources, N, *shared, P = made.shape
+    sources, N, *shared, P = v.shape
     T = math.prod(shared)
-    flat = xp.reshape(made, (1, sources, N, T, P))
-    eye = xp.eye(T, dtype=made.dtype, device=ns.device_of(made))
-    kept = eye[:, None, None, :, None] > 0
-    apart = xp.where(kept, flat, xp.zeros_like(flat))
+    flat = xp.reshape(v, (1, sources, N, T, P))
+    eye = xp.eye(T, dtype=v.dtype, device=ns.device_of(v))
+    at_position = eye[:, None, None, :, None] > 0
+    apart = xp.where(at_position, flat, xp.zeros_like(flat))
     return xp.reshape(apart, (T * sources, N, *shared, P))
 
 
@@ -250,11 +250,7 @@ def _sampled(
     xp = ns.namespace_of(natural=natural, noise=noise)
     spec = noise_spec(loss, natural, mode=mode)
     shape = spec.shape[1:] if spec else ()
-    if noise.ndim != len(shape) + 1 or noise.shape[0] < 1:
-        raise errors.ShapeError(
-            f"Expected `noise` to have shape (M, {str(shape)[1:-1].rstrip(',')}), M >= 1 "
-            f"samples, got {tuple(noise.shape)}."
-        )
+    constraints.require_shape("noise", noise, ("M", *shape))
     if mode == "gradients":
         return loss.sampled_gradient(natural, noise)
     u = wide_companion(noise, shape, "noise", dtype=natural.dtype, xp=xp)
@@ -267,18 +263,14 @@ def _factor(loss: Loss, matrix: CurvatureMatrix) -> Any:
     return loss.ggn_factor_multiply if matrix == "ggn" else loss.fisher_factor_multiply
 
 
-def _weighted(made: Array, weight: Scalar | Array, xp: Namespace) -> Array:
+def _weighted(v: Array, weight: Scalar | Array, xp: Namespace) -> Array:
     """Return the vectors times the root of the weight; zero where that is zero."""
     if isinstance(weight, numbers.Real):
-        if not ns.is_finite_number(weight) or weight < 0:
-            raise errors.ConventionError(
-                f"Expected `weight` to be a finite number >= 0, got {weight}."
-            )
         if weight == 0:
-            return xp.zeros_like(made)
-        return made if weight == 1 else made * math.sqrt(weight)
-    ns.namespace_of(natural=made, weight=weight)
-    rows = tuple(made.shape[1:-1])
+            return xp.zeros_like(v)
+        return v if weight == 1 else v * math.sqrt(weight)
+    ns.namespace_of(natural=v, weight=weight)
+    rows = tuple(v.shape[1:-1])
     shape = tuple(weight.shape)
     if shape not in ((), rows[:1], rows):
         raise errors.ShapeError(
@@ -287,9 +279,9 @@ def _weighted(made: Array, weight: Scalar | Array, xp: Namespace) -> Array:
         )
     if shape:
         weight = xp.reshape(weight, (*shape, *(1 for _ in rows[len(shape) :]), 1))
-    weight = ns.cast(xp, weight, made.dtype)
+    weight = ns.cast(xp, weight, v.dtype)
     # A bad weight in an array cannot raise under a tracer; the statistics refuse NaN.
     good = weight >= 0
     root = xp.where(good, xp.sqrt(xp.where(good, weight, 0.0)), xp.nan)
-    # Replaced and not multiplied: the rows of padding may hold anything, NaN included.
-    return xp.where(weight == 0, xp.zeros_like(made), made) * root
+    # Replace rather than multiply: padded rows may hold NaN.
+    return xp.where(weight == 0, xp.zeros_like(v), v) * root

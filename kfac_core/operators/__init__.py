@@ -8,7 +8,6 @@ from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.kronecker import FactoredKronecker, kronecker_operator
 from kfac_core.operators.linear_map import LinearMap
 from kfac_core.operators.operator import MatrixPower, raise_for
-from kfac_core.operators.separate_bias import SeparateBias
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 from kfac_core.operators.tridiagonal import TridiagonalOperator
 
@@ -17,7 +16,6 @@ __all__ = [
     "FactoredKronecker",
     "LinearMap",
     "MatrixPower",
-    "SeparateBias",
     "SpectralOperator",
     "TridiagonalOperator",
     "kronecker_operator",

@@ -8,7 +8,7 @@ from typing import Any
 from kfac_core.array import Array, Check, Namespace, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.operator import CurvatureOperator, products_without
 from kfac_core.operators.spectral import SpectralOperator
@@ -25,13 +25,13 @@ class DenseOperator(CurvatureOperator):
 
     Attributes
     ----------
-    block : DampedMatrix or FactorizedMatrix
+    block : DampedMatrix
         ``F + lam I``, of as many rows as the vector has numbers.
     matrix_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     """
 
-    block: DampedMatrix | FactorizedMatrix
+    block: DampedMatrix
     matrix_shape: tuple[int, int]
 
     @property

@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Check, Namespace, Scalar, Status, finite, replaced
+from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.damping import DampingRule, factored_shifts, require_damping
 from kfac_core.factors.factor import Damped
-from kfac_core.linalg.damped import DampedMatrix, FactorizedMatrix, damped_matrix
+from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
 from kfac_core.operators.operator import CurvatureOperator, log_sum, products_without
-from kfac_core.operators.parts import Bases, eigenbasis_of
+from kfac_core.operators.parts import Bases, eigenbasis_of, flagged_damping
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["FactoredKronecker", "exactly_damped", "kronecker_operator"]
 
 _ASYMMETRY = 1e3
-"""How many roundoffs the two triangles of a given factor may differ by."""
+"""Largest difference of the two triangles of a given factor, in roundoffs."""
 
 
 @structure()
@@ -44,7 +44,7 @@ class FactoredKronecker(CurvatureOperator):
 
     Attributes
     ----------
-    input, output : DampedMatrix, FactorizedMatrix, DampedDiagonal or DampedRankOne
+    input, output : DampedMatrix, DampedDiagonal or DampedRankOne
         ``A + a I`` and ``G + b I``.
     scale : array, 0-d or one a group
         Scale ``S``.
@@ -105,7 +105,7 @@ class FactoredKronecker(CurvatureOperator):
         """Return the operator with missing factorizations computed."""
         A = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
         G = self.output.prepared(*factorizations, check=check, name=f"{name}/output")
-        # In every step but the first nothing is missing.
+        # After the first step nothing is missing.
         if A is self.input and G is self.output:
             return self
         return replaced(self, input=A, output=G)
@@ -114,7 +114,7 @@ class FactoredKronecker(CurvatureOperator):
         """Return the operator with another method of solving with its full factors."""
         sides: dict[str, Any] = {"input": self.input, "output": self.output}
         for side, part in sides.items():
-            if isinstance(part, DampedMatrix | FactorizedMatrix):
+            if isinstance(part, DampedMatrix):
                 sides[side] = replaced(part, solving=solving)
         return replaced(self, **sides)
 
@@ -131,15 +131,15 @@ class FactoredKronecker(CurvatureOperator):
 
         About ``9 (n^3 + m^3)`` flops where the eigenbases were not prepared.
         """
-        made = self.prepared("eigenbasis", check=check, name=name)
+        decomposed = self.prepared("eigenbasis", check=check, name=name)
         xp = ns.own_namespace(self.scale)
-        bases = {side: eigenbasis_of(part) for side, part in made.parts().items()}
+        bases = {side: eigenbasis_of(part) for side, part in decomposed.parts().items()}
         return SpectralOperator(
             bases["input"],
             bases["output"],
             self.spectrum_of(bases),
             xp.zeros_like(self.scale),
-            made.status(),
+            decomposed.status(),
             self.vector_shape,
         )
 
@@ -163,18 +163,18 @@ class FactoredKronecker(CurvatureOperator):
 
     def _undamped_logdet(self) -> Array:
         """Return ``m log det A + n log det G + n m log S``, of eigenvalues in float64."""
-        made = self.prepared("eigenbasis")
+        decomposed = self.prepared("eigenbasis")
         xp = ns.own_namespace(self.scale)
         n, m = self.input.size, self.output.size
         total = n * m * xp.sum(xp.log(self.scale) + xp.zeros_like(self.output.shift))
-        for part, times in ((made.input, m), (made.output, n)):
-            found = part.spectrum(eigenbasis_of(part))
-            if ns.roundoff_of(found.eigenvalues.dtype, xp=xp) > 2.0**-52:
+        for part, times in ((decomposed.input, m), (decomposed.output, n)):
+            spectrum = part.spectrum(eigenbasis_of(part))
+            if ns.roundoff_of(spectrum.eigenvalues.dtype, xp=xp) > 2.0**-52:
                 wide = part.in_wide_basis(name="block")
-                found = wide.spectrum(eigenbasis_of(wide))
-            # What only roundoff made counts as zero.
-            w = found.eigenvalues
-            w = xp.where(w > found.error, w, xp.zeros_like(w))
+                spectrum = wide.spectrum(eigenbasis_of(wide))
+            # Eigenvalues below their error count as zero.
+            w = spectrum.eigenvalues
+            w = xp.where(w > spectrum.error, w, xp.zeros_like(w))
             total = total + times * log_sum(w)
         return total
 
@@ -215,10 +215,10 @@ class FactoredKronecker(CurvatureOperator):
         return self._scale() * xp.matrix_transpose(both)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        # In this order compilers have no transpose to move before the first product.
+        # In this order a compiler moves no transpose in front of the first product.
         right = self.output.solve(ns.transposed(V, xp=xp))
         both = self.input.solve(ns.transposed(right, xp=xp), overwrite=True)
-        # Where nothing is shared S is 1, which saves a pass if the host knows it.
+        # Without shared positions S is 1, which saves a pass over the vector.
         return (
             both if finite.known_true(self.scale == 1, xp=xp) else both / self._scale()
         )
@@ -353,68 +353,61 @@ def kronecker_operator(
         constraints.require_one_of(
             "factorizations", factorization, get_args(Factorization)
         )
-    given = {"output": output} if input is None else {"input": input, "output": output}
+    factors = (
+        {"output": output} if input is None else {"input": input, "output": output}
+    )
     arrays = {
         side: x.array if isinstance(x, SymmetricMatrix) else x
-        for side, x in given.items()
+        for side, x in factors.items()
     }
     xp = ns.namespace_of(**arrays)
-    for side, x in arrays.items():
-        _require_factor(xp, x, side)
     dtype = ns.wide_dtype(xp, xp.result_type(*arrays.values()))
     values = {
-        side: SymmetricMatrix(
-            ns.cast(xp, arrays[side], dtype),
-            not isinstance(x, SymmetricMatrix) or x.full_storage,
-        )
-        for side, x in given.items()
+        side: _entering_factor(x, side, dtype, check=check, xp=xp)
+        for side, x in factors.items()
     }
-    for side, value in values.items():
-        if value.array.ndim == 2 and value.full_storage:
-            array = _symmetric(xp, value.array, side, check=check)
-            values[side] = SymmetricMatrix(array, True)
-    S = ns.full_of(xp, ns.as_scalar(xp, scale, dtype, "scale"), values["output"].array)
+    like = arrays["output"]
+    S = ns.full_of(
+        xp, ns.as_scalar(xp, scale, dtype, "scale"), ns.cast(xp, like, dtype)
+    )
     if finite.truth_of(S > 0, xp=xp) is False:
         raise errors.ConventionError(
             f"Expected `scale` to be positive, got {float(S)}."
         )
     lam = ns.full_of(xp, ns.as_scalar(xp, damping, dtype, "damping"), S)
     exact = rule == "exact" and input is not None
-    if exact:
-        shifts = dict.fromkeys(values, xp.zeros_like(lam))
-    else:
-        means = [_mean(value) for value in values.values()]
-        found = factored_shifts(
-            means,
+    shifts = [xp.zeros_like(lam)] * 2
+    if not exact:
+        shifts = factored_shifts(
+            [_mean(value) for value in values.values()],
             lam,
             scale=S,
             unit_pi=rule == "factored_unit_pi",
             least=0.0 if input is None else least_shift,
             xp=xp,
         )
-        shifts = dict(zip(values, found, strict=True))
     parts: dict[str, Any] = {}
-    for side, value in values.items():
-        make: Any = damped_matrix if value.array.ndim == 2 else damped_diagonal
-        what = value if value.array.ndim == 2 else value.array
-        parts[side] = make(what, shifts[side], check=check, name=f"{name}/{side}")
+    for (side, value), shift in zip(values.items(), shifts, strict=True):
+        make: Any = damped_matrix
+        if not isinstance(value, SymmetricMatrix):
+            make = damped_diagonal
+        parts[side] = make(value, shift, check=check, name=f"{name}/{side}")
     if input is None:
-        one = xp.ones((1,), dtype=dtype, device=ns.device_of(S))
-        parts["input"] = damped_diagonal(one, 0.0)
-    undamped = FactoredKronecker(parts["input"], parts["output"], S)
+        parts["input"] = damped_diagonal(xp.ones_like(S)[None, ...], 0.0)
+    operator = FactoredKronecker(parts["input"], parts["output"], S)
     if not exact:
-        made = undamped.solved_by(solving)
-        return made.prepared(*factorizations, check=check, name=name)
-    made = undamped
+        operator = operator.solved_by(solving)
+        return operator.prepared(*factorizations, check=check, name=name)
+    in_bases = operator
     if factorizations:
-        made = undamped.prepared("eigenbasis", check=check, name=name)
+        in_bases = operator.prepared("eigenbasis", check=check, name=name)
     return exactly_damped(
-        made, undamped, lam, factorizations=factorizations, check=check, name=name
+        in_bases, operator, lam, factorizations=factorizations, check=check, name=name
     )
 
 
 def exactly_damped(
-    made: FactoredKronecker,
+    in_bases: FactoredKronecker,
     undamped: FactoredKronecker,
     damping: Array,
     /,
@@ -427,7 +420,7 @@ def exactly_damped(
 
     Parameters
     ----------
-    made, undamped : FactoredKronecker
+    in_bases, undamped : FactoredKronecker
         ``S A (x) G`` with shifts of zero: with its eigenbases, where `factorizations` are
         wanted, and as it came.
     damping : array, 0-d
@@ -449,26 +442,34 @@ def exactly_damped(
     NotFiniteError, DampingError, FactorizationError
         As `SpectralOperator.prepared` (``check="raise"``).
     """
-    xp = ns.own_namespace(damping)
-    good = xp.isfinite(damping) & (damping >= 0)
-    flags = ns.status_unless(xp, good, Status.BAD_DAMPING)
-    lam = xp.where(good, damping, xp.full_like(damping, xp.nan))
+    lam, flags = flagged_damping(damping, xp=ns.own_namespace(damping))
     if not factorizations:
         shape = undamped.vector_shape
         return SpectralOperator(None, None, None, lam, flags, shape, undamped)
-    found = made.spectral(check=check, name=name)
-    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
+    basis = in_bases.spectral(check=check, name=name)
+    spectral = replaced(basis, damping=lam, flags=basis.flags | flags, factors=undamped)
     return spectral.prepared(*factorizations, check=check, name=name)
 
 
-def _require_factor(xp: Namespace, x: Array, side: str) -> None:
-    ns.require_floating(xp, x, side)
-    square = x.ndim == 2 and x.shape[0] == x.shape[1]
-    if not (square or x.ndim == 1) or x.shape[0] < 1:
+def _entering_factor(
+    x: SymmetricMatrix | Array, side: str, dtype: Any, /, *, check: Check, xp: Namespace
+) -> SymmetricMatrix | Array:
+    """Return a factor in a dtype, checked: a symmetric matrix, or a diagonal's entries."""
+    array = x.array if isinstance(x, SymmetricMatrix) else x
+    ns.require_floating(xp, array, side)
+    square = array.ndim == 2 and array.shape[0] == array.shape[1]
+    if not (square or array.ndim == 1) or array.shape[0] < 1:
         raise errors.ShapeError(
             f"Expected `{side}` to have shape (n, n), or (n,) for a diagonal, got "
-            f"{tuple(x.shape)}."
+            f"{tuple(array.shape)}."
         )
+    array = ns.cast(xp, array, dtype)
+    if array.ndim == 1:
+        return array
+    full_storage = not isinstance(x, SymmetricMatrix) or x.full_storage
+    if full_storage:
+        array = _symmetric(xp, array, side, check=check)
+    return SymmetricMatrix(array, full_storage)
 
 
 def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
@@ -488,9 +489,9 @@ def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
     return x
 
 
-def _mean(value: SymmetricMatrix) -> Array:
+def _mean(value: SymmetricMatrix | Array) -> Array:
     """Return the mean eigenvalue of a matrix or of a diagonal."""
-    xp = ns.own_namespace(value.array)
-    if value.array.ndim == 1:
-        return xp.mean(xp.where(value.array < 0, 0.0 * value.array, value.array))
-    return value.trace() / value.size
+    if isinstance(value, SymmetricMatrix):
+        return value.trace() / value.size
+    xp = ns.own_namespace(value)
+    return xp.mean(xp.where(value < 0, 0.0 * value, value))

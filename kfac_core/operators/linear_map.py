@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 
@@ -67,30 +67,14 @@ class LinearMap(abc.ABC):
         p = self.shape[0]
         xp = ns.namespace_of(vectors=vectors)
         ns.require_floating(xp, vectors, "vectors")
-        if vectors.ndim not in (1, 2) or vectors.shape[0] != p:
-            raise errors.ShapeError(
-                f"Expected flat vectors of shape ({p},), or ({p}, k) for k of them, got "
-                f"{tuple(vectors.shape)}. A vector of shape {self.vector_shape} goes to "
-                "`multiply`."
-            )
+        shape = (p,) if vectors.ndim == 1 else (p, "k")
+        hint = f"One is ({p},); a matrix {self.vector_shape} goes to `multiply`."
+        constraints.require_shape("vectors", vectors, shape, hint)
         rows = vectors if vectors.ndim == 1 else xp.matrix_transpose(vectors)
         many = rows.shape[:-1]
         product = self._of_vectors(xp.reshape(rows, (*many, *self.vector_shape)))
         flat = xp.reshape(product, (*many, p))
         return flat if vectors.ndim == 1 else xp.matrix_transpose(flat)
 
-    def matvec(self, vector: Array, /) -> Array:
-        """Return ``self @ vector``, of shape ``(p,)`` or ``(p, 1)``."""
-        return self @ vector
-
-    def matmat(self, vectors: Array, /) -> Array:
-        """Return ``self @ vectors``, of shape ``(p, k)``."""
-        return self @ vectors
-
-    def rmatvec(self, vector: Array, /) -> Array:
-        """Return ``self @ vector``: the matrix is symmetric."""
-        return self @ vector
-
-    def rmatmat(self, vectors: Array, /) -> Array:
-        """Return ``self @ vectors``: the matrix is symmetric."""
-        return self @ vectors
+    # The names that SciPy asks for; the matrix is symmetric.
+    matvec = matmat = rmatvec = rmatmat = __matmul__

@@ -94,11 +94,11 @@ class ManyKronecker(CurvatureOperator):
         common = frozenset.intersection(*parts)
         if not self.exact:
             return common
-        found: dict[Factorization, bool] = {
+        available: dict[Factorization, bool] = {
             "eigenbasis": "eigenbasis" in common,
             "inverse": self.definite,
         }
-        return frozenset(name for name, made in found.items() if made)
+        return frozenset(name for name, prepared in available.items() if prepared)
 
     def prepared(
         self,
@@ -114,11 +114,11 @@ class ManyKronecker(CurvatureOperator):
             side: part.prepared(*wanted, check=check, name=f"{name}/{side}")
             for side, part in self.factors.items()
         }
-        made = replaced(self, factors=factors)
+        operator = replaced(self, factors=factors)
         if not self.exact or self.definite or "inverse" not in factorizations:
-            return made
+            return operator
         xp = ns.own_namespace(self.scale)
-        positive = xp.all(made._spectrum(True) > 0)
+        positive = xp.all(operator._spectrum(True) > 0)
         flags = self.flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
         if check == "raise":
             raise_for(flags, name)
@@ -133,7 +133,9 @@ class ManyKronecker(CurvatureOperator):
         factors = {
             side: replaced(part, basis=bases[side]) for side, part in factors.items()
         }
-        return replaced(made, factors=factors, flags=flags | inaccurate, definite=True)
+        return replaced(
+            operator, factors=factors, flags=flags | inaccurate, definite=True
+        )
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace, 0-d."""
@@ -228,10 +230,10 @@ class ManyKronecker(CurvatureOperator):
         if not self.exact:
             share = self._share() ** exponent
             return self._along(V, lambda part, x: part.power(share * x, exponent), xp)
-        made = self._ready("inverse" if exponent < 0 else "eigenbasis")
-        inner = made._along(V, lambda part, x: part.to_basis(x), xp)
-        inner = inner * made._spectrum(True) ** exponent
-        return made._along(inner, lambda part, x: part.from_basis(x), xp)
+        F = self._ready("inverse" if exponent < 0 else "eigenbasis")
+        inner = F._along(V, lambda part, x: part.to_basis(x), xp)
+        inner = inner * F._spectrum(True) ** exponent
+        return F._along(inner, lambda part, x: part.from_basis(x), xp)
 
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
         """Return ``S^1/2 L_1 (x) ... (x) L_k V``, or with the transposes."""
@@ -256,8 +258,8 @@ class ManyKronecker(CurvatureOperator):
         bases = all(part.basis is not None for part in self.factors.values())
         if bases and (self.definite or factorization == "eigenbasis"):
             return self
-        made: ManyKronecker = self._looked_at(factorization, self.scale)
-        return made
+        operator: ManyKronecker = self._looked_at(factorization, self.scale)
+        return operator
 
     def _along(
         self, v: Array, function: Callable[[DampedMatrix, Array], Array], xp: Namespace

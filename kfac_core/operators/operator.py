@@ -21,8 +21,9 @@ from typing import Any, NoReturn, get_args
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Status, finite
 from kfac_core.array import namespaces as ns
+from kfac_core.array.status import raise_flagged
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
-from kfac_core.linalg.damped import GONE, FactorizedMatrix, real_exponent
+from kfac_core.linalg.damped import GONE, DampedMatrix, real_exponent
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.operators.linear_map import LinearMap
@@ -73,16 +74,19 @@ def products_without(*parts: object) -> Mapping[str, str]:
     Returns
     -------
     mapping of str to str
-        Products that need more than was kept of a `FactorizedMatrix`, with the reason.
+        Products that need a matrix that was not kept, with the reason.
     """
-    kept = [part for part in parts if isinstance(part, FactorizedMatrix)]
-    if not kept:
+    factorized: list[DampedMatrix] = []
+    for part in parts:
+        if isinstance(part, DampedMatrix) and part.kept_norm is not None:
+            factorized.append(part)
+    if not factorized:
         return EVERY_PRODUCT
-    made = frozenset.intersection(*(part.factorizations for part in kept))
+    available = frozenset.intersection(*(part.factorizations for part in factorized))
     return {
         product: GONE
         for product in VECTOR_PRODUCTS
-        if FACTORIZATION_OF.get(product) not in made
+        if FACTORIZATION_OF.get(product) not in available
     }
 
 
@@ -137,7 +141,7 @@ class CurvatureOperator(LinearMap):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # In the class itself, or the one that dataclasses make would take its place.
+        # Set on each class, since a dataclass would define its own.
         cls.__repr__ = CurvatureOperator.__repr__  # type: ignore[method-assign]
 
     @property
@@ -212,7 +216,7 @@ class CurvatureOperator(LinearMap):
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
 
-        An exponent that is no finite number raises `DtypeError` or `ConventionError`.
+        An exponent that is no finite number raises `ConventionError`.
         """
         exponent = real_exponent(exponent)
         if exponent == 1:
@@ -419,14 +423,16 @@ class CurvatureOperator(LinearMap):
                 f"{self.unsupported_products[product]}."
             )
         stack: tuple[int, ...] = self.stack_shape
-        own, given = stack, tuple(getattr(vector, "shape", ()))
+        expected, shape = stack, tuple(getattr(vector, "shape", ()))
         many: tuple[int, ...] = ()
-        if given != stack:
-            if given[-len(stack) :] != stack:
-                own = self.vector_shape
-            many = given[: -len(own)] if given[-len(own) :] == own else ()
-        V, xp = entering(vector, (*many, *own), self.like, name=name)
-        if own != stack:
+        if shape != stack:
+            if shape[-len(stack) :] != stack:
+                expected = self.vector_shape
+            many = (
+                shape[: -len(expected)] if shape[-len(expected) :] == expected else ()
+            )
+        V, xp = entering(vector, (*many, *expected), self.like, name=name)
+        if expected != stack:
             # The columns of a layer's groups stand side by side in its vector.
             V = split_groups(V, stack[:-2], xp=xp)
         inner = self.inner_shape
@@ -455,13 +461,13 @@ class CurvatureOperator(LinearMap):
         product = result
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
-        # Elsewhere looking would synchronize with a device, or there are no values yet.
+        # Only where values are at hand: elsewhere this would synchronize with a device.
         if not finite.known_finite(result, xp=xp):
             if finite.is_plain(result, xp=xp):
                 _raise_for_product(vector, xp)
         elif (
             0 not in product.shape
-            # One entry is enough for nearly all products.
+            # Nearly always one entry shows that the product has not underflowed.
             and abs(float(product[(-1,) * product.ndim])) <= 1e-30
             and _has_underflowed(product, vector, divides, xp)
         ):
@@ -478,8 +484,10 @@ class CurvatureOperator(LinearMap):
             told["stack"] = str(self.stack_shape[:-2])
         for label, value in self._dampings().items():
             told[label] = _told(value)
-        made = [f for f in get_args(Factorization) if f in self.factorizations]
-        told["prepared"] = ", ".join(made) or "nothing"
+        factorizations = [
+            f for f in get_args(Factorization) if f in self.factorizations
+        ]
+        told["prepared"] = ", ".join(factorizations) or "nothing"
         flags = finite.plain_number(self.status(), xp=ns.own_namespace(self.like))
         if flags is not None:
             told["status"] = Status(int(flags)).name or str(int(flags))
@@ -614,24 +622,14 @@ def raise_for(
     NotFiniteError, DampingError, FactorizationError
         For flags that are set.
     """
-    found = Status(int(flags))
-    if Status.MATRIX_NOT_FINITE in found:
-        raise errors.NotFiniteError(f"{name}: the block holds NaN or infinity.")
-    if Status.BAD_DAMPING in found:
-        raise errors.DampingError(
-            f"{name}: `damping` is negative or not finite. Expected a finite number >= 0."
-        )
-    if Status.NOT_POSITIVE in found:
-        raise errors.FactorizationError(
-            f"the damped block has an eigenvalue that is not positive. {remedy}",
-            factor=name,
-        )
-    if Status.INACCURATE in found:
-        raise errors.FactorizationError(
-            "the damping is so small beside the block that roundoff changes a damped "
-            f"eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
-            factor=name,
-        )
+    reasons = {
+        Status.MATRIX_NOT_FINITE: "the block holds NaN or infinity.",
+        Status.NOT_POSITIVE: "the damped block has an eigenvalue that is not positive. "
+        f"{remedy}",
+        Status.INACCURATE: "the damping is so small beside the block that roundoff changes "
+        f"a damped eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
+    }
+    raise_flagged(int(flags), name, reasons)
 
 
 def _has_underflowed(

@@ -17,6 +17,7 @@ from kfac_core.linalg.certificate import (
     probe,
     relative_norm,
     undetermined,
+    undetermined_error,
 )
 from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
@@ -28,6 +29,7 @@ __all__ = [
     "accurate_bases",
     "applied_in",
     "eigenbasis_of",
+    "flagged_damping",
     "undetermined",
 ]
 
@@ -112,25 +114,28 @@ def accurate_bases(
     def spectra(of: Bases) -> list[Spectrum]:
         return [part.spectrum(of[side]) for side, part in parts.items()]
 
-    options: Any = {"scale": scale, "damping": damping, "name": name}
-    flags = undetermined(spectra(bases), **options, check="status")
+    flags = undetermined(spectra(bases), scale=scale, damping=damping)
     if check == "status" or not int(flags):
         return bases, flags
     wide = {
         side: eigenbasis_of(part.in_wide_basis(name=f"{name}/{side}"))
         for side, part in parts.items()
     }
-    return wide, undetermined(spectra(wide), **options, check="raise")
+    options: Any = {"scale": scale, "damping": damping}
+    flags = undetermined(spectra(wide), **options)
+    if int(flags):
+        raise undetermined_error(spectra(wide), **options, name=name)
+    return wide, flags
 
 
 def applied_in(
-    made: Chained, dtype: Any, /, *, check: Check, name: str, xp: Namespace
+    operator: Chained, dtype: Any, /, *, check: Check, name: str, xp: Namespace
 ) -> Chained:
     """Return an operator in the dtype of applying, where rounding it changes little.
 
     Parameters
     ----------
-    made : SeriesOperator or TridiagonalOperator
+    operator : SeriesOperator or TridiagonalOperator
         Operator in the dtype of computing.
     dtype : dtype
         Dtype of the result.
@@ -152,23 +157,25 @@ def applied_in(
         If the rounded operator, its inverse or its root, times the fixed probe, differs by
         more than the limit of residuals (``check="raise"``).
     """
-    if made.like.dtype == dtype:
-        return made
-    narrow = in_dtype(made, dtype, xp)
-    size = math.prod(made.stack_shape)
-    z = probe(size, dtype=made.like.dtype, device=ns.device_of(made.like), xp=xp)
-    z = xp.reshape(z, made.stack_shape)
-    worst = xp.zeros_like(made.like)
-    # The formulas themselves: what is flagged already may be NaN.
+    if operator.like.dtype == dtype:
+        return operator
+    narrow = in_dtype(operator, dtype, xp)
+    size = math.prod(operator.stack_shape)
+    z = probe(
+        size, dtype=operator.like.dtype, device=ns.device_of(operator.like), xp=xp
+    )
+    z = xp.reshape(z, operator.stack_shape)
+    worst = xp.zeros_like(operator.like)
+    # Private formulas, since public products raise where a flagged operator gives NaN.
     formulas: tuple[Callable[[Any, Array], Array], ...] = (
         lambda operator, v: operator._multiply(v, xp, True),
         lambda operator, v: operator._multiply_inverse(v, xp),
         lambda operator, v: operator._sample(v, xp),
     )
     for formula in formulas:
-        expected = formula(made, z)
-        found = formula(narrow, ns.cast(xp, z, dtype))
-        difference = ns.cast(xp, found, expected.dtype) - expected
+        expected = formula(operator, z)
+        rounded = formula(narrow, ns.cast(xp, z, dtype))
+        difference = ns.cast(xp, rounded, expected.dtype) - expected
         column = (-1, 1)
         error = relative_norm(
             xp.reshape(difference, column), xp.reshape(expected, column), xp=xp
@@ -186,6 +193,13 @@ def applied_in(
             factor=name,
         )
     return narrow
+
+
+def flagged_damping(damping: Array, /, *, xp: Namespace) -> tuple[Array, Array]:
+    """Return a damping, NaN where it is negative or not finite, and the flag of that."""
+    good = xp.isfinite(damping) & (damping >= 0)
+    flags = ns.status_unless(xp, good, Status.BAD_DAMPING)
+    return xp.where(good, damping, xp.full_like(damping, xp.nan)), flags
 
 
 def eigenbasis_of(part: Damped, /) -> Eigendecomposition | None:

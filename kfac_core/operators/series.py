@@ -97,8 +97,10 @@ class SeriesOperator(CurvatureOperator):
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        found: frozenset[Factorization] = frozenset({"inverse"})
-        return found if self.dense is None else found | self.dense.factorizations
+        available: frozenset[Factorization] = frozenset({"inverse"})
+        return (
+            available if self.dense is None else available | self.dense.factorizations
+        )
 
     def prepared(
         self,
@@ -112,10 +114,10 @@ class SeriesOperator(CurvatureOperator):
         dense matrix; a block above `DENSE_LIMIT` goes without.  ``"eigenbasis"`` also
         prepares the undamped products.
         """
-        made = self
+        operator = self
         if "eigenbasis" in factorizations:
-            made = replaced(
-                made,
+            operator = replaced(
+                operator,
                 input=self.input.prepared(
                     "eigenbasis", check=check, name=f"{name}/input"
                 ),
@@ -125,26 +127,26 @@ class SeriesOperator(CurvatureOperator):
             )
         wanted = tuple(f for f in _DENSE if f in factorizations)
         if not wanted or self._rows() > DENSE_LIMIT:
-            return made
-        dense = made._dense_matrix().prepared(*wanted, check=check, name=name)
-        made = replaced(made, dense=dense.block)
+            return operator
+        dense = operator._dense_matrix().prepared(*wanted, check=check, name=name)
+        operator = replaced(operator, dense=dense.block)
         if "cholesky" not in wanted:
-            return made
-        # The dense matrix is formed in the dtype of applying; its inverse is known apart.
+            return operator
+        # The dense matrix was rounded, so compare its solve with the chain's inverse.
         xp = ns.own_namespace(self.scale)
         z = probe(
             self._rows(), dtype=self.scale.dtype, device=ns.device_of(self.scale), xp=xp
         )
         column = xp.reshape(
-            made.chain.solve(xp.reshape(z, made.stack_shape), xp=xp), (-1, 1)
+            operator.chain.solve(xp.reshape(z, operator.stack_shape), xp=xp), (-1, 1)
         )
         half = dense.block.lower_solve(z, transpose=False)
-        found = dense.block.lower_solve(half, transpose=True)
-        error = relative_norm(found - column, column, xp=xp)
+        root = dense.block.lower_solve(half, transpose=True)
+        error = relative_norm(root - column, column, xp=xp)
         flags = ns.status_unless(xp, error <= RESIDUAL_LIMIT, Status.INACCURATE)
         if check == "raise":
             raise_for(flags, name)
-        return made.flagged(flags)
+        return operator.flagged(flags)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F; from the dense matrix for the infinite variant."""
@@ -263,7 +265,9 @@ def _pseudo_root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
     """Return a root of the matrix without its shift, which may be singular."""
     w, Q = factor.eigenvalues(shifted=False), factor.eigenvectors()
     roundoff = 10.0 * factor.size * ns.roundoff_of(w.dtype, xp=xp)
-    kept = w > roundoff * xp.max(w)
-    root = xp.sqrt(xp.where(kept, w, xp.zeros_like(w)))
-    inverse = xp.where(kept, 1.0 / xp.where(kept, root, xp.ones_like(w)), 0.0 * w)
+    positive = w > roundoff * xp.max(w)
+    root = xp.sqrt(xp.where(positive, w, xp.zeros_like(w)))
+    inverse = xp.where(
+        positive, 1.0 / xp.where(positive, root, xp.ones_like(w)), 0.0 * w
+    )
     return Root(Q * root[None, :], Q * inverse[None, :], lagged)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
@@ -33,7 +33,7 @@ from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.products import multiply_matrices
 from kfac_core.operators.operator import CurvatureOperator, log_sum, raise_for
-from kfac_core.operators.parts import accurate_bases
+from kfac_core.operators.parts import accurate_bases, flagged_damping
 
 __all__ = ["SpectralOperator", "spectral_operator"]
 
@@ -147,12 +147,12 @@ class SpectralOperator(CurvatureOperator):
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        made: dict[Factorization, bool] = {
+        available: dict[Factorization, bool] = {
             "inverse": self.definite,
             "cholesky": self.lower is not None,
             "eigenbasis": self.spectrum is not None,
         }
-        return frozenset(name for name, there in made.items() if there)
+        return frozenset(name for name, there in available.items() if there)
 
     def prepared(
         self,
@@ -166,31 +166,31 @@ class SpectralOperator(CurvatureOperator):
         the block was made from factors.  ``"inverse"`` makes sure that ``s + lam`` is
         positive.
         """
-        made = self
-        if factorizations and made.spectrum is None:
-            made = made._decomposed(check, name)
-        if "inverse" in factorizations and not made.definite:
-            made = made._definite(check, name)
-        if "cholesky" in factorizations and made.lower is None:
-            made = made._with_lower(check, name)
-        return made
+        operator = self
+        if factorizations and operator.spectrum is None:
+            operator = operator._decomposed(check, name)
+        if "inverse" in factorizations and not operator.definite:
+            operator = operator._definite(check, name)
+        if "cholesky" in factorizations and operator.lower is None:
+            operator = operator._with_lower(check, name)
+        return operator
 
     def spectral(
         self, *, check: Check = "raise", name: str = "block"
     ) -> SpectralOperator:
         """Return the decomposed operator, without the factors."""
-        made = self.prepared("eigenbasis", check=check, name=name)
-        return replaced(made, factors=None, lower=None)
+        F = self.prepared("eigenbasis", check=check, name=name)
+        return replaced(F, factors=None, lower=None)
 
     def at_rows(self, indices: Array, /) -> CurvatureOperator:
         """Return the operator on the rows of some ids, where Q_A is the identity."""
-        made = self._ready("eigenbasis")
-        if made.input is not None or not made.is_kronecker:
+        F = self._ready("eigenbasis")
+        if F.input is not None or not F.is_kronecker:
             return super().at_rows(indices)
-        spectrum = self.namespace.take(made._values(), indices, axis=-2)
+        spectrum = self.namespace.take(F._values(), indices, axis=-2)
         shape = int(indices.shape[0]), self.matrix_shape[1]
         return replaced(
-            made, spectrum=spectrum, matrix_shape=shape, factors=None, lower=None
+            F, spectrum=spectrum, matrix_shape=shape, factors=None, lower=None
         )
 
     def to_basis(self, vectors: Array, /) -> Array:
@@ -217,11 +217,7 @@ class SpectralOperator(CurvatureOperator):
         """
         xp = ns.namespace_of(vectors=vectors, block=self.damping)
         ns.require_floating(xp, vectors, "vectors")
-        if tuple(vectors.shape[-2:]) != self.vector_shape:
-            n, m = self.vector_shape
-            raise errors.ShapeError(
-                f"Expected vectors of shape (..., {n}, {m}), got {tuple(vectors.shape)}."
-            )
+        constraints.require_shape("vectors", vectors, (..., *self.vector_shape))
         return self._coordinates(self._split(ns.cast(xp, vectors, self.dtype), xp), xp)
 
     def from_basis(self, coordinates: Array, /) -> Array:
@@ -270,8 +266,8 @@ class SpectralOperator(CurvatureOperator):
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return ``s + lam``, or s, ascending, shape (n m,)."""
-        made = self._ready("eigenbasis")
-        values = made._damped() if damped else made._values()
+        F = self._ready("eigenbasis")
+        values = F._damped() if damped else F._values()
         return self.namespace.sort(self.namespace.reshape(values, (-1,)))
 
     def to_dense(self, *, damped: bool = True) -> Array:
@@ -323,12 +319,12 @@ class SpectralOperator(CurvatureOperator):
         return product + self._lam() * V if damped else product
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        made = self._ready("inverse")
-        return made._vectors(made._coordinates(V, xp) / made._damped(), xp)
+        F = self._ready("inverse")
+        return F._vectors(F._coordinates(V, xp) / F._damped(), xp)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
-        made = self._ready("inverse" if exponent < 0 else "eigenbasis")
-        return made._in_eigenbasis(V, xp, made._damped() ** exponent)
+        F = self._ready("inverse" if exponent < 0 else "eigenbasis")
+        return F._in_eigenbasis(V, xp, F._damped() ** exponent)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1/2 Z``, with the symmetric root."""
@@ -400,8 +396,8 @@ class SpectralOperator(CurvatureOperator):
             return self.prepared(factorization)
         if factorization == "eigenbasis" or self.definite:
             return self
-        made: SpectralOperator = self._looked_at(factorization, self.damping)
-        return made
+        operator: SpectralOperator = self._looked_at(factorization, self.damping)
+        return operator
 
     def _triangle(self) -> KroneckerCholesky | None:
         """Return L, made now where that can raise; None for a diagonal."""
@@ -415,14 +411,12 @@ class SpectralOperator(CurvatureOperator):
 
     def _decomposed(self, check: Check, name: str) -> SpectralOperator:
         """Return the same with bases and spectrum, made from the factors."""
-        found = self._product().spectral(check=check, name=name)
-        return replaced(
-            self, input=found.input, output=found.output, spectrum=found.spectrum
-        )
+        F = self._product().spectral(check=check, name=name)
+        return replaced(self, input=F.input, output=F.output, spectrum=F.spectrum)
 
     def _definite(self, check: Check, name: str) -> SpectralOperator:
         """Return the same, after a look at the smallest eigenvalue."""
-        xp, made = self.namespace, self
+        xp, operator = self.namespace, self
         damped = self._damped()
         positive = xp.min(damped) > 0
         finite = xp.max(damped) != xp.inf
@@ -431,9 +425,9 @@ class SpectralOperator(CurvatureOperator):
         if check == "raise":
             raise_for(flags, name)
         if self.factors is not None:
-            made, inaccurate = self._accurate(check, name)
+            operator, inaccurate = self._accurate(check, name)
             flags = flags | inaccurate
-        return replaced(made, flags=flags, definite=True)
+        return replaced(operator, flags=flags, definite=True)
 
     def _accurate(self, check: Check, name: str) -> tuple[SpectralOperator, Array]:
         """Return the same with bases that determine the damped block, and flags."""
@@ -449,25 +443,25 @@ class SpectralOperator(CurvatureOperator):
         if bases["input"] is self.input and bases["output"] is self.output:
             return self, flags
         spectrum = factors.spectrum_of(bases)
-        made = replaced(
+        accurate = replaced(
             self, input=bases["input"], output=bases["output"], spectrum=spectrum
         )
-        return made, flags
+        return accurate, flags
 
     def _with_lower(self, check: Check, name: str) -> SpectralOperator:
         """Return the same with its Cholesky factor, where that is no diagonal."""
-        made = self if self.definite else self._definite(check, name)
+        F = self if self.definite else self._definite(check, name)
         if self._is_diagonal():
-            return made
+            return F
         if not self.is_kronecker:
             raise errors.UnsupportedError(
                 "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
                 "operator that it was made of."
             )
         n, m = self.inner_shape[-2:]
-        Q_A, Q_G = self._basis_matrix(made.input, n), self._basis_matrix(made.output, m)
-        lower = spectral_cholesky(Q_A, made._damped(), Q_G, check=check, name=name)
-        return replaced(made, lower=lower)
+        Q_A, Q_G = self._basis_matrix(F.input, n), self._basis_matrix(F.output, m)
+        lower = spectral_cholesky(Q_A, F._damped(), Q_G, check=check, name=name)
+        return replaced(F, lower=lower)
 
     def _dense(self) -> Array:
         """Return F without damping, flattened row-major, from its spectrum."""
@@ -583,7 +577,7 @@ def spectral_operator(
     if vector_shape is None:
         n, m = _matrix_shape(spectrum)
         vector_shape = n, m
-    # Looked at in the dtype in which it is used.
+    # Check the spectrum in the dtype in which it is used.
     spectrum = ns.cast(xp, spectrum, dtype)
     damping = ns.full_of(xp, ns.as_scalar(xp, damping, dtype, "damping"), spectrum)
     if input is not None and not isinstance(input, Eigendecomposition):
@@ -596,32 +590,26 @@ def spectral_operator(
     for basis in (input, output):
         if basis is not None:
             finite = finite & xp.all(xp.isfinite(basis.eigenvectors))
-    good = xp.isfinite(damping) & (damping >= 0)
-    flags = ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | ns.status_unless(
-        xp, good, Status.BAD_DAMPING
-    )
+    damping, flags = flagged_damping(damping, xp=xp)
+    flags = flags | ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
     definite = "inverse" in factorizations
     if definite:
         positive = xp.min(spectrum) + damping > 0
         flags = flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
     if check == "raise":
         raise_for(flags, name)
-    damping = xp.where(good, damping, xp.full_like(damping, xp.nan))
-    made = SpectralOperator(
+    operator = SpectralOperator(
         input, output, spectrum, damping, flags, vector_shape, definite=definite
     )
-    return made.prepared(*factorizations, check=check, name=name)
+    return operator.prepared(*factorizations, check=check, name=name)
 
 
 _ORTHOGONAL = 1e-4
-"""How far the columns of a given basis may be from orthonormal, at a probe."""
+"""Largest error of ``Q Q^T z = z`` for a given basis and a fixed probe z."""
 
 
 def _matrix_shape(spectrum: Array) -> tuple[int, int]:
-    if spectrum.ndim != 2:
-        raise errors.ShapeError(
-            f"Expected `spectrum` of shape (n, m), got {tuple(spectrum.shape)}."
-        )
+    constraints.require_shape("spectrum", spectrum, ("n", "m"))
     n, m = spectrum.shape
     return int(n), int(m)
 

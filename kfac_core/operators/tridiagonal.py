@@ -71,7 +71,7 @@ class TridiagonalOperator(CurvatureOperator):
     fallback : array of int32, 0-d
         `kfac_core.linalg.fallback.Fallback` that was used: in which precision it was made.
     names : tuple of str
-        Of the layers, from the first to the last.
+        Names of the layers, from the first to the last.
     """
 
     layers: dict[str, FactoredKronecker]
@@ -147,10 +147,10 @@ class TridiagonalOperator(CurvatureOperator):
         for place, _ in reversed(self._pairs()):
             psi = self.links[place].dense()
             above = [xp.matmul(psi, block) for block in rows[0]]
-            own = self.conditionals[place].dense(xp=xp)
-            own = own + xp.matmul(above[0], xp.matrix_transpose(psi))
+            conditional = self.conditionals[place].dense(xp=xp)
+            conditional = conditional + xp.matmul(above[0], xp.matrix_transpose(psi))
             rows = [[xp.matrix_transpose(above[j]), *row] for j, row in enumerate(rows)]
-            rows = [[own, *above], *rows]
+            rows = [[conditional, *above], *rows]
         dense = xp.concat([xp.concat(row, axis=1) for row in rows], axis=0)
         return 0.5 * self.scale * (dense + xp.matrix_transpose(dense))
 

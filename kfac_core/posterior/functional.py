@@ -97,7 +97,7 @@ def covariance_of_coordinates(
     posterior : BlockPosterior
         Posterior of the block, for any N and tau.
     coordinates : array, shape (..., K, (Q,) n, m) or (..., K, n m, 1)
-        What ``posterior.curvature.to_basis`` made of the Jacobians.
+        Jacobians in the basis, from ``posterior.curvature.to_basis``.
 
     Returns
     -------

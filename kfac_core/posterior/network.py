@@ -14,7 +14,7 @@ from functools import reduce
 from operator import add, or_
 from typing import Any, TypeAlias
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array, Check, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
@@ -33,7 +33,7 @@ from kfac_core.posterior.functional import (
     functional_variance,
     variance_of_rows,
 )
-from kfac_core.posterior.spectra import require_same_blocks, spectral_blocks
+from kfac_core.posterior.spectra import spectral_blocks
 
 __all__ = ["Jacobians", "Parameters", "Posterior"]
 
@@ -90,7 +90,7 @@ class Posterior:
     posteriors: Mapping[str, BlockPosterior]
 
     def __post_init__(self) -> None:
-        require_same_blocks(self.blocks, self.posteriors, "posteriors")
+        constraints.require_names("posteriors", self.posteriors, self.blocks)
 
     @classmethod
     def of_statistics(
@@ -119,22 +119,22 @@ class Posterior:
         Returns
         -------
         Posterior
-            Whose prior and N can be changed without a new decomposition.
+            Its prior and N can be changed without a new decomposition.
 
         Raises
         ------
         KFACError
             As `spectral_blocks` and `block_posterior`.
         """
-        found: dict[str, SpectralOperator] = spectral_blocks(
+        spectra: dict[str, SpectralOperator] = spectral_blocks(
             blocks, statistics, debias=debias, precision=precision, check=check
         )
-        taus = _by_block(prior_precision, found)
+        taus = _by_block(prior_precision, spectra)
         posteriors = {
             name: block_posterior(
                 F, examples=examples, prior_precision=taus[name], check=check, name=name
             )
-            for name, F in found.items()
+            for name, F in spectra.items()
         }
         return cls(dict(blocks), posteriors)
 
@@ -188,9 +188,9 @@ class Posterior:
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError
             For parameters of incompatible shape, dtype, library or device.
         """
-        require_same_blocks(self.blocks, parameters, "parameters")
+        constraints.require_names("parameters", parameters, self.blocks)
         if isinstance(prior_mean, Mapping):
-            require_same_blocks(self.blocks, prior_mean, "prior_mean")
+            constraints.require_names("prior_mean", prior_mean, self.blocks)
         scatter = []
         for name, p in self.posteriors.items():
             layer = self.blocks[name].layer
@@ -233,8 +233,8 @@ class Posterior:
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError
             For arrays of incompatible shape, dtype, library or device.
         """
-        require_same_blocks(self.blocks, mean, "mean")
-        require_same_blocks(self.blocks, noise, "noise")
+        constraints.require_names("mean", mean, self.blocks)
+        constraints.require_names("noise", noise, self.blocks)
         samples, leading = {}, {}
         for name, p in self.posteriors.items():
             layer = self.blocks[name].layer
@@ -247,11 +247,7 @@ class Posterior:
                 + ns.cast(ns.own_namespace(x), x, mean[name][key].dtype)
                 for key, x in deviations.items()
             }
-        if len(set(leading.values())) > 1:
-            raise errors.ShapeError(
-                "Expected the `noise` of all blocks to have the same leading axes, got "
-                f"{leading}."
-            )
+        constraints.require_same("leading axes of `noise` in all blocks", leading)
         return samples
 
     def functional_covariance(self, jacobians: Jacobians, /) -> Array:
@@ -285,7 +281,7 @@ class Posterior:
     def _functional(
         self, jacobians: Jacobians, of_matrices: Any, of_rows: Any
     ) -> Array:
-        require_same_blocks(self.blocks, jacobians, "jacobians")
+        constraints.require_names("jacobians", jacobians, self.blocks)
         parts = {}
         for name, p in self.posteriors.items():
             J, layer = jacobians[name], self.blocks[name].layer
@@ -294,11 +290,9 @@ class Posterior:
             else:
                 parts[name] = of_rows(p, whole_rows(layer, J))
         shapes = {name: tuple(part.shape) for name, part in parts.items()}
-        if len(set(shapes.values())) > 1:
-            raise errors.ShapeError(
-                f"Expected the Jacobians of all blocks to have the same examples and "
-                f"outputs, got covariances of the shapes {shapes}."
-            )
+        constraints.require_same(
+            "examples and outputs in `jacobians` of all blocks", shapes
+        )
         return reduce(add, parts.values())
 
 
@@ -316,6 +310,6 @@ def _by_block(
 ) -> Mapping[str, Scalar]:
     """Return a value for each block."""
     if isinstance(value, Mapping):
-        require_same_blocks(blocks, value, "prior_precision")
+        constraints.require_names("prior_precision", value, blocks)
         return value
     return dict.fromkeys(blocks, value)

@@ -18,7 +18,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.stages import operator_of
 
-__all__ = ["require_same_blocks", "spectral_blocks"]
+__all__ = ["spectral_blocks"]
 
 _FULL_PRECISION = Precision()
 
@@ -68,15 +68,13 @@ def spectral_blocks(
     is taken in the bases that its statistics hold: those are the coordinates until its
     first rebase.
     """
-    constraints.require_kind("blocks", blocks, Mapping, "a mapping of names to blocks")
-    constraints.require_kind(
-        "statistics", statistics, Mapping, "a mapping of names to statistics"
-    )
+    for name, mapping in (("blocks", blocks), ("statistics", statistics)):
+        constraints.require_kind(name, mapping, Mapping, "a mapping by block")
     constraints.require_flag("debias", debias)
     constraints.require_kind("precision", precision, Precision, "a Precision")
     constraints.require_check(check)
-    require_same_blocks(blocks, statistics, "statistics")
-    found = {}
+    constraints.require_names("statistics", statistics, blocks)
+    spectra = {}
     for name, block in blocks.items():
         try:
             # No factorization: a block of low rank has none without damping.
@@ -89,40 +87,10 @@ def spectral_blocks(
                 precision=precision,
             )
             operator = operator_of(block, statistics[name], options, name=name)
-            found[name] = operator.spectral(check=check, name=name)
+            spectra[name] = operator.spectral(check=check, name=name)
         except errors.UnsupportedError as error:
             raise errors.UnsupportedError(
                 f"Block {name!r}: expected an approximation with an eigenbasis, as "
                 f"Kronecker, Eigen, Diagonal and Full have. {error}"
             ) from None
-    return found
-
-
-def require_same_blocks(
-    blocks: Mapping[str, object], given: Mapping[str, object], name: str, /
-) -> None:
-    """Raise `UnknownBlockError` unless both have the same names.
-
-    Parameters
-    ----------
-    blocks : mapping of str
-        What is expected.
-    given : mapping of str
-        Given mapping.
-    name : str
-        Name used in error messages.
-
-    Raises
-    ------
-    UnknownBlockError
-        Naming what is missing and what is unknown.
-    """
-    missing, unknown = (
-        sorted(set(blocks) - set(given)),
-        sorted(set(given) - set(blocks)),
-    )
-    if missing or unknown:
-        raise errors.UnknownBlockError(
-            f"Expected `{name}` for the blocks {', '.join(map(repr, blocks))}; missing "
-            f"{missing}, unknown {unknown}. A block left out would count as zero."
-        )
+    return spectra

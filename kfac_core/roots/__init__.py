@@ -7,12 +7,30 @@ from kfac_core.roots.orthogonal_iteration import (
     refreshed_basis,
 )
 from kfac_core.roots.roots import InverseRoot, inverse_root
+from kfac_core.roots.soap import (
+    adam_quotient,
+    averaged_factor,
+    carried_moments,
+    diagonal_blocks,
+    from_basis,
+    in_basis,
+    renewed_basis,
+    side_blocks,
+)
 
 __all__ = [
     "GradientFactors",
     "InverseRoot",
     "OrderedBasis",
+    "adam_quotient",
+    "averaged_factor",
+    "carried_moments",
+    "diagonal_blocks",
+    "from_basis",
+    "in_basis",
     "inverse_root",
     "ordered_basis",
     "refreshed_basis",
+    "renewed_basis",
+    "side_blocks",
 ]

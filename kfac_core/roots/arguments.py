@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kfac_core import errors
+from kfac_core import constraints
 from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -40,10 +40,7 @@ def symmetric_argument(
         array, full = matrix.array, matrix.full_storage
     xp = ns.namespace_of(**{name: array})
     ns.require_floating(xp, array, name)
-    if array.ndim < 2 or array.shape[-1] != array.shape[-2] or array.shape[-1] < 1:
-        raise errors.ShapeError(
-            f"Expected `{name}` to have shape (..., n, n), got {tuple(array.shape)}."
-        )
+    constraints.require_shape(name, array, (..., "n", "n"))
     wide = ns.cast(xp, array, ns.wide_dtype(xp, array.dtype))
     return SymmetricMatrix(wide, full), xp
 
@@ -78,9 +75,6 @@ def damping_array(
         return ns.full_of(xp, damping, matrix.array)
     ns.namespace_of(matrix=matrix.array, damping=damping)
     lead = tuple(matrix.array.shape[:-2])
-    if tuple(damping.shape) not in ((), lead):
-        raise errors.ShapeError(
-            f"Expected `damping` to be a number, or an array of shape () or {lead}, got "
-            f"shape {tuple(damping.shape)}."
-        )
+    if damping.ndim:
+        constraints.require_shape("damping", damping, lead)
     return ns.cast(xp, damping, matrix.array.dtype)

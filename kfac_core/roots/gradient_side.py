@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import (
     Array,
     Check,
@@ -40,7 +40,12 @@ from kfac_core.array import (
     replaced,
 )
 from kfac_core.array import namespaces as ns
-from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.array.status import raise_flagged
+from kfac_core.factors.average import (
+    coefficient_flags,
+    require_decay,
+    require_weight,
+)
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -79,11 +84,7 @@ class GradientFactors:
     def __post_init__(self) -> None:
         constraints.require_options(self, shape=constraints.tuple_of(constraints.SIZE))
         object.__setattr__(self, "shape", tuple(self.shape))
-        if not self.shape:
-            raise errors.ShapeError(
-                f"Expected `shape` with at least one axis and positive lengths, got "
-                f"{self.shape}."
-            )
+        constraints.require_any("shape", self.shape)
 
     def initial(self, like: Array, /) -> Statistics:
         """Return zero statistics, of an array's library, device and dtype.
@@ -147,7 +148,7 @@ class GradientFactors:
             Whether a gradient that is not finite raises, which synchronizes with the
             device, or leaves the statistics as they were, with a flag.
         name : str
-            What a message should call the gradient.
+            Name used in error messages.
 
         Returns
         -------
@@ -166,9 +167,8 @@ class GradientFactors:
         ``2 prod(n) sum(n)`` flops for the first form (half where the backend has a
         symmetric rank-k update), and ``k`` times that for the second.
         """
-        constraints.require_range(
-            "samples", samples, constraints.optional(constraints.SIZE)
-        )
+        count = constraints.optional(constraints.SIZE)
+        constraints.require_range("samples", samples, count)
         constraints.require_check(check)
         require_decay(decay)
         require_weight(weight)
@@ -180,28 +180,29 @@ class GradientFactors:
         V = xp.reshape(ns.cast(xp, gradient, dtype), (samples or 1, *self.shape))
         decay = ns.as_scalar(xp, decay, dtype, "decay")
         weight = ns.as_scalar(xp, weight, dtype, "weight")
-        given = None if roots is None else self._roots(roots, V, xp)
-        flags = _flags(V, given or (), decay, weight, xp)
+        whitening = None if roots is None else self._roots(roots, V, xp)
+        flags = _flags(V, whitening or (), decay, weight, xp)
         if check == "raise":
             _raise_for(flags, name)
         averages = {}
         for axis, n in enumerate(self.shape):
-            rows = V if given is None else self._whitened(V, given, axis, xp)
-            others = 1 if given is None else math.prod(self.shape) // n
+            rows = V if whitening is None else self._whitened(V, whitening, axis, xp)
+            others = 1 if whitening is None else math.prod(self.shape) // n
             averages[f"axis{axis}"] = FullFactor().updated(
                 statistics.averages[f"axis{axis}"],
                 xp.reshape(ns.moved_axis(rows, axis + 1, -1, xp=xp), (-1, n)),
-                tail=None,
-                decay=decay,
-                scale=weight / (others * V.shape[0]),
-                weight=ns.full_of(xp, weight, statistics.like),
+                decay,
+                weight / (others * V.shape[0]),
+                ns.full_of(xp, weight, statistics.like),
                 xp=xp,
             )
         new = Statistics(averages, xp.zeros_like(statistics.status))
         if check == "raise":
             return new
-        kept = map_structure(lambda a, b: xp.where(flags == 0, a, b), new, statistics)
-        return replaced(kept, status=flags)
+        accepted = map_structure(
+            lambda a, b: xp.where(flags == 0, a, b), new, statistics
+        )
+        return replaced(accepted, status=flags)
 
     def values(
         self, statistics: Statistics, /, *, debias: bool
@@ -218,7 +219,8 @@ class GradientFactors:
         Returns
         -------
         tuple of SymmetricMatrix
-            Matrices of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`),
+            Matrices of sizes ``n_1, ..., n_k``: to be damped
+            (`kfac_core.operators.kronecker_operator`),
             to have a root of (`kfac_core.roots.inverse_root`), or a basis
             (`kfac_core.roots.ordered_basis`).
         """
@@ -231,11 +233,8 @@ class GradientFactors:
         self, roots: Sequence[SymmetricMatrix | Array], V: Array, xp: Namespace
     ) -> tuple[Array, ...]:
         """Return the roots as arrays of the dtype of the statistics."""
-        if len(roots) != len(self.shape):
-            raise errors.ShapeError(
-                f"Expected `roots` to hold {len(self.shape)} matrices, one an axis, got "
-                f"{len(roots)}."
-            )
+        numbers = {"roots": len(roots), "shape": len(self.shape)}
+        constraints.require_same("number of matrices and axes", numbers)
         arrays = [r.full() if isinstance(r, SymmetricMatrix) else r for r in roots]
         ns.namespace_of(gradient=V, **{f"roots[{i}]": r for i, r in enumerate(arrays)})
         for i, (R, n) in enumerate(zip(arrays, self.shape, strict=True)):
@@ -262,28 +261,12 @@ def _flags(
     for R in roots:
         finite = xp.all(xp.isfinite(R))
         flags = flags | ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-    # Python numbers were validated before.
-    if not isinstance(decay, float):
-        flags = flags | ns.status_unless(
-            xp, (decay >= 0) & (decay <= 1), Status.BAD_DECAY
-        )
-    if not isinstance(weight, float):
-        good = (weight > 0) & xp.isfinite(weight)
-        flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
-    return flags
+    return flags | coefficient_flags(decay, weight, xp=xp)
 
 
 def _raise_for(flags: Array, name: str) -> None:
-    status = Status(int(flags))
-    if Status.OUTPUT_GRADS_NOT_FINITE in status:
-        raise errors.NotFiniteError(
-            f"`{name}` holds NaN or infinity. Leave such a step out."
-        )
-    if Status.MATRIX_NOT_FINITE in status:
-        raise errors.NotFiniteError(
-            f"`roots` for {name} hold NaN or infinity; look at their status."
-        )
-    if Status.BAD_DECAY in status:
-        raise errors.DecayError(
-            f"{name}: expected `decay` in [0, 1] and `weight` > 0, both finite."
-        )
+    reasons = {
+        Status.OUTPUT_GRADS_NOT_FINITE: "holds NaN or infinity. Leave such a step out.",
+        Status.MATRIX_NOT_FINITE: "`roots` hold NaN or infinity; look at their status.",
+    }
+    raise_flagged(int(flags), name, reasons)

@@ -25,14 +25,18 @@ from __future__ import annotations
 
 import array_api_compat
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import Array, Check, Namespace, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
-from kfac_core.linalg.factorize import FactorizationProblem, eigendecomposition
+from kfac_core.linalg.factorize import eigendecomposition
 from kfac_core.linalg.fallback import first_flag, guarded, raise_invalid
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    ScaledMatrix,
+    SymmetricMatrix,
+    multiply_symmetric,
+)
 from kfac_core.roots.arguments import symmetric_argument
 
 __all__ = [
@@ -134,14 +138,14 @@ def ordered_basis(
     constraints.require_check(check)
     A, xp = symmetric_argument(matrix, name)
     one = ns.full_of(xp, 1.0, A.array)
-    problem = FactorizationProblem(A, one, xp.zeros_like(one))
+    problem = ScaledMatrix(A, one, xp.zeros_like(one))
     basis = eigendecomposition(problem, check=check, name=name)
     Q = basis.eigenvectors
     w, off_diagonal = _quotients(Q, multiply_symmetric(A, Q, xp=xp), xp)
     never = xp.zeros_like(basis.status) > 0
     places = _places(w, xp)
-    made = _descending(w, Q, off_diagonal, never, basis.status, places, xp)
-    return replaced(made, order=places)
+    ordered = _descending(w, Q, off_diagonal, never, basis.status, places, xp)
+    return replaced(ordered, order=places)
 
 
 def refreshed_basis(
@@ -167,8 +171,8 @@ def refreshed_basis(
     matrix : SymmetricMatrix, or array of shape (..., n, n)
         A, of the shape and library of the basis; not modified.
     steps : int
-        How many, at least 1; each multiplies the angle between two eigenvectors by
-        about ``w_j / w_i``, for ``w_j < w_i``.
+        Number of iterations, at least 1; each multiplies the angle between two
+        eigenvectors by about ``w_j / w_i``, for ``w_j < w_i``.
     check : {"raise", "status"}
         Whether a matrix that is not finite raises, which synchronizes with the device, or
         leaves the basis as it was, with a flag.
@@ -211,13 +215,7 @@ def refreshed_basis(
     constraints.require_check(check)
     A, xp = symmetric_argument(matrix, name)
     ns.namespace_of(basis=basis.eigenvectors, matrix=A.array)
-    if A.array.shape != basis.eigenvectors.shape:
-        raise errors.ShapeError(
-            f"Expected `{name}` to have the shape of the basis, "
-            f"{tuple(basis.eigenvectors.shape)}, got {tuple(A.array.shape)}."
-        )
-    if steps < 1:
-        raise errors.ConventionError(f"Expected `steps` to be at least 1, got {steps}.")
+    constraints.require_shape(name, A.array, tuple(basis.eigenvectors.shape))
     A = SymmetricMatrix(ns.cast(xp, A.array, basis.eigenvectors.dtype), A.full_storage)
     finite = xp.all(xp.isfinite(A.array), axis=(-2, -1))
     invalid = first_flag((finite, Status.MATRIX_NOT_FINITE), xp=xp)
@@ -236,7 +234,7 @@ def refreshed_basis(
         w, ratio = _quotients(Q, AQ, xp)
     good = (ratio <= old_ratio) & (_orthogonality(Q, xp) <= RESIDUAL_LIMIT)
     good = good & finite
-    # Of a matrix that is not finite there are no quotients: everything stays.
+    # Without finite quotients the order stays as it is.
     old_w = xp.where(finite[..., None], old_w, basis.eigenvalues)
     old_ratio = xp.where(finite, old_ratio, basis.off_diagonal)
     w = xp.where(good[..., None], w, old_w)

@@ -12,12 +12,11 @@ eigenvalues are set to zero and reported as the clipped mass.  With ``check="sta
 only the first attempt is made and no value is read.
 
 A dense root is worth making where it is applied several times; one product with a
-power costs less by ``DampedFactor.multiply_left``, which needs no dense root.
+power costs less by ``kronecker_operator(None, A, damping=...)**p @ v``, which needs no
+dense root.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
@@ -26,13 +25,16 @@ from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe_of, relative_norm
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.factorize import (
-    FactorizationProblem,
     eigendecomposition,
     from_eigenbasis,
     problem_flags,
 )
 from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    ScaledMatrix,
+    SymmetricMatrix,
+    multiply_symmetric,
+)
 from kfac_core.roots.arguments import damping_array, symmetric_argument
 
 __all__ = ["InverseRoot", "inverse_root", "root_residual"]
@@ -128,33 +130,28 @@ def inverse_root(
     """
     constraints.require_range("degree", degree, constraints.COUNT)
     constraints.require_check(check)
-    given: Any = degree
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise errors.ConventionError(
-            f"Expected `degree` to be an integer >= 1, got {degree!r}."
-        )
     A, xp = symmetric_argument(matrix, name)
     shift = damping_array(damping, A, xp=xp)
-    # One shift for a whole stack becomes one for each matrix of it.
+    # Broadcast one shift to every matrix of the stack.
     shift = shift + xp.zeros(
         A.array.shape[:-2], dtype=shift.dtype, device=ns.device_of(shift)
     )
 
-    def attempt(problem: FactorizationProblem, xp: Namespace) -> InverseRoot:
+    def attempt(problem: ScaledMatrix, xp: Namespace) -> InverseRoot:
         basis = eigendecomposition(problem, check="status", name=name)
         return _root(problem, basis, degree, xp)
 
     def last(
-        problem: FactorizationProblem, made: InverseRoot, name: str, xp: Namespace
+        problem: ScaledMatrix, root: InverseRoot, name: str, xp: Namespace
     ) -> InverseRoot:
         return _clipped_root(problem, degree, name, xp)
 
-    problem = FactorizationProblem(A, xp.ones_like(shift), shift)
+    problem = ScaledMatrix(A, xp.ones_like(shift), shift)
     return with_fallbacks(attempt, problem, last, check=check, name=name, xp=xp)
 
 
 def root_residual(
-    problem: FactorizationProblem,
+    problem: ScaledMatrix,
     root: SymmetricMatrix,
     z: Array,
     /,
@@ -166,7 +163,7 @@ def root_residual(
 
     Parameters
     ----------
-    problem : FactorizationProblem
+    problem : ScaledMatrix
         Matrix M.
     root : SymmetricMatrix
         Root X.
@@ -189,7 +186,7 @@ def root_residual(
 
 
 def _root(
-    problem: FactorizationProblem,
+    problem: ScaledMatrix,
     basis: Eigendecomposition,
     degree: int,
     xp: Namespace,
@@ -220,26 +217,26 @@ def _root(
 
 
 def _clipped_root(
-    problem: FactorizationProblem, degree: int, name: str, xp: Namespace
+    problem: ScaledMatrix, degree: int, name: str, xp: Namespace
 ) -> InverseRoot:
     """Return the root with A clipped, checked against the clipped matrix, or raise."""
-    found = eigendecomposition(problem, check="status", name=name)
-    zeros = xp.zeros_like(found.eigenvalues)
-    w = xp.where(found.eigenvalues < 0, zeros, found.eigenvalues)
-    basis = replaced(found, eigenvalues=w)
+    eigen = eigendecomposition(problem, check="status", name=name)
+    zeros = xp.zeros_like(eigen.eigenvalues)
+    w = xp.where(eigen.eigenvalues < 0, zeros, eigen.eigenvalues)
+    basis = replaced(eigen, eigenvalues=w)
     A = from_eigenbasis(basis.eigenvectors, w, xp)
     damped = basis.eigenvalues + problem.shift[..., None]
-    clipped = FactorizationProblem(A, xp.ones_like(problem.factor), problem.shift)
-    made = _root(clipped, basis, degree, xp)
-    if bool(xp.any(made.status != 0)):
+    clipped = ScaledMatrix(A, xp.ones_like(problem.factor), problem.shift)
+    root = _root(clipped, basis, degree, xp)
+    if bool(xp.any(root.status != 0)):
         raise errors.FactorizationError(
             f"a {problem.size} x {problem.size} matrix has no certified inverse root of "
             f"degree {degree}: with damping {float(xp.max(problem.shift)):.1e} its "
             f"eigenvalues run from {float(xp.min(damped)):.1e} to "
             f"{float(xp.max(damped)):.1e}, and the residual is "
-            f"{float(xp.max(made.residual)):.1e} (limit {RESIDUAL_LIMIT}). Increase "
+            f"{float(xp.max(root.residual)):.1e} (limit {RESIDUAL_LIMIT}). Increase "
             "`damping`.",
             factor=name,
         )
-    fallback = xp.full_like(made.fallback, int(Fallback.EIGENDECOMPOSITION))
-    return replaced(made, clipped=basis.clipped, fallback=fallback)
+    fallback = xp.full_like(root.fallback, int(Fallback.EIGENDECOMPOSITION))
+    return replaced(root, clipped=basis.clipped, fallback=fallback)

@@ -7,14 +7,28 @@ Gauss-Newton.
 """
 
 from kfac_core.samples.curvature import SampleCurvature, damped_kernel, sample_curvature
+from kfac_core.samples.gathered import gathered, gathered_jacobian
 from kfac_core.samples.gram import sample_gram
+from kfac_core.samples.iterative import IterativeKernel, NystromKernel, nystrom_kernel
 from kfac_core.samples.jacobian import Jacobian, LayerJacobian
+from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residuals
+from kfac_core.samples.search import Evaluation, SearchedStep, search_step
 
 __all__ = [
+    "Evaluation",
+    "IterativeKernel",
     "Jacobian",
     "LayerJacobian",
+    "LikelihoodResiduals",
+    "NystromKernel",
     "SampleCurvature",
+    "SearchedStep",
     "damped_kernel",
+    "gathered",
+    "gathered_jacobian",
+    "likelihood_residuals",
+    "nystrom_kernel",
     "sample_curvature",
     "sample_gram",
+    "search_step",
 ]

@@ -27,6 +27,7 @@ from kfac_core.damping import require_damping
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.gram import sample_gram
+from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
 __all__ = ["SampleCurvature", "damped_kernel", "sample_curvature"]
@@ -46,8 +47,8 @@ class SampleCurvature:
     ----------
     jacobian : Jacobian
         Rows of the layers.
-    kernel : DampedMatrix
-        ``K + N lam I`` and its Cholesky factor.
+    kernel : DampedMatrix or IterativeKernel
+        ``K + N lam I`` and its Cholesky factor, or what solves with it by iterations.
     damping : array, 0-d
         The damping lam, in the dtype of K.
     centered : bool
@@ -74,7 +75,7 @@ class SampleCurvature:
     """
 
     jacobian: Jacobian
-    kernel: DampedMatrix
+    kernel: DampedMatrix | IterativeKernel
     damping: Array
     centered: bool = False
 
@@ -321,7 +322,7 @@ def sample_curvature(
 
 def damped_kernel(
     J: Jacobian,
-    K: SymmetricMatrix,
+    K: SymmetricMatrix | NystromKernel,
     /,
     *,
     damping: Scalar,
@@ -334,8 +335,8 @@ def damped_kernel(
     ----------
     J : Jacobian
         Rows of the network's layers.
-    K : SymmetricMatrix
-        What `sample_gram` returns.
+    K : SymmetricMatrix or NystromKernel
+        What `sample_gram` returns; or `nystrom_kernel`, for conjugate gradients.
     damping, centered, check
         See `sample_curvature`.
 
@@ -346,12 +347,17 @@ def damped_kernel(
     """
     xp = ns.own_namespace(K.array)
     lam = ns.full_of(xp, damping, K.array)
+    if isinstance(K, NystromKernel):
+        if centered:
+            raise errors.UnsupportedError("A centered K is not solved by iterations.")
+        kernel = IterativeKernel(J, K, lam * J.examples)
+        return SampleCurvature(J, kernel, lam)
     if centered:
         K = _centered_kernel(K, J, xp)
-    kernel = damped_matrix(K, lam * J.examples)
-    kernel = replaced(kernel, solving="triangular")
-    kernel = kernel.prepared("cholesky", check=check, name="K")
-    return SampleCurvature(J, kernel, lam, centered)
+    damped = damped_matrix(K, lam * J.examples)
+    damped = replaced(damped, solving="triangular")
+    damped = damped.prepared("cholesky", check=check, name="K")
+    return SampleCurvature(J, damped, lam, centered)
 
 
 def _centered_kernel(K: SymmetricMatrix, J: Jacobian, xp: Namespace) -> SymmetricMatrix:

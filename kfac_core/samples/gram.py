@@ -4,9 +4,8 @@ Conventions.  As `kfac_core.samples.jacobian`.  For a layer with S shared positi
 
     K_rt = sum_ss' (x_rs . x_ts') (g_rs . g_ts') = <D_r, D_t>,
 
-by the first form from the Gram matrices of x and g (``R^2 S^2 m + N^2 S^2 n`` flops), by
+by the first form from the Gram matrices of x and g (``2 S^2 (R^2 m + N^2 n)`` flops), by
 the second from the D themselves (``R^2 n m``): whichever is less, a layer at a time.
-Where S is 1 the first always is.
 
 References
 ----------
@@ -15,6 +14,9 @@ Müller and Zeinhofer (2025), arXiv:2505.12149; Chen and Heyl (2023), arXiv:2302
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array import Array, Namespace
@@ -30,6 +32,9 @@ __all__ = ["sample_gram", "widest_dtype"]
 
 _LEAST_ELEMENTS = 2**21
 """Products of fewer numbers than this are made at once: smaller ones leave BLAS idle."""
+
+_PASS = 60
+"""Flops in the time of writing and reading a number of K once."""
 
 
 def sample_gram(
@@ -55,20 +60,65 @@ def sample_gram(
 
     Notes
     -----
-    For each layer the lesser of ``R^2 S^2 m + N^2 S^2 n`` and ``R^2 n m`` flops.
+    For each layer the lesser of ``2 R^2 S^2 m + 2 N^2 S^2 n`` and ``R^2 n m`` flops.
     """
     xp = ns.own_namespace(J.like)
     dtype = widest_dtype(J.like, xp=xp) if dtype is None else dtype
+    bound = max(_LEAST_ELEMENTS, _numbers(J) // 5)
+    bound = bound if max_elements is None else max_elements
     K: SymmetricMatrix | None = None
-    for jacobian in J.layers.values():
-        rows = jacobian.rows
-        if isinstance(rows, ExampleGradients):
-            K = _add_products(K, _by_example(rows, xp), dtype, xp)
+    by_positions: list[_Positions] = []
+    for rows in _by_group(J):
+        if isinstance(rows, ExampleGradients) or _is_formed(rows):
             continue
-        for one_group in _groups(rows):
-            K = _add_group(K, one_group, dtype, max_elements, xp)
+        by_positions.append(_Positions.of(rows, dtype, xp))
+    if by_positions:
+        K = _sum_of_products(by_positions, J.samples, bound, xp)
+    formed: list[Array] = []
+    for rows in _by_group(J):
+        for D in _derivatives(rows, dtype, bound, xp):
+            waiting = sum(math.prod(part.shape) for part in formed)
+            if formed and waiting + math.prod(D.shape) > bound:
+                K, formed = _add_products(K, formed, xp), []
+            formed.append(D)
+    # One product for the derivatives of several layers writes K once.
+    K = _add_products(K, formed, xp) if formed else K
     assert K is not None
     return K
+
+
+def _by_group(J: Jacobian) -> Iterator[Any]:
+    """Yield the rows of each group of each layer; nearly always one."""
+    for jacobian in J.layers.values():
+        rows = jacobian.rows
+        if not isinstance(rows, Rows) or rows.inputs.ndim == 3:
+            yield rows
+            continue
+        for q in range(rows.inputs.shape[0]):
+            x, g = rows.inputs[q, ...], rows.output_grads[q, ...]
+            yield Rows(x, g, rows.mask, rows.homogeneous)
+
+
+def _numbers(J: Jacobian) -> int:
+    """Return how many numbers the rows hold."""
+    total = 0
+    for jacobian in J.layers.values():
+        rows = jacobian.rows
+        parts = (getattr(rows, name, None) for name in ("inputs", "output_grads"))
+        total += sum(math.prod(x.shape) for x in parts if x is not None)
+    return total
+
+
+def _is_formed(rows: Rows | IdRows) -> bool:
+    """Whether it costs less to form the derivatives of a layer than to multiply Grams."""
+    if isinstance(rows, IdRows):
+        return False
+    C, N, S, m = rows.output_grads.shape
+    n = rows.inputs.shape[-1] + rows.homogeneous
+    R, p = N * C, n * m
+    by_gradients = R * p * (R + 2 * S + _PASS)
+    by_positions = S * S * (2 * N * N * n + R * R * (2 * m + _PASS))
+    return bool(by_gradients < by_positions)
 
 
 def widest_dtype(like: Array, /, *, xp: Namespace) -> Any:
@@ -86,127 +136,131 @@ def _by_example(rows: ExampleGradients, xp: Namespace) -> Array:
     return xp.reshape(xp.permute_dims(D, (1, 0, 2)), (-1, p))
 
 
-def _groups(rows: Rows | IdRows) -> list[Rows | IdRows]:
-    """Return the rows of each group of a layer; nearly always one."""
-    if isinstance(rows, IdRows) or rows.inputs.ndim == 3:
-        return [rows]
-    return [
-        Rows(
-            rows.inputs[q, ...], rows.output_grads[q, ...], rows.mask, rows.homogeneous
-        )
-        for q in range(rows.inputs.shape[0])
-    ]
-
-
-def _add_group(
-    K: SymmetricMatrix | None,
-    rows: Rows | IdRows,
-    dtype: object,
-    max_elements: int | None,
-    xp: Namespace,
-) -> SymmetricMatrix:
-    """Return K with the products of one layer's rows added, in the cheaper way."""
-    # (N, C, S, m): an example's outputs side by side.
-    g = xp.permute_dims(ns.cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
-    N, C, S, m = g.shape
-    bound = max(_LEAST_ELEMENTS, (N * S * (C * m)) // 5)
-    bound = bound if max_elements is None else max_elements
-    if isinstance(rows, IdRows):
-        return _add_id_products(K, rows, g, dtype, bound, xp)
-    x = rows.full_inputs(dtype, xp=xp)
-    n = x.shape[-1]
-    by_positions = S * S * (C * C * m + n)
-    by_gradients = C * C * n * m
-    if S > 1 and by_gradients < by_positions:
-        return _add_formed(K, x, g, bound, xp)
-    return _add_grams(K, x, g, bound, xp)
-
-
 def _add_products(
-    K: SymmetricMatrix | None, D: Array, dtype: object, xp: Namespace
+    K: SymmetricMatrix | None, parts: list[Array], xp: Namespace
 ) -> SymmetricMatrix:
-    """Return ``K + D D^T``."""
-    columns = xp.matrix_transpose(ns.cast(xp, D, dtype))
-    return updated_gram(K, columns, tail=None, decay=1.0, scale=1.0, xp=xp)
+    """Return K with the products of derivatives added, all layers' side by side."""
+    D = parts[0] if len(parts) == 1 else xp.concat(parts, axis=1)
+    columns = xp.matrix_transpose(D)
+    return updated_gram(K, columns, 1.0, 1.0, xp=xp)
 
 
-def _add_formed(
-    K: SymmetricMatrix | None, x: Array, g: Array, bound: int, xp: Namespace
-) -> SymmetricMatrix:
-    """Add the products of formed D, some of their rows at a time."""
-    N, C, _, m = g.shape
+def _derivatives(
+    rows: Any, dtype: object, bound: int, xp: Namespace
+) -> Iterator[Array]:
+    """Yield the D of a layer where they are formed, (R, p), some rows at a time."""
+    if isinstance(rows, ExampleGradients):
+        yield ns.cast(xp, _by_example(rows, xp), dtype)
+        return
+    if not _is_formed(rows):
+        return
+    x, g = rows.full_inputs(dtype, xp=xp), _by_residual(rows, dtype, xp)
+    N, C, S, m = g.shape
     n = x.shape[-1]
     at_once = max(1, min(n, bound // max(1, N * C * m)))
     across = xp.matrix_transpose(x)[:, None, :, :]
     for start in range(0, n, at_once):
-        D = xp.matmul(across[:, :, start : start + at_once, :], g)
-        K = _add_products(K, xp.reshape(D, (N * C, -1)), g.dtype, xp)
-    assert K is not None
-    return K
+        part = across[:, :, start : start + at_once, :]
+        D = part * g if S == 1 else xp.matmul(part, g)
+        yield xp.reshape(D, (N * C, -1))
 
 
-def _add_grams(
-    K: SymmetricMatrix | None, x: Array, g: Array, bound: int, xp: Namespace
+def _by_residual(rows: Any, dtype: object, xp: Namespace) -> Array:
+    """Return the g with an example's outputs side by side, shape (N, C, S, m)."""
+    return xp.permute_dims(ns.cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """A layer's rows, or the ids of an embedding, for products of Gram matrices.
+
+    Attributes
+    ----------
+    x : array, shape (N, k, n) or (N, k)
+        Inputs, or the values of k ids.
+    g : array, shape (N, C, S, m)
+        Output gradients.
+    ids : array of int, shape (N, k), or None
+        The ids.
+    bag : bool
+        Whether an example's ids are one position.
+    """
+
+    x: Array
+    g: Array
+    ids: Array | None = None
+    bag: bool = False
+
+    @classmethod
+    def of(cls, rows: Rows | IdRows, dtype: object, xp: Namespace) -> _Positions:
+        g = _by_residual(rows, dtype, xp)
+        if isinstance(rows, IdRows):
+            return cls(rows.values(dtype, xp=xp), g, rows.ids, rows.bag)
+        return cls(rows.full_inputs(dtype, xp=xp), g)
+
+    @property
+    def outputs(self) -> int:
+        """The number C of outputs of an example."""
+        return int(self.g.shape[1])
+
+    @property
+    def width(self) -> int:
+        """Numbers held for each row of K."""
+        N, C, S, _ = self.g.shape
+        ids = 1 if self.ids is None else self.ids.shape[1]
+        return int(N * max(C * S * S, ids * ids))
+
+    def product(self, start: int, stop: int, xp: Namespace) -> Array:
+        """Return rows of K from start to stop, and columns up to stop."""
+        _, C, S, m = self.g.shape
+        first, last = start // C, stop // C
+        flat_g = xp.reshape(self.g[:last, ...], (-1, m))
+        if C == S == 1 and not start and self.ids is None:
+            flat_x = xp.reshape(self.x[:last, ...], (last, -1))
+            X, G = (_add_products(None, [a], xp).array for a in (flat_x, flat_g))
+            return X * G
+        G = xp.matmul(flat_g[first * C * S :, :], xp.matrix_transpose(flat_g))
+        X = self._inputs(first, last, xp)
+        if C == 1 and S == 1:
+            return X * G
+        X = xp.reshape(X, (last - first, 1, S, last, 1, S))
+        G = xp.reshape(G, (last - first, C, S, last, C, S))
+        return xp.reshape(xp.sum(X * G, axis=(2, 5)), (stop - start, stop))
+
+    def _inputs(self, first: int, last: int, xp: Namespace) -> Array:
+        """Return the Gram matrix of inputs; ids that are equal meet."""
+        if self.ids is None:
+            x = xp.reshape(self.x[:last, ...], (-1, self.x.shape[-1]))
+            S = self.x.shape[1]
+            return xp.matmul(x[first * S :, :], xp.matrix_transpose(x))
+        k = self.ids.shape[1]
+        ids = xp.reshape(self.ids[:last, ...], (-1,))
+        values = xp.reshape(self.x[:last, ...], (-1,))
+        equal = ids[first * k :][:, None] == ids[None, :]
+        X = ns.cast(xp, equal, values.dtype) * values[first * k :][:, None] * values
+        if self.bag:
+            X = xp.sum(xp.reshape(X, (last - first, k, last, k)), axis=(1, 3))
+        return X
+
+
+def _sum_of_products(
+    layers: Sequence[_Positions], R: int, bound: int, xp: Namespace
 ) -> SymmetricMatrix:
-    """Add the product of two Gram matrices, for some examples' rows of K at a time."""
-    N, C, S, m = g.shape
-    flat_x = xp.reshape(x, (N * S, -1))
-    flat_g = xp.reshape(g, (N * C * S, m))
+    """Return the sum over layers, some rows of K at a time, below the diagonal."""
+    step = math.lcm(*(layer.outputs for layer in layers))
+    at_once = bound // max(layer.width for layer in layers)
+    at_once = max(step, at_once // step * step)
     parts: list[Array] = []
-    at_once = max(1, bound // (C * S * N * C * S))
-    for start in range(0, N, at_once):
-        stop = min(start + at_once, N)
-        X = xp.matmul(flat_x[start * S : stop * S, :], xp.matrix_transpose(flat_x))
-        G = xp.matmul(
-            flat_g[start * C * S : stop * C * S, :], xp.matrix_transpose(flat_g)
-        )
-        parts.append(_contracted(X, G, (stop - start, N, C, S), xp))
-    return _plus(K, xp.concat(parts, axis=0))
-
-
-def _add_id_products(
-    K: SymmetricMatrix | None,
-    rows: IdRows,
-    g: Array,
-    dtype: object,
-    bound: int,
-    xp: Namespace,
-) -> SymmetricMatrix:
-    """Add the products of an embedding's rows: ids that are equal meet."""
-    N, C, S, m = g.shape
-    k = rows.ids.shape[1]
-    ids, values = rows.ids, rows.values(dtype, xp=xp)
-    flat_ids, flat_values = xp.reshape(ids, (-1,)), xp.reshape(values, (-1,))
-    flat_g = xp.reshape(g, (N * C * S, m))
-    parts: list[Array] = []
-    at_once = max(1, bound // (N * max(k * k, C * S * C * S)))
-    for start in range(0, N, at_once):
-        stop = min(start + at_once, N)
-        places = slice(start * k, stop * k)
-        equal = flat_ids[places][:, None] == flat_ids[None, :]
-        X = ns.cast(xp, equal, dtype) * flat_values[places][:, None] * flat_values
-        if rows.bag:
-            X = xp.sum(xp.reshape(X, (stop - start, k, N, k)), axis=(1, 3))
-        G = xp.matmul(
-            flat_g[start * C * S : stop * C * S, :], xp.matrix_transpose(flat_g)
-        )
-        parts.append(_contracted(X, G, (stop - start, N, C, S), xp))
-    return _plus(K, xp.concat(parts, axis=0))
-
-
-def _contracted(
-    X: Array, G: Array, sizes: tuple[int, int, int, int], xp: Namespace
-) -> Array:
-    """Return ``sum_ss' X_ns,ts' G_ncs,tds'``, shape (n C, N C)."""
-    few, N, C, S = sizes
-    if C == 1 and S == 1:
-        return X * G
-    X = xp.reshape(X, (few, 1, S, N, 1, S))
-    G = xp.reshape(G, (few, C, S, N, C, S))
-    return xp.reshape(xp.sum(X * G, axis=(2, 5)), (few * C, N * C))
-
-
-def _plus(K: SymmetricMatrix | None, product: Array) -> SymmetricMatrix:
-    """Return the sum; of a product of other factors one triangle is taken."""
-    total = product if K is None else K.array + product
-    return SymmetricMatrix(total, full_storage=False)
+    for start in range(0, R, at_once):
+        stop = min(start + at_once, R)
+        part = layers[0].product(start, stop, xp)
+        for layer in layers[1:]:
+            part = part + layer.product(start, stop, xp)
+        if stop < R:
+            zeros = xp.zeros(
+                (stop - start, R - stop), dtype=part.dtype, device=ns.device_of(part)
+            )
+            part = xp.concat([part, zeros], axis=1)
+        parts.append(part)
+    K = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
+    return SymmetricMatrix(K, full_storage=False)

@@ -11,6 +11,7 @@ mappings of layers to parameters by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from kfac_core.array.structure import structure
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import stack_to_matrices
-from kfac_core.layers.rows import Batch
+from kfac_core.layers.rows import Batch, Rows
 from kfac_core.layers.whole_rows import whole_rows
 from kfac_core.samples.row_products import combined_rows, row_products
 
@@ -103,12 +104,14 @@ class Jacobian:
             layer's outputs, of each example by itself: what one backward pass of the *sum*
             of the outputs gives.  ``sources=C`` for C outputs an example.  Parameters that
             no layer describes come as the derivatives themselves, for a layer
-            `kfac_core.Parameters`.
+            `kfac_core.Parameters`.  A layer whose inputs differ between an example's
+            outputs, as in derivatives of a network, has these as examples, side by side:
+            the space of samples then has the shape (N C,).
 
         Returns
         -------
         Jacobian
-            Refers to the arrays, and copies none.
+            Refers to the arrays; inputs of layers with a bias are copied, with its 1s.
 
         Raises
         ------
@@ -129,12 +132,16 @@ class Jacobian:
         for name, layer in layers.items():
             rows, shapes[name] = _rows_of(layer, derivatives[name])
             jacobians[name] = LayerJacobian(rows, layer)
-        if len(set(shapes.values())) != 1:
+        forms = set(shapes.values())
+        if len(forms) == 1:
+            return cls(jacobians, forms.pop())
+        samples = {math.prod(form) for form in forms}
+        if len(samples) > 1:
             raise errors.ShapeError(
                 "Expected the same examples and outputs for all layers, got the shapes "
                 f"{shapes}."
             )
-        return cls(jacobians, next(iter(shapes.values())))
+        return cls(jacobians, (samples.pop(),))
 
     @property
     def examples(self) -> int:
@@ -192,11 +199,12 @@ class Jacobian:
         for name, jacobian in self.layers.items():
             V = jacobian.layer.parameters_to_matrix(vectors[name])
             xp = ns.namespace_of(rows=jacobian.rows.like, vectors=V)
-            products.append(row_products(jacobian.rows, V, xp=xp))
+            product = row_products(jacobian.rows, V, xp=xp)
+            products.append(xp.reshape(product, self.sample_shape))
         total = products[0]
         for product in products[1:]:
             total = total + product
-        return ns.own_namespace(total).reshape(total, self.sample_shape)
+        return total
 
     def multiply_transposed(
         self, coefficients: Array, /
@@ -224,12 +232,12 @@ class Jacobian:
                 f"Expected `coefficients` of shape {self.sample_shape}, got "
                 f"{tuple(coefficients.shape)}."
             )
-        c = xp.reshape(coefficients, (self.examples, self.outputs))
         combined: dict[str, dict[str, Array]] = {}
         for name, jacobian in self.layers.items():
             rows, layer = jacobian.rows, jacobian.layer
-            narrow = ns.cast(xp, c, rows.like.dtype)
-            matrix = combined_rows(rows, narrow, layer.matrix_shape, xp=xp)
+            c = xp.reshape(coefficients, (rows.examples, rows.sources))
+            c = ns.cast(xp, c, rows.like.dtype)
+            matrix = combined_rows(rows, c, layer.matrix_shape, xp=xp)
             combined[name] = layer.matrix_to_parameters(matrix)
         return combined
 
@@ -256,6 +264,10 @@ def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ..
             "Give a mapping of arrays with the axes (examples, outputs) in front."
         )
     rows = whole_rows(layer, derivatives)
+    if isinstance(rows, Rows) and rows.homogeneous:
+        xp = ns.own_namespace(rows.inputs)
+        x = rows.full_inputs(rows.inputs.dtype, xp=xp)
+        rows = Rows(x, rows.output_grads, mask=None, homogeneous=False)
     uses = derivatives if isinstance(derivatives, Sequence) else [derivatives]
     if uses[0].sources is None:
         return rows, (rows.examples,)

@@ -87,14 +87,14 @@ class Chains:
                     f"{chain!r} is a chain: give batches and gradients by the names of its "
                     f"layers, {list(names)}."
                 )
-            missing = [name for name in names if name not in given]
-            if not missing:
-                grouped[chain] = {name: given[name] for name in names}
-            elif len(missing) < len(names):
-                raise errors.ConventionError(
-                    f"The layers of the chain {chain!r} are {list(names)}, and {missing} "
-                    "were not given. Give all of them together."
+            own = {name: given[name] for name in names if name in given}
+            if own:
+                hint, kind = (
+                    "Give all layers of a chain together.",
+                    errors.ConventionError,
                 )
+                constraints.require_names(chain, own, names, hint, error=kind)
+                grouped[chain] = own
         return grouped
 
     def vectors(

@@ -8,10 +8,11 @@ once a refresh.  Damped inverses are the taker's own, since its damping split is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kfac_core import constraints, errors
+from kfac_core.array import replaced
 from kfac_core.block import Block
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.damped import DampedMatrix
@@ -64,36 +65,64 @@ class SharedFactors:
         """Return the sides that a block takes from others."""
         return frozenset(side for block, side in self.pairs if block == name)
 
-    def completed(
-        self,
-        name: str,
-        statistics: Statistics,
-        all_of: Mapping[str, Statistics | None],
-        /,
-    ) -> Statistics:
+    def completed(self, name: str, states: Mapping[str, Any], /) -> Statistics:
         """Return a block's statistics with the factors of others in their places.
 
         Parameters
         ----------
         name : str
-            The taker.
-        statistics : Statistics
-            Statistics of the block.
-        all_of : mapping of str to Statistics or None
-            Of all blocks.
+            The taker, which has statistics.
+        states : mapping of str to BlockState
+            States of all blocks.
 
         Returns
         -------
         Statistics
             The same, where nothing is taken or the giver has none yet.
         """
+        statistics: Statistics = states[name].statistics
         averages = dict(statistics.averages)
         for side in self.taken_by(name):
             giver, other_side = self.pairs[name, side]
-            given = all_of[giver]
-            if given is not None:
-                averages[side] = given.averages[other_side]
+            shared = states[giver].statistics
+            if shared is not None:
+                averages[side] = shared.averages[other_side]
         return Statistics(averages, statistics.status, statistics.bases)
+
+    def refreshed(
+        self,
+        tasks: Mapping[str, tuple[Any, ...]],
+        run: Callable[[Mapping[str, tuple[Any, ...]]], dict[str, Any]],
+        /,
+    ) -> dict[str, Any]:
+        """Return the operators of a refresh, in which takers of factors get their bases.
+
+        Parameters
+        ----------
+        tasks : mapping of str to tuple
+            Block, statistics and options of each refresh.
+        run : callable
+            Returns the results of tasks.
+
+        Returns
+        -------
+        dict of str to tuple or KFACError
+            Results in the order of the tasks.
+        """
+        takers = [
+            name
+            for name, (_, _, options) in tasks.items()
+            if options.rule == "exact" or "eigenbasis" in options.factorizations
+            if self.taken_by(name)
+        ]
+        results = run({n: task for n, task in tasks.items() if n not in takers})
+        second: dict[str, tuple[Any, ...]] = {}
+        for name in takers:
+            block, statistics, options = tasks[name]
+            bases = self.bases(name, results)
+            second[name] = block, replaced(statistics, bases=bases), options
+        results |= run(second) if second else {}
+        return {name: results[name] for name in tasks}
 
     def bases(
         self, name: str, refreshed: Mapping[str, Any], /

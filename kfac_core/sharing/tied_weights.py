@@ -79,12 +79,8 @@ class TiedWeights:
             given = [place for place in everywhere if place in batches]
             if not given:
                 continue
-            if given != everywhere:
-                missing = sorted(set(everywhere) - set(given))
-                raise errors.ConventionError(
-                    f"Block {name!r} is used in {everywhere}, and {missing} were not fed. "
-                    "Feed all uses of a weight in one update."
-                )
+            hint, kind = "Feed all uses of a weight at once.", errors.ConventionError
+            constraints.require_names(name, given, everywhere, hint, error=kind)
             grouped[name] = [
                 batch for place in everywhere for batch in _several(batches[place])
             ]

@@ -63,10 +63,12 @@ def curvature_of_products(
     k = _same_number(directions, products, "directions", "products")
     named = {f"directions[{i}]": d for i, d in enumerate(directions)}
     named |= {f"products[{i}]": d for i, d in enumerate(products)}
-    xp, given = entered(**named)
-    dtype = widest(*given, xp=xp)
+    xp, vectors = entered(**named)
+    dtype = widest(*vectors, xp=xp)
     rows = [
-        xp.stack([dot(given[i], given[k + j], dtype=dtype, xp=xp) for j in range(k)])
+        xp.stack(
+            [dot(vectors[i], vectors[k + j], dtype=dtype, xp=xp) for j in range(k)]
+        )
         for i in range(k)
     ]
     return xp.stack(rows)
@@ -112,21 +114,14 @@ def curvature_of_outputs(
     True
     """
     k = _same_number(changes, multiplied, "changes", "multiplied")
-    constraints.require_range(
-        "examples",
-        examples,
-        constraints.POSITIVE_SCALAR._replace(error=errors.ShapeError),
-    )
+    number = constraints.POSITIVE_SCALAR._replace(error=errors.ShapeError)
+    constraints.require_range("examples", examples, number)
     named = {f"changes[{i}]": x for i, x in enumerate(changes)}
     named |= {f"multiplied[{i}]": x for i, x in enumerate(multiplied)}
     xp = ns.namespace_of(**named)
     for name, x in named.items():
         ns.require_floating(xp, x, name)
-        if tuple(x.shape) != tuple(changes[0].shape):
-            raise errors.ShapeError(
-                f"Expected `{name}` to have the shape {tuple(changes[0].shape)} of "
-                f"`changes[0]`, got {tuple(x.shape)}."
-            )
+        constraints.require_shape(name, x, tuple(changes[0].shape))
     arrays = list(named.values())
     dtype = ns.wide_dtype(xp, xp.result_type(*arrays))
     arrays = [ns.cast(xp, detached_array(x), dtype) for x in arrays]
@@ -138,9 +133,6 @@ def curvature_of_outputs(
 def _same_number(
     left: Sequence[object], right: Sequence[object], name: str, other: str
 ) -> int:
-    if not left or len(left) != len(right):
-        raise errors.ShapeError(
-            f"Expected as many `{other}` as `{name}`, and at least one, got "
-            f"{len(right)} and {len(left)}."
-        )
+    constraints.require_any(name, left)
+    constraints.require_same("number of vectors", {name: len(left), other: len(right)})
     return len(left)

@@ -83,10 +83,8 @@ def gamma_candidates(
     """
     constraints.require_range("gamma", gamma, _GAMMA)
     constraints.require_range("factor", factor, constraints.FRACTION)
-    if not 0.0 <= minimum <= maximum:
-        raise errors.DampingError(
-            f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
-        )
+    constraints.require_range("minimum", minimum, constraints.DAMPING)
+    constraints.require_ordered(minimum=minimum, maximum=maximum)
     present = detached_array(gamma)
     tried = (present, factor * present, present / factor)
     low, middle, high = (_bounded(g, minimum, maximum) for g in tried)
@@ -106,7 +104,7 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
     Returns
     -------
     float or 0-d array
-        Of the least finite change, the first of equals; the first candidate where no
+        Gamma of the least finite change, the first of equals; the first candidate where no
         change is finite.  A 0-d array where the changes are.
 
     Raises
@@ -114,11 +112,9 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
     ShapeError
         For no candidates, or another number of changes.
     """
-    if not gammas or len(gammas) != len(changes):
-        raise errors.ShapeError(
-            "Expected as many `changes` as `gammas`, and at least one, got "
-            f"{len(changes)} and {len(gammas)}."
-        )
+    constraints.require_any("gammas", gammas)
+    numbers = {"gammas": len(gammas), "changes": len(changes)}
+    constraints.require_same("number of candidates", numbers)
     pairs = zip(gammas, changes, strict=True)
     return _best([Trial(gamma, change, None) for gamma, change in pairs]).gamma
 

@@ -28,8 +28,6 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar, Status
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.constraints import shown
-from kfac_core.damping import require_damping
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.small_system import guarded_minimizer
 from kfac_core.steps.vectors import Vector, dots, entered, scalar_of, widest
@@ -157,9 +155,9 @@ class QuadraticModel:
         xp = array_api_compat.array_namespace(self.slope)
         k = self.slope.shape[0]
         matrix = self.damped_curvature()
-        given = self._numbers((None,) * k if fixed is None else fixed, "fixed")
+        fixed_numbers = self._numbers((None,) * k if fixed is None else fixed, "fixed")
         finite = xp.all(xp.isfinite(self.slope)) & xp.all(xp.isfinite(matrix))
-        for value in given:
+        for value in fixed_numbers:
             finite = finite if value is None else finite & xp.isfinite(value)
         if check == "raise" and not bool(finite):
             raise errors.NotFiniteError(
@@ -167,19 +165,24 @@ class QuadraticModel:
                 f"{matrix}. Look for NaN or infinity in the gradient, the directions and "
                 "their products; a preconditioner with a larger damping may be needed."
             )
-        # No library is given NaN to compute with, of which some of them warn.
+        # Replace NaN first, since some libraries warn about it.
         matrix = xp.where(finite, matrix, xp.zeros_like(matrix))
         zero = xp.zeros_like(matrix[0, 0])
-        given = [x if x is None else xp.where(finite, x, zero) for x in given]
-        free = [i for i in range(k) if given[i] is None]
+        fixed_numbers = [
+            x if x is None else xp.where(finite, x, zero) for x in fixed_numbers
+        ]
+        free = [i for i in range(k) if fixed_numbers[i] is None]
         slope = {i: xp.where(finite, self.slope[i], zero) for i in free}
         for i in free:
             for j in set(range(k)) - set(free):
-                slope[i] = slope[i] + matrix[i, j] * given[j]
+                slope[i] = slope[i] + matrix[i, j] * fixed_numbers[j]
 
-        found, left_out = guarded_minimizer(matrix, slope, xp=xp)
+        coefficients, left_out = guarded_minimizer(matrix, slope, xp=xp)
         coefficients = xp.stack(
-            [found[i] if i in found else given[i] for i in range(k)]
+            [
+                coefficients[i] if i in coefficients else fixed_numbers[i]
+                for i in range(k)
+            ]
         )
         usable = finite & xp.all(xp.isfinite(coefficients))
         return Minimum(
@@ -198,11 +201,8 @@ class QuadraticModel:
             shape: tuple[int, ...] = (len(values),)
         else:
             shape = tuple(getattr(values, "shape", ()))
-        if len(shape) < 1 or shape[0] != k:
-            got = shape[0] if shape else shown(values)
-            raise errors.ShapeError(
-                f"Expected {k} `{name}`, one for each direction, got {got}."
-            )
+        counts = {"directions": (k,), name: shape[:1]}
+        constraints.require_same("number of directions", counts)
         return [
             None
             if values[i] is None and name == "fixed"
@@ -273,22 +273,20 @@ def quadratic_model(
     array([0.25])
     """
     constraints.require_range("damping", damping, constraints.DAMPING)
-    require_damping(damping)
-    if not directions:
-        raise errors.ShapeError("Expected at least one of `directions`, got none.")
+    constraints.require_any("directions", directions)
     named = {f"directions[{i}]": d for i, d in enumerate(directions)}
-    xp, (grad, *given) = entered(gradient=gradient, **named)
+    xp, (grad, *others) = entered(gradient=gradient, **named)
     example = next(x for block in grad.values() for x in block.values())
     ns.namespace_of(gradient=example, curvature=curvature)
     ns.require_floating(xp, curvature, "curvature")
-    k = len(given)
+    k = len(others)
     ns.require_matrix(curvature, (k, k), "curvature")
     dtype = ns.wide_dtype(
-        xp, xp.result_type(widest(grad, *given, xp=xp), curvature.dtype)
+        xp, xp.result_type(widest(grad, *others, xp=xp), curvature.dtype)
     )
 
     below = [(i, j) for i in range(k) for j in range(i + 1)]
-    pairs = [(grad, d) for d in given] + [(given[i], given[j]) for i, j in below]
+    pairs = [(grad, d) for d in others] + [(others[i], others[j]) for i, j in below]
     sums = dots(pairs, dtype=dtype, xp=xp)
     slope, entries = sums[:k], {at: sums[k + n] for n, at in enumerate(below)}
     # The matrix is symmetric, and half of it was computed.

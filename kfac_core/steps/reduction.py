@@ -72,7 +72,7 @@ def reduction_ratio(
             scalar_of(None, x, None, name)
         finite = all(map(ns.is_finite_number, named.values()))
         change = float(loss_after) - float(loss_before) if finite else math.nan
-        # Also the difference of two finite losses may overflow.
+        # The difference of two finite losses may overflow.
         if not (math.isfinite(change) and predicted < 0):
             return -math.inf
         return float(change / predicted)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import array_api_compat
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar, map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import combinable, is_structure
@@ -83,15 +83,11 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
         return proposed if accepted else current
     condition = detached_array(accepted)
     xp = ns.namespace_of(accepted=condition)
+    constraints.require_shape("accepted", condition, ())
     if condition.dtype != xp.bool:
         raise errors.DtypeError(
-            f"Expected `accepted` to be boolean, got {condition.dtype}. Write a "
-            "comparison, such as `rho > 0.25`."
-        )
-    if condition.ndim != 0:
-        raise errors.ShapeError(
-            "Expected `accepted` to be a bool or a 0-d array, got an array of shape "
-            f"{tuple(condition.shape)}."
+            f"Expected `accepted` to be a bool, got {condition.dtype}. Write a comparison, "
+            "such as `rho > 0.25`."
         )
     chosen: T = _selected(condition, proposed, current, "state", xp)
     return chosen

@@ -51,7 +51,7 @@ def guarded_minimizer(
     left_out = xp.zeros((), dtype=xp.bool, device=ns.device_of(matrix))
     L: dict[tuple[int, int], Array] = {}
     pivots: dict[int, Array] = {}
-    kept: dict[int, Array] = {}
+    independent: dict[int, Array] = {}
     halfway: dict[int, Array] = {}
     for n, i in enumerate(indices):
         pivot, residual = matrix[i, i], slope[i]
@@ -59,21 +59,21 @@ def guarded_minimizer(
             entry = matrix[i, j]
             for h in indices[:m]:
                 entry = entry - L[i, h] * L[j, h] * pivots[h]
-            L[i, j] = xp.where(kept[j], entry / pivots[j], zero)
+            L[i, j] = xp.where(independent[j], entry / pivots[j], zero)
             pivot = pivot - L[i, j] * L[i, j] * pivots[j]
             residual = residual - L[i, j] * halfway[j]
         positive = pivot > tolerance * matrix[i, i]
-        # What `residual / pivot` may be without overflow, without overflow here.
+        # Largest residual for which `residual / pivot` does not overflow.
         room = largest * xp.where(positive & (pivot < 1.0), pivot, one)
-        kept[i] = positive & (xp.abs(residual) <= room)
-        pivots[i] = xp.where(kept[i], pivot, one)
-        halfway[i] = xp.where(kept[i], residual, zero)
+        independent[i] = positive & (xp.abs(residual) <= room)
+        pivots[i] = xp.where(independent[i], pivot, one)
+        halfway[i] = xp.where(independent[i], residual, zero)
         flat = (matrix[i, i] == 0) & (slope[i] == 0)
-        left_out = left_out | ~(kept[i] | flat)
-    found: dict[int, Array] = {}
+        left_out = left_out | ~(independent[i] | flat)
+    solution: dict[int, Array] = {}
     for n, i in reversed(list(enumerate(indices))):
         value = -halfway[i] / pivots[i]
         for j in indices[n + 1 :]:
-            value = value - L[j, i] * found[j]
-        found[i] = xp.where(kept[i], value, zero)
-    return found, left_out
+            value = value - L[j, i] * solution[j]
+        solution[i] = xp.where(independent[i], value, zero)
+    return solution, left_out

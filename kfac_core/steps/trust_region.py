@@ -36,7 +36,7 @@ class TrustRegion:
     scale : array, 0-d
         nu of `kl_clip`, alpha of `trust_region_rate`; finite.
     size : array, 0-d
-        What was measured: ``lr^2 grad . P grad``, or ``D . F D``.
+        Measured length: ``lr^2 grad . P grad``, or ``D . F D``.
     status : array, 0-d int32
         ``Status.NOT_POSITIVE`` for a size below zero, and for a bound or a largest step
         that is not positive (the scale is zero then); ``Status.MATRIX_NOT_FINITE`` for a
@@ -161,7 +161,7 @@ def trust_region_rate(
         ``D . F D``, by `curvature_of_products`, `curvature_of_outputs` or a product
         with the approximate curvature.
     bound : float or 0-d array
-        What ``alpha^2 D . F D``, twice the divergence, must not exceed; > 0.
+        Bound of ``alpha^2 D . F D``, twice the divergence; > 0.
     maximum : float or 0-d array
         alpha_max, > 0.
     check : {"raise", "status"}
@@ -201,7 +201,7 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
     constraints.require_one_of("check", check, get_args(Check))
     xp = ns.own_namespace(size)
     finite = xp.isfinite(size)
-    # Numbers were compared before; values of arrays come to light in what they give.
+    # Python numbers were checked before; array values are only checked here.
     usable = (bound >= 0) & (largest > 0)
     if check == "raise" and not bool(finite & usable):
         if bool(finite):
@@ -216,7 +216,7 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
         )
     length = xp.sqrt(xp.where(size > 0, size, 0.0))
     longest = xp.sqrt(xp.where(usable, bound, 0.0))
-    # Without a quotient where it is not wanted: it could overflow.
+    # Divide only where the step is clipped: elsewhere the quotient could overflow.
     beyond = largest * length > longest
     clipped = longest / xp.where(beyond, length, 1.0)
     scale = xp.where(beyond, clipped, largest)

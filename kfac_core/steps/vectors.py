@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
@@ -106,25 +106,18 @@ def linear_combination(
     [[-0.1, 0.8]]
     """
     k = len(vectors)
-    if not k:
-        raise errors.ShapeError("Expected at least one of `vectors`, got none.")
-    xp, given = entered(**{f"vectors[{i}]": v for i, v in enumerate(vectors)})
-    if not isinstance(coefficients, Sequence):
-        if tuple(coefficients.shape) != (k,):
-            raise errors.ShapeError(
-                f"Expected `coefficients` to have shape ({k},), one for each vector, got "
-                f"{tuple(coefficients.shape)}."
-            )
-        coefficients = [coefficients[i] for i in range(k)]
-    if len(coefficients) != k:
-        raise errors.ShapeError(
-            f"Expected {k} `coefficients`, one for each vector, got "
-            f"{len(coefficients)}."
-        )
-    numbers = [detached_array(c) for c in coefficients]
+    constraints.require_any("vectors", vectors)
+    xp, entering = entered(**{f"vectors[{i}]": v for i, v in enumerate(vectors)})
+    if isinstance(coefficients, Sequence):
+        shape: tuple[int, ...] = (len(coefficients),)
+    else:
+        shape = tuple(coefficients.shape)
+    counts = {"vectors": (k,), "coefficients": shape}
+    constraints.require_same("number of vectors and coefficients", counts)
+    numbers = [detached_array(coefficients[i]) for i in range(k)]
 
     def combined(block: str, parameter: str) -> Array:
-        arrays = [vector[block][parameter] for vector in given]
+        arrays = [vector[block][parameter] for vector in entering]
         dtype = ns.wide_dtype(xp, xp.result_type(*arrays))
         total = None
         for i, x in enumerate(arrays):
@@ -135,7 +128,7 @@ def linear_combination(
 
     return {
         block: {parameter: combined(block, parameter) for parameter in arrays}
-        for block, arrays in given[0].items()
+        for block, arrays in entering[0].items()
     }
 
 
@@ -163,26 +156,39 @@ def entered(**vectors: Vector) -> tuple[Namespace, list[dict[str, dict[str, Arra
     UnsupportedError
         For sparse rows.
     """
-    arrays = {
-        f"{name}[{block!r}][{parameter!r}]": x
+    forms = {
+        name: {
+            f"[{block!r}][{parameter!r}]": x
+            for block, parameters in _mapping(name, vector).items()
+            for parameter, x in _mapping(f"{name}[{block!r}]", parameters).items()
+        }
         for name, vector in vectors.items()
-        for block, parameters in _mapping(name, vector).items()
-        for parameter, x in _mapping(f"{name}[{block!r}]", parameters).items()
     }
+    arrays = {
+        f"{name}{at}": x for name, form in forms.items() for at, x in form.items()
+    }
+    (first, reference), *others = forms.items()
     for name, x in arrays.items():
         if is_structure(x):
             raise errors.UnsupportedError(
                 f"`{name}` is {type(x).__name__}, of which the ids may differ from vector "
                 "to vector. Give the whole array."
             )
-    if not arrays:
-        raise errors.ShapeError(
-            f"Expected `{next(iter(vectors))}` to hold arrays, got none."
-        )
+    constraints.require_any(first, arrays)
     xp = ns.namespace_of(**arrays)
     for name, x in arrays.items():
         ns.require_floating(xp, x, name)
-    _require_one_form(vectors)
+    for name, form in others:
+        for at in [*reference, *form]:
+            shapes = [
+                tuple(x[at].shape) if at in x else None for x in (form, reference)
+            ]
+            if shapes[0] != shapes[1]:
+                raise errors.ShapeError(
+                    f"`{name}{at}` has shape {shapes[0]}, but `{first}` has {shapes[1]} "
+                    "there: vectors that go together have the same blocks, parameters "
+                    "and shapes."
+                )
     return xp, [
         {
             block: {name: detached_array(x) for name, x in parameters.items()}
@@ -275,38 +281,7 @@ def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     return ns.as_scalar(xp, detached_array(value), dtype, name)
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise errors.DtypeError(
-            f"Expected `{name}` to be a mapping, of blocks to parameters to arrays, got "
-            f"{type(value).__name__}."
-        )
+def _mapping(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    expected = "a mapping, of blocks to parameters to arrays"
+    constraints.require_kind(name, value, Mapping, expected)
     return value
-
-
-def _require_one_form(vectors: Mapping[str, Vector]) -> None:
-    (first, reference), *others = vectors.items()
-    for name, vector in others:
-        _require_same_names(name, vector, first, reference)
-        for block, parameters in reference.items():
-            there = vector[block]
-            _require_same_names(
-                f"{name}[{block!r}]", there, f"{first}[{block!r}]", parameters
-            )
-            for parameter, x in parameters.items():
-                if tuple(there[parameter].shape) != tuple(x.shape):
-                    raise errors.ShapeError(
-                        f"`{name}[{block!r}][{parameter!r}]` has shape "
-                        f"{tuple(there[parameter].shape)}, but `{first}` has "
-                        f"{tuple(x.shape)} there."
-                    )
-
-
-def _require_same_names(
-    name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]
-) -> None:
-    if one.keys() != other.keys():
-        raise errors.ShapeError(
-            f"`{name}` holds {sorted(one)}, but `{other_name}` holds {sorted(other)}: "
-            "vectors that go together have the same blocks and parameters."
-        )

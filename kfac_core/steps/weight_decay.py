@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kfac_core import constraints, errors
+from kfac_core import constraints
 from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
@@ -71,8 +71,8 @@ def add_l2(
 ) -> dict[str, dict[str, Array]]:
     """Return ``vector + eta parameters``, on the parameters that decay.
 
-    Of the gradient of the loss at theta it makes that of the objective; of a product
-    ``F d``, with d in the place of the parameters, it makes ``(F + eta I) d``.
+    Turns the gradient of the loss at theta into that of the objective, and a product
+    ``F d``, with d in the place of the parameters, into ``(F + eta I) d``.
 
     Parameters
     ----------
@@ -147,14 +147,13 @@ def l2_curvature(
         For vectors that do not go together, naming the array.
     """
     constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
-    if not directions:
-        raise errors.ShapeError("Expected at least one of `directions`, got none.")
-    xp, given = entered(**{f"directions[{i}]": d for i, d in enumerate(directions)})
-    dtype = widest(*given, xp=xp)
+    constraints.require_any("directions", directions)
+    xp, entering = entered(**{f"directions[{i}]": d for i, d in enumerate(directions)})
+    dtype = widest(*entering, xp=xp)
     eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
     rows = [
-        xp.stack([dot(a, b, dtype=dtype, xp=xp, only=only) for b in given])
-        for a in given
+        xp.stack([dot(a, b, dtype=dtype, xp=xp, only=only) for b in entering])
+        for a in entering
     ]
     return eta * xp.stack(rows)
 

@@ -1,0 +1,328 @@
+r"""Adam in the eigenbasis of a weight's two factors: SOAP, and EKFAC's relative of it.
+
+Conventions.  V is the gradient of a weight as a matrix of shape ``(..., n, m)``; leading
+axes are a stack.  A side of n rows has a block-diagonal basis, an array of shape
+``(..., c, b, b)`` with ``n = c b``: c orthogonal matrices Q with the directions in their
+columns; ``c = 1`` is a whole basis, and None leaves the side as it is.  In the basis,
+
+.. math:: \tilde V = Q_L^T V Q_R
+
+The factors C of which Q are eigenvectors have the mean diagonal 1 at each average, since
+their scale does not change the basis.  Both of Adam's moments are kept in the basis.  When
+it changes, the first moment changes its coordinates, and the second, a diagonal, becomes
+the diagonal of what it stood for.
+
+References
+----------
+George et al. (2018), "EKFAC", arXiv:1806.03884: second moments in the eigenbasis of the
+factors of rows; Vyas et al. (2024), "SOAP", arXiv:2409.11321, algorithm 3: Adam in the
+eigenbasis of the gradient's own factors; Lin et al. (2025), arXiv:2509.03378.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kfac_core.array import Array, Scalar
+from kfac_core.array import namespaces as ns
+from kfac_core.roots.orthogonal_iteration import ordered_basis
+
+__all__ = [
+    "adam_quotient",
+    "averaged_factor",
+    "carried_moments",
+    "diagonal_blocks",
+    "from_basis",
+    "in_basis",
+    "renewed_basis",
+    "side_blocks",
+]
+
+
+def side_blocks(
+    n: int, other: int, /, *, least: int = 128, block: int = 1024, largest: int = 8192
+) -> tuple[int, int] | None:
+    """Return how many equal blocks the basis of a side has, and their size.
+
+    A side has a whole basis up to the length of the other side or `least`, and else
+    blocks of at most that size.  Products with the basis then take at most
+    ``2 n m max(m, least)`` flops, those of the shorter side.
+
+    Parameters
+    ----------
+    n, other : int
+        Length of the side, and m, that of the other.
+    least : int
+        Sides up to this length have a whole basis.
+    block : int
+        Largest block.
+    largest : int
+        Largest side that has a basis.
+
+    Returns
+    -------
+    tuple of int, or None
+        ``(c, b)`` with ``c b = n``; None for a side of length 1 and for one above
+        `largest`.  Where n has no divisor between a quarter of the size and the size, as a
+        prime, the basis is whole if it is at most `block`, and else None.
+
+    Examples
+    --------
+    >>> from kfac_core.roots import side_blocks
+    >>> side_blocks(1024, 256), side_blocks(256, 1024)
+    ((4, 256), (1, 256))
+    """
+    if n == 1 or n > largest:
+        return None
+    limit = min(max(other, least), block)
+    count = math.ceil(n / limit)
+    while n % count:
+        count += 1
+    if 4 * (n // count) >= min(n, limit):
+        return count, n // count
+    return (1, n) if n <= block else None
+
+
+def diagonal_blocks(rows: Array, count: int, /) -> Array:
+    """Return the c diagonal blocks of ``X^T X`` for rows X.
+
+    Parameters
+    ----------
+    rows : array, shape (R, n)
+        Rows X.
+    count : int
+        Number c of blocks, which divides n.
+
+    Returns
+    -------
+    array, shape (c, b, b)
+        Sums over the rows, ``2 R n b`` flops.
+    """
+    xp = ns.own_namespace(rows)
+    R, n = rows.shape
+    blocks = xp.permute_dims(xp.reshape(rows, (R, count, n // count)), (1, 0, 2))
+    return blocks.mT @ blocks
+
+
+def averaged_factor(factor: Array | None, gram: Array, /, *, decay: Scalar) -> Array:
+    r"""Return the average of Gram matrices, each with the mean diagonal 1.
+
+    .. math:: C \leftarrow \beta C + (1 - \beta) B \, / \, (\operatorname{tr} B / b)
+
+    Parameters
+    ----------
+    factor : array, shape (..., b, b), or None
+        Average C so far; None before the first, which is then taken as it is.
+    gram : array, shape (..., b, b)
+        Gram matrix B of rows in any units.
+    decay : float
+        Decay ``beta``.
+
+    Returns
+    -------
+    array, shape (..., b, b)
+        Left as it was where B is zero or not finite; there the first is the identity.
+    """
+    xp = ns.namespace_of(gram=gram)
+    size = gram.shape[-1]
+    scale = xp.mean(xp.linalg.diagonal(gram), axis=-1)[..., None, None]
+    # A sum of squares is not finite if any of its rows is not.
+    good = xp.isfinite(scale) & (scale > 0)
+    gram = gram / xp.where(good, scale, xp.ones_like(scale))
+    if factor is None:
+        eye = xp.eye(size, dtype=gram.dtype, device=ns.device_of(gram))
+        return xp.where(good, gram, eye)
+    return xp.where(good, decay * factor + (1 - decay) * gram, factor)
+
+
+def renewed_basis(basis: Array | None, factor: Array, /) -> tuple[Array, Array]:
+    r"""Return the basis after one step of orthogonal iteration, and a residual.
+
+    .. math:: Q \leftarrow \operatorname{qr}(C Q \, \Pi), \qquad
+        r = |B - \operatorname{diag} B|_F \, / \, |B|_F, \quad B = Q^T C Q
+
+    Parameters
+    ----------
+    basis : array, shape (..., b, b), or None
+        Basis Q of before; None for an eigendecomposition.
+    factor : array, shape (..., b, b)
+        Factor C: symmetric, positive semidefinite and finite.
+
+    Returns
+    -------
+    basis : array, shape (..., b, b)
+        New Q; the permutation sorts its columns by Rayleigh quotients, descending.
+    residual : array, shape (...)
+        r of the basis of before, for the factor of now; of an eigendecomposition its own.
+
+    Notes
+    -----
+    One product and a QR decomposition with its Q, about ``5 b^3`` flops.  `refreshed_basis`
+    takes three products more and refuses steps that do not improve the basis, which was
+    not observed for positive semidefinite matrices.  r is a difference, and reads zero
+    below the root of the roundoff.
+    """
+    if basis is None:
+        ordered = ordered_basis(factor, check="status")
+        return ordered.eigenvectors, ordered.off_diagonal
+    xp = ns.namespace_of(basis=basis, factor=factor)
+    CQ = factor @ basis
+    w = xp.sum(basis * CQ, axis=-2)
+    # Q is orthogonal, so that |Q^T C Q| = |C Q|.
+    squares = xp.sum(CQ * CQ, axis=(-2, -1))
+    outside = (squares - xp.sum(w * w, axis=-1)) / squares
+    residual = xp.where(outside > 0, outside, xp.zeros_like(outside)) ** 0.5
+    # A step from a basis in ascending order would destroy it.
+    order = xp.argsort(w, axis=-1, descending=True)
+    columns = xp.broadcast_to(order[..., None, :], CQ.shape)
+    return xp.linalg.qr(xp.take_along_axis(CQ, columns, axis=-1)).Q, residual
+
+
+def in_basis(V: Array, left: Array | None, right: Array | None, /) -> Array:
+    r"""Return :math:`Q_L^T V Q_R`.
+
+    Parameters
+    ----------
+    V : array, shape (..., n, m)
+        Matrices, such as gradients.
+    left : array, shape (..., c, b, b) with c b = n, or None
+        Basis of the rows; None for the identity.
+    right : array, shape (..., c', b', b') with c' b' = m, or None
+        Basis of the columns.
+
+    Returns
+    -------
+    array, shape (..., n, m)
+        ``2 n m (b + b')`` flops each.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import from_basis, in_basis
+    >>> V = np.arange(6.0).reshape(2, 3)
+    >>> Q, _ = np.linalg.qr(V.T @ V + np.eye(3))
+    >>> bool(np.allclose(from_basis(in_basis(V, None, Q[None]), None, Q[None]), V))
+    True
+    """
+    if left is not None:
+        V = _times_rows(left.mT, V)
+    return V if right is None else _times_columns(V, right)
+
+
+def from_basis(V: Array, left: Array | None, right: Array | None, /) -> Array:
+    r"""Return :math:`Q_L V Q_R^T`, which undoes `in_basis`; the same arguments."""
+    if left is not None:
+        V = _times_rows(left, V)
+    return V if right is None else _times_columns(V, right.mT)
+
+
+def carried_moments(
+    first: Array,
+    second: Array,
+    /,
+    *,
+    left: tuple[Array | None, Array | None],
+    right: tuple[Array | None, Array | None],
+) -> tuple[Array, Array]:
+    r"""Return Adam's moments in new bases.
+
+    With :math:`S = Q_{old}^T Q_{new}` of each side,
+
+    .. math:: m \leftarrow S_L^T m S_R, \qquad
+        v \leftarrow (S_L \circ S_L)^T v (S_R \circ S_R)
+
+    The second is the diagonal of the covariance that has the diagonal v in the old basis.
+    It keeps the sum of v, and is a permutation where S is one.
+
+    Parameters
+    ----------
+    first, second : array, shape (..., n, m)
+        Moments m and v in the old bases.
+    left, right : tuple of array of shape (..., c, b, b) or None
+        Old and new basis of each side; None is the identity.
+
+    Returns
+    -------
+    first, second : array, shape (..., n, m)
+        Moments in the new bases.
+    """
+    S_L, S_R = _change(*left), _change(*right)
+    first = in_basis(first, S_L, S_R)
+    second = in_basis(second, _squared(S_L), _squared(S_R))
+    return first, second
+
+
+def adam_quotient(
+    first: Array,
+    second: Array,
+    gradient: Array,
+    /,
+    *,
+    step: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    r"""Return Adam's moments after a gradient, and its quotient, all entry by entry.
+
+    .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+        v \leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
+        d = \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+    Parameters
+    ----------
+    first, second, gradient : array, shape (...)
+        Moments m and v, and the gradient g, in the same coordinates.
+    step : int or 0-d array
+        Step t, from 1.
+    betas : tuple of float
+        Decays of m and v.
+    eps : float
+        Added to the root.
+
+    Returns
+    -------
+    first, second, quotient : array, shape (...)
+        New m and v, and d.
+
+    References
+    ----------
+    Kingma and Ba (2015), arXiv:1412.6980, algorithm 1.
+    """
+    beta1, beta2 = betas
+    m = beta1 * first + (1 - beta1) * gradient
+    v = beta2 * second + (1 - beta2) * gradient * gradient
+    d = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
+    return m, v, d
+
+
+def _times_rows(Q: Array, V: Array) -> Array:
+    """Return the blocks of Q times those of the rows of V."""
+    count, size = Q.shape[-3], Q.shape[-1]
+    if count == 1:
+        return Q[..., 0, :, :] @ V
+    xp = ns.own_namespace(V)
+    *lead, _, m = V.shape
+    return xp.reshape(Q @ xp.reshape(V, (*lead, count, size, m)), V.shape)
+
+
+def _times_columns(V: Array, Q: Array) -> Array:
+    """Return the blocks of the columns of V times those of Q."""
+    count, size = Q.shape[-3], Q.shape[-1]
+    if count == 1:
+        return V @ Q[..., 0, :, :]
+    xp = ns.own_namespace(V)
+    *lead, n, _ = V.shape
+    axes = (*range(len(lead)), len(lead) + 1, len(lead), len(lead) + 2)
+    blocks = xp.permute_dims(xp.reshape(V, (*lead, n, count, size)), axes)
+    return xp.reshape(xp.permute_dims(blocks @ Q, axes), V.shape)
+
+
+def _change(old: Array | None, new: Array | None) -> Array | None:
+    """Return ``old^T new``; None for the identity."""
+    if old is None or new is None:
+        return new if old is None else old.mT
+    return old.mT @ new
+
+
+def _squared(x: Array | None) -> Array | None:
+    return None if x is None else x * x

@@ -1,0 +1,263 @@
+r"""Levenberg-Marquardt in the space of samples, with geodesic acceleration.
+
+Conventions.  As `kfac_core.samples.curvature`.  A step s goes from theta to
+``theta - s``, and is ``s = J^T c`` with c in the space of samples:
+
+    c = w + w_a / 2,   (K + N lam I) w = r,   (K + N lam I) w_a = r'',
+
+with r'' the second derivative of the residuals along ``d = J^T w``, by a difference over a
+part h of d:
+
+    r'' = 2/h ((r(theta - h d) - r(theta)) / h + J d),   J d = r - N lam w.
+
+The damping lam is raised until the loss falls, and lowered for the next step.
+
+References
+----------
+Transtrum and Sethna (2012), arXiv:1201.5885, sections 4 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import namespaces as ns
+from kfac_core.array.finite import truth_of
+from kfac_core.damping import require_damping
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.samples.curvature import SampleCurvature, damped_kernel
+from kfac_core.samples.iterative import IterativeKernel, NystromKernel
+from kfac_core.samples.jacobian import Jacobian, Parameters
+
+__all__ = ["Evaluation", "SearchedStep", "search_step"]
+
+RAISE, LOWER = 3.0, 5.0
+"""Factors on the damping after a trial that failed, and after one that succeeded."""
+
+PROBE = 0.1
+"""The part h of the step over which the second derivative is a difference."""
+
+MOST_BENT = 0.75
+"""A step is taken for too long if its acceleration is this much of its velocity."""
+
+TRIALS = 20
+"""Dampings that are tried at most: 3^20 is ten decades."""
+
+Trial: TypeAlias = tuple[Array, Array, Array, Array, Array, Array]
+"""Coefficients c, the damping to try next, the loss, whether it fell, trials made, and the
+residual of the solution w."""
+
+
+class Evaluation(NamedTuple):
+    """The model and its loss for some parameters.
+
+    Attributes
+    ----------
+    values : array, shape (N,) or (N, C)
+        What J is the Jacobian of: the residuals; or, for the Hessian's root B of a
+        likelihood, where the search began, ``B^T f`` of the outputs f.
+    loss : array, 0-d
+        The loss.
+    """
+
+    values: Array
+    loss: Array
+
+
+class SearchedStep(NamedTuple):
+    """A step that lowers the loss, or none.
+
+    Attributes
+    ----------
+    step : dict of str to dict of str to array
+        Subtract it from the parameters; zero if no trial lowered the loss.
+    damping : array, 0-d
+        What the next search begins with.
+    loss : array, 0-d
+        The loss that was reached.
+    accepted : array of bool, 0-d
+        Whether a trial lowered the loss.
+    trials : array of int32, 0-d
+        How many dampings were tried.
+    residual : array, 0-d
+        The relative residual of what solved with ``K + N lam I`` in the last trial.
+    """
+
+    step: dict[str, dict[str, Array]]
+    damping: Array
+    loss: Array
+    accepted: Array
+    trials: Array
+    residual: Array
+
+
+def search_step(
+    J: Jacobian,
+    K: SymmetricMatrix | NystromKernel,
+    residuals: Array,
+    evaluate: Callable[[Parameters], Evaluation],
+    /,
+    *,
+    start: Evaluation,
+    damping: Scalar,
+    while_loop: Callable[..., Any] | None = None,
+) -> SearchedStep:
+    """Search a damping whose accelerated Gauss-Newton step lowers the loss.
+
+    Parameters
+    ----------
+    J : Jacobian
+        Rows of the network's layers.
+    K : SymmetricMatrix or NystromKernel
+        ``J J^T``, from `sample_gram` or `nystrom_kernel`.
+    residuals : array, shape (N,) or (N, C)
+        The residuals r: ``J^T r / N`` is the gradient of the loss.
+    evaluate : callable
+        Takes a step s, parameter-shaped, and returns the model at ``theta - s``.
+    start : Evaluation
+        The model at theta.
+    damping : float or 0-d array
+        The damping to try first, positive, in units of ``J^T J / N``.
+    while_loop : callable, optional
+        ``jax.lax.while_loop``, with which the search can be traced.  By default a loop of
+        Python, which reads whether the loss fell.
+
+    Returns
+    -------
+    SearchedStep
+        The step, and the damping that the next search begins with.
+
+    Raises
+    ------
+    DampingError
+        For a damping that is negative or not finite.
+
+    Notes
+    -----
+    For each trial ``R^3 / 3`` flops and two evaluations.  No damping above
+    ``tr K / (N sqrt(eps))`` is tried; where all below it fail, as at a minimum, the next
+    search begins where this one began.  A damping too small for K to be
+    factorized, or a solution whose residual is above one in a hundred, is a trial that
+    failed.
+    """
+    require_damping(damping)
+    xp = ns.own_namespace(K.array)
+    c = ns.cast(xp, residuals, K.array.dtype)
+    no = xp.zeros((), dtype=xp.bool, device=ns.device_of(c))
+    lam = ns.full_of(xp, damping, K.array)
+    # Above this a step changes the loss by less than the root of its roundoff.
+    trace = xp.sum(K.eigenvalues) if isinstance(K, NystromKernel) else K.trace()
+    most = trace / (J.examples * ns.roundoff_of(trace.dtype, xp=xp) ** 0.5)
+    most = xp.where(most > 0, most, lam)
+    first_lam = xp.where(lam > most, most, lam)
+    first: Trial = (
+        xp.zeros_like(c),
+        first_lam,
+        start.loss,
+        no,
+        xp.astype(no, xp.int32),
+        ns.full_of(xp, 0.0, K.array),
+    )
+
+    def unfinished(trial: Trial) -> Array:
+        _, lam, _, accepted, count, _ = trial
+        return ~accepted & (count < TRIALS) & (lam <= most)
+
+    def next_trial(trial: Trial) -> Trial:
+        return _next_trial(trial, J, K, c, evaluate, start, xp)
+
+    loop = _python_loop if while_loop is None else while_loop
+    c, lam, loss, accepted, count, residual = loop(unfinished, next_trial, first)
+    # At a minimum no damping succeeds, and none is learned.
+    lam = xp.where(accepted | (lam <= most), lam, first_lam)
+    step = J.multiply_transposed(c)
+    return SearchedStep(step, lam, loss, accepted, count, residual)
+
+
+def _python_loop(
+    condition: Callable[[Trial], Array], body: Callable[[Trial], Trial], value: Trial
+) -> Trial:
+    while bool(condition(value)):
+        value = body(value)
+    return value
+
+
+def _next_trial(
+    trial: Trial,
+    J: Jacobian,
+    K: SymmetricMatrix | NystromKernel,
+    residuals: Array,
+    evaluate: Callable[[Parameters], Evaluation],
+    start: Evaluation,
+    xp: Namespace,
+) -> Trial:
+    """Return the search after another damping."""
+    nothing, lam, loss, no, count, residual = trial
+    failed: Trial = nothing, lam * RAISE, loss, no, count + 1, residual
+    F = damped_kernel(J, K, damping=lam, check="status")
+    if truth_of(F.status() == 0, xp=xp) is False:
+        return failed
+    w = F.solve_kernel(residuals)
+    residual = _residual(F, residuals, w)
+    c, straight = _accelerated(F, w, residuals, evaluate, start)
+    straight = straight & (residual <= RESIDUAL_LIMIT)
+    if truth_of(straight, xp=xp) is False:
+        return (*failed[:-1], residual)
+    reached = evaluate(J.multiply_transposed(c)).loss
+    accepted = (F.status() == 0) & straight & (reached < loss)
+    return (
+        xp.where(accepted, c, nothing),
+        xp.where(accepted, lam / LOWER, lam * RAISE),
+        xp.where(accepted, reached, loss),
+        accepted,
+        count + 1,
+        residual,
+    )
+
+
+def _residual(F: SampleCurvature, residuals: Array, w: Array) -> Array:
+    """Return the residual of a factorization, or of a solution by iterations."""
+    if isinstance(F.kernel, IterativeKernel):
+        return F.residual(residuals, w)
+    assert F.kernel.cholesky is not None
+    return F.kernel.cholesky.residual
+
+
+def _accelerated(
+    F: SampleCurvature,
+    w: Array,
+    residuals: Array,
+    evaluate: Callable[[Parameters], Evaluation],
+    start: Evaluation,
+) -> tuple[Array, Array]:
+    """Return the coefficients c, and whether the path bends little enough."""
+    J, N = F.jacobian, F.jacobian.examples
+    xp = ns.own_namespace(w)
+    d = J.multiply_transposed(w)
+    probed = evaluate(_scaled(d, PROBE)).values
+    change = ns.cast(xp, probed - start.values, w.dtype) / PROBE
+    bend = (2.0 / PROBE) * (change + residuals - (N * F.damping) * w)
+    w_a = F.solve_kernel(bend)
+    lengths = _squared_norm(J.multiply_transposed(w_a)), _squared_norm(d)
+    return w + 0.5 * w_a, lengths[0] <= MOST_BENT**2 * lengths[1]
+
+
+def _scaled(vectors: Parameters, factor: float) -> dict[str, dict[str, Array]]:
+    return {
+        layer: {name: factor * x for name, x in vector.items()}
+        for layer, vector in vectors.items()
+    }
+
+
+def _squared_norm(vectors: Parameters) -> Any:
+    """Return the squared norm of a vector in the space of parameters, 0-d."""
+    total: Any = 0.0
+    for vector in vectors.values():
+        for x in vector.values():
+            xp = ns.own_namespace(x)
+            wide = ns.cast(xp, x, ns.wide_dtype(xp, x.dtype))
+            total = total + xp.sum(wide * wide)
+    return total
