@@ -25,7 +25,7 @@ import numpy as np
 
 import kfac_core as kc
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "GaussNewton"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
@@ -63,7 +63,8 @@ class KFAC:
         array in the place of one is refused.
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
-        `vectors`.
+        `vectors`.  Curvature, damping and `kl_clip` are in its units; a `RowLoss` says
+        what multiple of its negative log the loss is, and gradients are divided by that.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them,
         ``"empirical"`` takes the gradients of the loop's own loss; see
@@ -83,6 +84,8 @@ class KFAC:
         Momentum and weight decay.
     kl_clip : float, or callable of the number of steps made, optional
         Bound of the step, ``lr^2 grad . P grad``; None for none.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
     update_every, refresh_every : int, or callable of the number of steps made
         Numbers of steps between statistics, and between refreshes.
     adapt_factor, min_damping, max_damping : float
@@ -96,7 +99,7 @@ class KFAC:
     decayed : callable, optional
         Whether a parameter, by the names of layer and parameter, decays; all do.
     **options : object
-        Further options of `kfac_core.Estimator`, such as `damping_rule`; `refreshing` is
+        Further options of `kfac_core.Estimator`; `refreshing` is
         ``Refreshing(keep_matrices=False)`` by default.
 
     Attributes
@@ -140,11 +143,12 @@ class KFAC:
         learning_rate: kc.integration.Schedule = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        kl_clip: kc.integration.Schedule | None = 1e-3,
-        damping: kc.integration.Schedule = 0.03,
-        decay: kc.integration.Schedule = 0.95,
-        update_every: kc.integration.Interval = 5,
-        refresh_every: kc.integration.Interval = 25,
+        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
+        damping: kc.integration.Schedule = kc.integration.defaults.DAMPING,
+        decay: kc.integration.Schedule = kc.integration.defaults.DECAY,
+        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
+        update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-8,
         max_damping: float = 1e8,
@@ -202,6 +206,7 @@ class KFAC:
             reduction="sum",
             damping=kc.integration.value_at(damping, 0),
             decay=kc.integration.value_at(decay, 0),
+            damping_rule=damping_rule,
             mode=fisher,
             sources=kc.losses.source_reduction_of(fisher),
             **{"refreshing": kc.Refreshing(keep_matrices=False), **options},
@@ -213,6 +218,14 @@ class KFAC:
         self._velocity: Update | None = None
         self._seen: dict[str, kc.Statistics] = {}
         self._rows = self._drawn = 0
+        self.loss_factor = 1.0
+        if fisher == "empirical" and self.row_loss is not None:
+            if self.row_loss.mean_over_outputs:
+                raise kc.ConventionError(
+                    "With fisher='empirical' nothing says how many outputs P the loss is "
+                    "a mean over. Say RowLoss(likelihood=..., factor=1 / P)."
+                )
+            self.loss_factor = self.row_loss.factor
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and nobody else's mapping of them.
@@ -272,8 +285,8 @@ class KFAC:
             positions=self.positions,
         )
         self._rows, self._drawn = rows, self._drawn + rows
-        weight = self.row_loss.weight(outputs.shape[-1])
-        vectors: Array = drawn.vectors * math.sqrt(weight)
+        self.loss_factor = self.row_loss.multiple(outputs.shape[-1])
+        vectors: Array = drawn.vectors
         return vectors
 
     def observe(
@@ -310,25 +323,24 @@ class KFAC:
         for use in uses:
             _refuse_masked(f"The batch of {name!r}", use.inputs, use.output_grads)
         rows = rows or self._rows or len(uses[0].inputs)
-        # Output gradients of the loop's own mean loss carry 1 / R.
-        divided = self.fisher == "empirical" and self.reduction == "mean"
-        factor = (rows if divided else 1) * math.sqrt(
-            len(uses[0].inputs) / max(rows, 1)
-        )
+        factor = math.sqrt(len(uses[0].inputs) / max(rows, 1))
+        if self.fisher == "empirical":
+            # Output gradients of the loop's own loss, which if a mean carry 1 / R.
+            factor *= (rows if self.reduction == "mean" else 1) / self.loss_factor
         if factor != 1:
             uses = [
                 dataclasses.replace(use, output_grads=use.output_grads * factor)
                 for use in uses
             ]
         network = self.estimator.network
-        block = network.blocks[network.known(name)]
+        block = network.blocks[network.layers.known(name)]
         moments = kc.batch_moments(
             block,
             uses[0] if isinstance(batch, kc.Batch) else uses,
             conventions=network.conventions,
             precision=network.precision,
             name=name,
-            statistics=self.estimator.state[network.known(name)].statistics,
+            statistics=self.estimator.state[network.layers.known(name)].statistics,
         )
         seen = self._seen.get(name)
         self._seen[name] = seen.merged(moments) if seen else moments
@@ -372,7 +384,8 @@ class KFAC:
         curvature : callable, optional
             Takes directions d_i, vectors like `gradients`, and returns the matrix
             ``d_i . F d_j`` of the mean loss's exact curvature F, for example by
-            `kfac_core.steps.curvature_of_outputs`.  Then the change is
+            `kfac_core.steps.curvature_of_outputs`; it is divided as gradients are.  Then
+            the change is
             ``-alpha P grad + mu delta``, delta the last change, with alpha and mu those
             that minimize the quadratic model ``grad . c + 1/2 c . (F + damping) c``;
             `learning_rate`, `momentum` and `kl_clip` are not read.
@@ -414,6 +427,10 @@ class KFAC:
                     "With reduction='sum', say `rows`: over how many the loss is a sum."
                 )
             gradients = kc.steps.linear_combination([1.0 / rows], [gradients])
+        if self.loss_factor != 1.0:
+            gradients = kc.steps.linear_combination(
+                [1.0 / self.loss_factor], [gradients]
+            )
         damping = float(kc.integration.value_at(self.damping, self.steps))
         estimator.damping = damping
         estimator.decay = kc.integration.value_at(self.decay, self.steps)
@@ -429,7 +446,11 @@ class KFAC:
                 if self._velocity is not None:
                     directions.append(self._velocity)
                 change, damping, ratio = self._model_step(
-                    gradients, directions, curvature(directions), damping, loss
+                    gradients,
+                    directions,
+                    curvature(directions) / self.loss_factor,
+                    damping,
+                    loss,
                 )
                 velocity = change
             change = kc.steps.decay_decoupled(
@@ -499,10 +520,10 @@ class KFAC:
         )
         if loss is None:
             return step.change(), damping, math.nan
-        before = float(loss())
+        before = float(loss()) / self.loss_factor
         for _ in range(ATTEMPTS):
             change = step.change()
-            after = self._loss_after(change, loss)
+            after = self._loss_after(change, loss) / self.loss_factor
             if kc.steps.is_accepted(before, after):
                 predicted = float(step.predicted)
                 adapted, ratio = self.rule.adapted(
@@ -531,7 +552,11 @@ class KFAC:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the parameters and the pending observations."""
-        state: dict[str, Any] = {"velocity": self._velocity, "steps": self.steps}
+        state: dict[str, Any] = {
+            "velocity": self._velocity,
+            "steps": self.steps,
+            "loss_factor": self.loss_factor,
+        }
         if not callable(self.damping):
             state["damping"] = self.damping
         return {"estimator": self.estimator.state_dict(), **state}
@@ -540,6 +565,7 @@ class KFAC:
         """Restore a state; raises `StateError`, changing nothing, if it does not match."""
         try:
             steps, velocity = int(state["steps"]), state["velocity"]
+            loss_factor = float(state["loss_factor"])
             damping = self.damping
             if "damping" in state and not callable(damping):
                 damping = float(state["damping"])
@@ -549,6 +575,7 @@ class KFAC:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise kc.StateError(f"The state does not fit: {error}") from None
         self._velocity, self.steps, self.damping = velocity, steps, damping
+        self.loss_factor = loss_factor
         self._seen, self._rows, self._drawn = {}, 0, 0
 
     def save(self, path: str | os.PathLike[str], /) -> None:
@@ -592,6 +619,189 @@ class KFAC:
             matrix = self.estimator.blocks[name].parameters_to_matrix(arrays)
             if not np.all(np.isfinite(matrix)):
                 raise kc.NotFiniteError(f"{what} of {name!r}: found NaN or infinity.")
+
+
+class GaussNewton:
+    r"""Gauss-Newton with the exact curvature of the whole network, for least squares.
+
+    .. math:: \theta \leftarrow \theta - d + \tfrac12 a, \qquad
+        d = J^T (J J^T + N \lambda I)^{-1} r
+
+    with J the Jacobian of the residuals r by all parameters, which is taken as the rows of
+    the layers and never formed, and a the geodesic acceleration.  The loss is
+    ``1/(2N) |r|^2``.  The damping adapts to whether a step lowers it.
+
+    Parameters
+    ----------
+    parameters, layers
+        See `KFAC`.
+    learning_rate : float, or callable of the number of steps made, optional
+        A fixed length of the steps, for other data at each step; the damping is then
+        fixed, and nothing is accelerated.
+    damping : float, optional
+        In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps of
+        a fixed length, by default 0.01.
+    momentum : float, optional
+        SPRING's momentum in [0, 1), of steps of a fixed length; by default 0.95.
+
+    Attributes
+    ----------
+    damping : float
+        The damping that the next step begins with.
+    accepted : bool
+        Whether the last step was taken: false where no damping lowered the loss.
+
+    Raises
+    ------
+    KFACError
+        For layers that do not match their parameters, and invalid options.
+
+    Notes
+    -----
+    ``R^2 (n + m)`` flops a layer and ``R^3 / 3`` for R residuals; for each damping that is
+    tried two evaluations and another ``R^3 / 3``.  Memory: the rows, and ``2 R^2`` numbers.
+
+    References
+    ----------
+    Transtrum and Sethna (2012), arXiv:1201.5885, for damping and acceleration; Goldshlager,
+    Abrahamsen and Lin (2024), arXiv:2401.10190, for the momentum.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> from kfac_core_shims.numpy import GaussNewton
+    >>> rng = np.random.default_rng(0)
+    >>> x = np.linspace(-1, 1, 30)[:, None]
+    >>> W, b, v = rng.normal(size=(1, 8)), np.zeros(8), rng.normal(size=(8, 1)) / 3
+    >>> parameters = {"hidden": {"weight": W, "bias": b}, "out": {"weight": v}}
+    >>> def residuals():
+    ...     return (np.tanh(x @ W + b) @ v - np.sin(3 * x))[:, 0]
+    >>> optimizer = GaussNewton(parameters)
+    >>> losses = []
+    >>> for _ in range(10):
+    ...     h = np.tanh(x @ W + b)
+    ...     batches = {
+    ...         "hidden": kc.Batch(x, (1 - h**2) * v[:, 0]),
+    ...         "out": kc.Batch(h, np.ones((30, 1))),
+    ...     }
+    ...     losses.append(optimizer.step(batches, residuals))
+    >>> losses[-1] < 0.01 * losses[0]
+    True
+    """
+
+    def __init__(
+        self,
+        parameters: Vector,
+        *,
+        learning_rate: kc.integration.Schedule | None = None,
+        damping: float | None = None,
+        momentum: float | None = None,
+        layers: Mapping[str, kc.Layer] | None = None,
+    ) -> None:
+        if learning_rate is None and momentum:
+            raise kc.ConventionError(
+                "`momentum` is of steps of a fixed length. Give `learning_rate`, or leave "
+                "it out."
+            )
+        searches = learning_rate is None
+        damping = (1.0 if searches else 0.01) if damping is None else damping
+        momentum = (0.0 if searches else 0.95) if momentum is None else momentum
+        kc.integration.require_positive("learning_rate", learning_rate, optional=True)
+        constraints = kc.constraints
+        constraints.require_range("damping", damping, constraints.POSITIVE)
+        constraints.require_range("momentum", momentum, constraints.DECAY)
+        self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
+        _refuse_shared(self.parameters)
+        blocks = _blocks(self.parameters, layers or {})
+        self.layers = {name: block.layer for name, block in blocks.items()}
+        self.learning_rate = learning_rate
+        self.damping, self.momentum = float(damping), momentum
+        self.steps, self.accepted = 0, False
+        self._last: Any = None
+
+    def step(
+        self,
+        batches: Mapping[str, kc.Batch | Sequence[kc.Batch]],
+        residuals: Callable[[], Array],
+        /,
+    ) -> float:
+        """Take one step, and return the loss before it.
+
+        Parameters
+        ----------
+        batches : mapping of str to Batch, or sequence of Batch
+            What each layer saw: its inputs, and the derivatives of the *sum* of the
+            residuals with respect to its outputs; ``sources=C`` for C residuals an
+            example.  A sequence is one batch for each use of the layer.
+        residuals : callable
+            Returns the residuals, shape (N,) or (N, C), for the parameters as they are
+            when it is called.
+
+        Returns
+        -------
+        float
+            The loss ``1/(2N) |r|^2``.
+
+        Raises
+        ------
+        KFACError
+            For arrays that do not fit, and residuals that are not finite.  Parameters are
+            then as they were, also after an error in `residuals`.
+        """
+        J = kc.samples.Jacobian.of(self.layers, batches)
+        r = np.asarray(residuals(), np.float64)
+        if r.size != J.samples or r.shape[:1] != (J.examples,):
+            raise kc.ShapeError(
+                f"Expected residuals of shape {J.sample_shape}, as of the batches, got "
+                f"{r.shape}."
+            )
+        start = self._evaluation(r, J)
+        if not np.isfinite(start.loss):
+            raise kc.NotFiniteError(
+                f"Expected finite residuals, got a loss of {start.loss}. Nothing was "
+                "changed; begin with smaller weights, or look at the data."
+            )
+        K = kc.samples.sample_gram(J)
+        if self.learning_rate is None:
+            before = {
+                name: {key: array.copy() for key, array in arrays.items()}
+                for name, arrays in self.parameters.items()
+            }
+
+            def evaluate(step: Any) -> kc.samples.Evaluation:
+                self._move(before, step, 1.0)
+                return self._evaluation(np.asarray(residuals(), np.float64), J)
+
+            step: Any = kc.steps.linear_combination([0.0], [before])
+            try:
+                searched = kc.samples.search_step(
+                    J, K, start.values, evaluate, start=start, damping=self.damping
+                )
+                step, self.damping = searched.step, float(searched.damping)
+                self.accepted = bool(searched.accepted)
+            finally:
+                self._move(before, step, 1.0)
+        else:
+            F = kc.samples.damped_kernel(J, K, damping=self.damping)
+            rate = float(kc.integration.value_at(self.learning_rate, self.steps))
+            self._last = F.direction(
+                start.values, last=self._last, momentum=self.momentum
+            )
+            self._move(self.parameters, self._last, rate)
+            self.accepted = True
+        self.steps += 1
+        return float(start.loss)
+
+    def _evaluation(self, r: Array, J: Any) -> kc.samples.Evaluation:
+        loss: Any = np.sum(r * r) / (2 * J.examples)
+        return kc.samples.Evaluation(r.reshape(J.sample_shape), loss)
+
+    def _move(self, start: Vector, step: Any, rate: float) -> None:
+        """Write ``start - rate step`` into the parameters."""
+        for name, arrays in self.parameters.items():
+            for key, array in arrays.items():
+                array[...] = start[name][key] - rate * step[name][key]
 
 
 def _blocks(

@@ -123,6 +123,7 @@ class _Steps:
             likelihood=LIKELIHOODS[model.out_activation_],
             fisher=model.fisher,
             damping=model.damping,
+            damping_rule=kc.integration.defaults.MODEL_DAMPING_RULE,
             decay=model.decay,
             update_every=model.update_every,
             refresh_every=model.refresh_every,
@@ -201,10 +202,10 @@ class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
         validation_fraction: float = 0.1,
         n_iter_no_change: int = 10,
         fisher: Literal["exact", "gradients"] = "exact",
-        damping: float = 1e-3,
-        decay: float = 0.95,
-        update_every: int = 1,
-        refresh_every: int = 10,
+        damping: float = kc.integration.defaults.MODEL_DAMPING,
+        decay: float = kc.integration.defaults.DECAY,
+        update_every: int = kc.integration.defaults.MODEL_UPDATE_EVERY,
+        refresh_every: int = kc.integration.defaults.MODEL_REFRESH_EVERY,
     ) -> None:
         super().__init__(
             hidden_layer_sizes=hidden_layer_sizes,

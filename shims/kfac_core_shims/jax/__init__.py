@@ -7,11 +7,17 @@ added to their outputs, and derivatives by these are the output gradients.
 
 In the order of reading: ``marks`` (what a user says), ``program`` and ``views`` (a trace as
 a list of operations), ``finding`` (layers in it), ``examples`` (whose rows are whose),
-``network`` (the blocks, and the capture), ``kfac`` (the optax transformation), and
-``optimizer`` (rate, momentum and damping from the quadratic model).
+``network`` (the blocks, and the capture), ``kfac`` (the optax transformation),
+``optimizer`` (rate, momentum and damping from the quadratic model), and ``rotated_adam``
+(SOAP: Adam in the eigenbasis of the factors).
 """
 
 from kfac_core_shims.jax.compiled import compiled
+from kfac_core_shims.jax.gauss_newton import (
+    GaussNewton,
+    GaussNewtonProgress,
+    GaussNewtonState,
+)
 from kfac_core_shims.jax.kfac import KFAC
 from kfac_core_shims.jax.marks import dense, tap
 from kfac_core_shims.jax.network import Network
@@ -21,15 +27,21 @@ from kfac_core_shims.jax.optimizer import (
     Progress,
     kfac_optimizer,
 )
+from kfac_core_shims.jax.rotated_adam import SOAPState, soap
 
 __all__ = [
     "KFAC",
+    "GaussNewton",
+    "GaussNewtonProgress",
+    "GaussNewtonState",
     "Network",
     "Optimizer",
     "OptimizerState",
     "Progress",
+    "SOAPState",
     "compiled",
     "dense",
     "kfac_optimizer",
+    "soap",
     "tap",
 ]

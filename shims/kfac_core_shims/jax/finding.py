@@ -733,7 +733,9 @@ class _Finder:
         if operation.name != "mul" or not self._whole(view):
             return None
         x = operation.inputs[1 - position]
-        if not isinstance(x, int) or x in self.trace.views:
+        axes = len(self.trace.shape(operation.outputs[0]))
+        # A number has no axes that could be followed.
+        if not isinstance(x, int) or x in self.trace.views or len(view.axes) != axes:
             return None
         parts = {"scale": Part(view.source, view.sliced)}
         way, place, here = self._way(operation.outputs[0], view, factors=True)

@@ -17,7 +17,7 @@ from kfac_core_shims.jax.mapped import (
     averaged,
     mapped_axes,
     summed_over,
-    vmapped_axes,
+    watched,
 )
 from kfac_core_shims.jax.network import Network
 
@@ -53,8 +53,8 @@ class KFAC:
     axis_name : hashable, optional
         Name of the axis (or names of the axes) that the step is mapped over by ``pmap`` or
         ``shard_map``: statistics are those of all devices' examples, and gradients are
-        averaged over it.  An empty tuple says that runs are independent, as those of
-        several seeds; a ``vmap`` over states needs no word.
+        averaged over it.  Other axes of ``vmap`` are of independent runs, such as several
+        seeds; an empty tuple says the same of those of ``pmap`` and ``shard_map``.
     kl_clip : float or callable of int, optional
         Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
         model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
@@ -62,7 +62,7 @@ class KFAC:
         What the direction will be multiplied by, eta; read by the KL clip alone.  A
         callable takes the number of updates so far.
     **options : object
-        Options of `kfac_core.Estimator`, such as `damping_rule` or `sources`; `refreshing`
+        Options of `kfac_core.Estimator`, such as `sources`; `refreshing`
         is ``Refreshing(keep_matrices=False)`` by default.
 
     Attributes
@@ -101,13 +101,15 @@ class KFAC:
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = 0.03,
-        decay: float = 0.95,
+        damping: kc.array.Scalar
+        | Mapping[str, kc.array.Scalar] = kc.integration.defaults.DAMPING,
+        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
+        decay: float = kc.integration.defaults.DECAY,
         refresh_every: int = 25,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,
-        kl_clip: kc.integration.Schedule | None = 1e-3,
+        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
         learning_rate: kc.integration.Schedule = 0.1,
         **options: Any,
     ) -> None:
@@ -119,6 +121,7 @@ class KFAC:
         settings: dict[str, Any] = {
             "reduction": reduction,
             "damping": damping,
+            "damping_rule": damping_rule,
             "decay": decay,
             "refreshing": kc.Refreshing(keep_matrices=False),
         }
@@ -186,16 +189,18 @@ class KFAC:
         ------
         ConventionError
             For batches captured under other conventions; for gradients of another
-            structure; inside a mapped axis that `axis_name` does not name.
+            structure; inside an axis of ``pmap`` or ``shard_map`` that `axis_name` does not
+            name, or one of ``vmap`` that only gradients were averaged over.
         DampingError
             For a damping that is out of range, or that a block has none of.
         NotReadyError
             Without `captured` before the first refresh, where values are read.
         """
-        self._require_axes(state)
+        self._require_axes()
         if captured is None:
             state = _flagged_unless_ready(state)
         else:
+            state = self._watched(state, updates, captured.batches)
             state = self.absorbed(state, captured, damping=damping)
         if self.axis_name:
             updates = averaged(updates, self.axis_name)
@@ -220,16 +225,10 @@ class KFAC:
             )
         return leaves.replaced(gradients, directions, wiring)
 
-    def _require_axes(self, state: kc.NetworkState) -> None:
+    def _require_axes(self) -> None:
         """Refuse a mapped axis whose devices would keep statistics of their own."""
-        if self.axis_name == ():
-            return
-        named = self.axis_name
-        named = set(named if isinstance(named, tuple) else (named,)) - {None}
-        inside = set(mapped_axes())
-        # A state for each index of a `vmap` is one of independent runs, such as seeds.
-        independent = vmapped_axes(jax.tree.leaves(state)[0])
-        if inside - named - independent:
+        named, (inside, devices) = set(self._named_axes()), mapped_axes()
+        if devices - named and self.axis_name != ():
             raise kc.ConventionError(
                 f"This step is mapped over the axes {sorted(map(str, inside))}, and "
                 f"`axis_name` is {self.axis_name!r}: each device would keep statistics of "
@@ -242,6 +241,23 @@ class KFAC:
                 f"{sorted(map(str, inside)) or 'no axis'}. Call it inside `pmap` or "
                 "`shard_map`, or leave `axis_name` out."
             )
+
+    def _named_axes(self) -> tuple[Any, ...]:
+        if isinstance(self.axis_name, tuple):
+            return self.axis_name
+        return () if self.axis_name is None else (self.axis_name,)
+
+    def _watched(
+        self, state: kc.NetworkState, gradients: Any, batches: Any
+    ) -> kc.NetworkState:
+        """Return the state, which raises if an axis of `vmap` averages gradients alone."""
+        inside, named = mapped_axes()[0], self._named_axes()
+        if self.axis_name == () or not inside - {*named}:
+            return state
+        name, block = next(iter(state.blocks.items()))
+        count = watched(block.updates, gradients, batches, named)
+        blocks = {**state.blocks, name: dataclasses.replace(block, updates=count)}
+        return state.updated(blocks)
 
     def absorbed(
         self,
@@ -263,10 +279,10 @@ class KFAC:
         NetworkState
             New state.
         """
-        self._require_axes(state)
+        self._require_axes()
         damping = self.damping if damping is None else damping
         network = self.curvature
-        network.require_damping(damping)
+        network.layers.require_damping(damping)
         promised = network.conventions
         same = captured.reduction == promised.reduction
         if not same or captured.sources not in (None, promised.sources):

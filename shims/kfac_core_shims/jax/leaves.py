@@ -19,7 +19,7 @@ from kfac_core_shims.jax.examples import Counts, ExampleAxis, row_axes
 from kfac_core_shims.jax.finding import Found, Part, Site
 from kfac_core_shims.jax.program import Trace
 
-__all__ = ["Leaves"]
+__all__ = ["Leaves", "leaf_name", "put", "taken"]
 
 
 class Leaves:
@@ -36,13 +36,15 @@ class Leaves:
     ----------
     shapes : dict of str to tuple of int
         Name and shape of each parameter of a block, in the order of places.
+    places : list of pairs
+        For each of these, what it is of which leaf, and in which turn of a loop, or None.
     dtype : dtype
         Dtype of the first floating-point parameter; float32 where there is none.
     """
 
     def __init__(self, params: Any, found: Found) -> None:
         paths = jax.tree_util.tree_leaves_with_path(params)
-        self.names = [_name(path) for path, _ in paths]
+        self.names = [leaf_name(path) for path, _ in paths]
         self.paths = [tuple(map(_word, _unboxed(path))) for path, _ in paths]
         self.leaf_shapes = [tuple(leaf.shape) for _, leaf in paths]
         self.trained = [
@@ -58,7 +60,7 @@ class Leaves:
             known = self._parts.setdefault(part.leaf, part)
             if known != part:
                 self._obstruct(part.leaf, "layers that have it in different forms")
-        self._places: list[tuple[Part, int | None]] = []
+        self.places: list[tuple[Part, int | None]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         for i, shape in enumerate(self.leaf_shapes):
             part = self._parts.get(i, Part(i))
@@ -68,9 +70,9 @@ class Leaves:
             for turn in range(shape[0]) if part.sliced else (None,):
                 name = self.names[i] + ("" if turn is None else f"[{turn}]")
                 self.shapes[name] = inner
-                self._places.append((part, turn))
+                self.places.append((part, turn))
         self._place_of = {
-            (part.leaf, turn): place for place, (part, turn) in enumerate(self._places)
+            (part.leaf, turn): place for place, (part, turn) in enumerate(self.places)
         }
         self._block_names: dict[Any, str] = {}
         self._left_out: set[Any] = set()
@@ -134,7 +136,9 @@ class Leaves:
 
     def require_leaves(self, params: Any, /) -> None:
         """Raise for parameters that are more or fewer than when the network was made."""
-        names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        names = [
+            leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        ]
         if len(names) != len(self.names):
             others = sorted(set(names) ^ set(self.names))
             raise kc.ConventionError(
@@ -217,7 +221,7 @@ class Leaves:
         covered = {place for places in slots.values() for place in places.values()}
         missing: dict[str, str] = {}
         for place, (name, (part, _)) in enumerate(
-            zip(self.shapes, self._places, strict=True)
+            zip(self.shapes, self.places, strict=True)
         ):
             if place in covered or part.leaf not in self.trained:
                 continue
@@ -271,7 +275,7 @@ class Leaves:
         vectors: dict[str, dict[str, Any]] = {}
         for name, slots in wiring.slots.items():
             shapes = wiring.blocks[name].layer.parameter_shapes
-            parts = {role: self._places[place] for role, place in slots.items()}
+            parts = {role: self.places[place] for role, place in slots.items()}
             names = {role: self.names[part.leaf] for role, (part, _) in parts.items()}
             there = [role for role, leaf in names.items() if leaf in leaves]
             if not there:
@@ -283,7 +287,7 @@ class Leaves:
                     "other parameters. Mask or partition whole layers."
                 )
             vectors[name] = {
-                role: _taken(leaves[names[role]], part, turn).reshape(shapes[role])
+                role: taken(leaves[names[role]], part, turn).reshape(shapes[role])
                 for role, (part, turn) in parts.items()
             }
         return vectors
@@ -299,14 +303,14 @@ class Leaves:
         leaves = self._by_name(gradients)
         for name, parameters in vectors.items():
             for role, place in wiring.slots[name].items():
-                part, turn = self._places[place]
+                part, turn = self.places[place]
                 leaf = self.names[part.leaf]
-                leaves[leaf] = _put(leaves[leaf], parameters[role], part, turn)
+                leaves[leaf] = put(leaves[leaf], parameters[role], part, turn)
         return jax.tree.unflatten(jax.tree.structure(gradients), leaves.values())
 
     def _by_name(self, gradients: Any) -> dict[str, Any]:
         paths = jax.tree_util.tree_leaves_with_path(gradients)
-        leaves = {_name(path): leaf for path, leaf in paths}
+        leaves = {leaf_name(path): leaf for path, leaf in paths}
         known = dict(zip(self.names, self.leaf_shapes, strict=True))
         for name, leaf in leaves.items():
             if name not in known:
@@ -331,12 +335,14 @@ def _key(site: Site) -> Any:
     )
 
 
-def _taken(leaf: Any, part: Part, turn: int | None) -> Any:
+def taken(leaf: Any, part: Part, turn: int | None) -> Any:
+    """Return a layer's parameter from its leaf."""
     array = leaf if turn is None else leaf[turn]
     return array if part.order is None else jnp.transpose(array, part.order)
 
 
-def _put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
+def put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
+    """Return a leaf with a layer's vector in the place of its parameter."""
     shape = leaf.shape if turn is None else leaf.shape[1:]
     order = part.order
     if order is None:
@@ -348,7 +354,7 @@ def _put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
     return array if turn is None else leaf.at[turn].set(array)
 
 
-def _name(path: Any) -> str:
+def leaf_name(path: Any, /) -> str:
     """Return a leaf's path as JAX writes it."""
     name: str = jax.tree_util.keystr(_unboxed(path))
     return name

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.extend.core as jex
+import jax.custom_batching
 
 import kfac_core as kc
 
@@ -20,28 +20,72 @@ __all__ = [
     "gathered",
     "mapped_axes",
     "summed_over",
-    "vmapped_axes",
+    "watched",
 ]
 
 
-def mapped_axes() -> tuple[Any, ...]:
-    """Return the names of the mapped axes that the caller is inside of."""
-    name = "unsafe_get_axis_names_DO_NOT_USE"
-    # Before JAX 0.10 it was in `jax.core`.
-    names: Any = getattr(jex, name, None) or getattr(jax.core, name)
-    return tuple(names())
+def mapped_axes() -> tuple[set[Any], set[Any]]:
+    """Return the names of the axes that the caller is mapped over.
 
-
-def vmapped_axes(value: Any, /) -> set[Any]:
-    """Return the names of the axes that ``vmap`` maps a value over.
-
-    Inside of a ``jit`` or a ``scan`` that is itself mapped nothing is known of them.
+    Returns
+    -------
+    all, devices : set of hashable
+        All of them, and those of ``shard_map`` and ``pmap``: each index is a device, with a
+        part of the data.
     """
-    names = set()
-    while hasattr(value, "batch_dim"):
-        names.add(value._trace.axis_data.name)
-        value = value.val
-    return names
+    names = set(kc.distributed.engine("jax").mapped_axes())
+    merged = "jax_pmap_shmap_merge"
+    if not jax.config.values.get(merged, jax.__version_info__ >= (0, 8)):
+        return names, names  # There a `pmap` cannot be told from a `vmap`.
+    return names, names & set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def watched(count: Any, gradients: Any, batches: Any, axes: tuple[Any, ...], /) -> Any:
+    """Return a count of a state, and raise where a ``vmap`` averages gradients alone.
+
+    Each index then has a state and rows of its own, and all have the same gradients, as of
+    `jax.lax.pmean`.  What a ``vmap`` around a ``jit`` or a ``scan`` maps is known only when
+    that is mapped, in the rule of `_watched`.
+
+    Parameters
+    ----------
+    count : array, 0-d
+        Part of the state.
+    gradients, batches : pytree
+        What an update is called with.
+    axes : tuple of hashable
+        Axes over which the rows will be added up.
+
+    Returns
+    -------
+    array, 0-d
+        `count`.
+    """
+
+    def mark(tree: Any) -> Any:
+        # Integers, which no derivative is taken of.
+        return sum((x.size and x.ravel()[0] != 0) + 0 for x in jax.tree.leaves(tree))
+
+    rows = mark(batches)
+    return _watched(count, mark(gradients), jax.lax.psum(rows, axes) if axes else rows)
+
+
+def _mapped(
+    axis_size: int, is_mapped: Any, count: Any, gradients: Any, batches: Any
+) -> tuple[Any, bool]:
+    own_state, own_gradients, own_rows = is_mapped
+    if own_state and own_rows and not own_gradients:
+        raise kc.ConventionError(
+            f"The {axis_size} runs of this `vmap` have the same gradients, and each has a "
+            "state and rows of its own: gradients are averaged over the axis, and "
+            "statistics are not. Say KFAC(..., axis_name=...) for an average over both, or "
+            "axis_name=() for independent runs."
+        )
+    return _watched(count, gradients, batches), own_state
+
+
+_watched: Any = jax.custom_batching.custom_vmap(lambda count, gradients, batches: count)
+_watched.def_vmap(_mapped)
 
 
 def gathered(tree: Any, /) -> Any:

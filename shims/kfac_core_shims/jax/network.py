@@ -355,12 +355,15 @@ class Network:
         averaged = sources is not None and sources.source_reduction == "mean"
         for name, batches in captured.batches.items():
             sites_here = sites_of[name]
-            kind = self.blocks[name].layer.kind
+            layer = self.blocks[name].layer
             if any(site.transposed or not site.adds_bias for site in sites_here):
                 every = batches if isinstance(batches, tuple) else (batches,)
                 captured.batches[name] = in_roles(every, sites_here, mean=averaged)
-            elif isinstance(batches, tuple) and kind in ("embedding", "scale_shift"):
-                captured.batches[name] = joined_uses(batches, kind)
+            elif isinstance(batches, tuple) and layer.kind in (
+                "embedding",
+                "scale_shift",
+            ):
+                captured.batches[name] = joined_uses(batches, layer)
         return captured
 
     def _require_examples(

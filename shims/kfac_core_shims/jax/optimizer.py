@@ -151,6 +151,8 @@ class Optimizer:
         the number of steps taken so far.
     damping : float
         lam of the first steps.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
     adapt_damping : bool
         Whether the damping follows the reduction ratio.
     adapt_every : int
@@ -161,7 +163,7 @@ class Optimizer:
     min_damping, max_damping : float
         Bounds of the damping.
     l2 : float
-        Coefficient of ``1/2 |theta|^2`` in the objective.
+        Coefficient of ``1/2 |theta|^2`` beside the likelihood's mean negative log.
     update_every, refresh_every, bases_every : int
         Steps between statistics, and updates between factorizations and between the
         eigenbases of `kfac_core.Eigen` blocks.
@@ -202,17 +204,19 @@ class Optimizer:
         fisher: kc.losses.EstimationMode = "gradients",
         learning_rate: kc.integration.Schedule | None = None,
         momentum: kc.integration.Schedule | None = None,
-        damping: float = 1e-2,
+        damping: float = kc.integration.defaults.MODEL_DAMPING,
+        damping_rule: kc.damping.DampingRule = kc.integration.defaults.MODEL_DAMPING_RULE,
         adapt_damping: bool = True,
         adapt_every: int = 5,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
         l2: float = 0.0,
-        update_every: int = 1,
-        refresh_every: int = 5,
+        update_every: int = kc.integration.defaults.MODEL_UPDATE_EVERY,
+        refresh_every: int = kc.integration.defaults.MODEL_REFRESH_EVERY
+        // kc.integration.defaults.MODEL_UPDATE_EVERY,
         bases_every: int = 100,
-        kl_clip: float | None = 1e-3,
+        kl_clip: float | None = kc.integration.defaults.KL_CLIP,
         axis_name: Any = None,
         **options: Any,
     ) -> None:
@@ -247,6 +251,7 @@ class Optimizer:
             sources=kc.losses.source_reduction_of(fisher),
             mode=fisher,
             damping=damping,
+            damping_rule=damping_rule,
             refresh_every=refresh_every,
             bases_every=bases_every,
             axis_name=axis_name,
@@ -345,9 +350,8 @@ class Optimizer:
         z = self._as_rows(outputs)
         if outputs.ndim < z.ndim and targets.ndim == outputs.ndim:
             targets = targets[:, None]
-        rows, weight = self._counts(z)
         before = self._objective(params, z, targets)
-        cotangent = self.loss.gradient(z, targets) * (weight / rows)
+        cotangent = self.loss.gradient(z, targets) / _rows(z)
         gradients, _ = pull(cotangent, reduction="mean")
         gradients = jax.tree.map(
             lambda g, p: g + self.l2 * p if self.l2 else g, gradients, params
@@ -375,7 +379,8 @@ class Optimizer:
             before,
             predicted,
         )
-        progress = Progress(before, rate, momentum, state.damping, ratio, good, aux)
+        loss = before * self.row_loss.multiple(z.shape[-1])
+        progress = Progress(loss, rate, momentum, state.damping, ratio, good, aux)
         damping = jnp.where(good, damping, state.damping)
         return (
             params,
@@ -400,13 +405,8 @@ class Optimizer:
             )
         return z[:, None] if single else z
 
-    def _counts(self, z: Any) -> tuple[int, float]:
-        """Return the number of rows of the outputs, and the weight of each's loss."""
-        return z.size // z.shape[-1], self.row_loss.weight(z.shape[-1])
-
     def _objective(self, params: Any, z: Any, targets: Any) -> Any:
-        rows, weight = self._counts(z)
-        loss = -self.loss.log_probability(z, targets).sum() * (weight / rows)
+        loss = -self.loss.log_probability(z, targets).sum() / _rows(z)
         if self.l2:
             squares = sum(jnp.sum(p * p) for p in jax.tree.leaves(params))
             loss = loss + 0.5 * self.l2 * squares
@@ -428,7 +428,6 @@ class Optimizer:
         """Return the rows of each block, for the mean over all rows of the outputs."""
         if self.fisher != "empirical":
             _require_key(key)
-        rows, weight = self._counts(z)
         spec = kc.losses.noise_spec(self.loss, z, mode=self.fisher)
         noise = None
         if spec is not None:
@@ -440,7 +439,7 @@ class Optimizer:
             mode=self.fisher,
             targets=targets if self.fisher == "empirical" else None,
             noise=noise,
-            weight=weight * len(z) / rows,
+            weight=len(z) / _rows(z),
         )
         if spec is None and self.fisher != "empirical":
             # Rows that a layer mixes, of one example or of several, must not add up.
@@ -493,13 +492,12 @@ class Optimizer:
         if self.momentum is None or callable(self.momentum) or self.momentum:
             directions.append(state.last)
             fixed.append(value_at(self.momentum, state.steps))
-        rows, weight = self._counts(z)
         outputs = functools.partial(self._outputs, inputs=inputs)
         # Linearized once, so that XLA sees one linear function for both directions.
         _, change = jax.linearize(outputs, params)
         changes = [change(d) for d in directions]
-        multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
-        F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
+        multiplied = [self.loss.fisher_multiply(z, dz) for dz in changes]
+        F = kc.steps.curvature_of_outputs(changes, multiplied, examples=_rows(z))
         return kc.integration.quadratic_step(
             _vector(gradients),
             [_vector(d) for d in directions],
@@ -528,6 +526,11 @@ class Optimizer:
         due = (state.steps + 1) % self.rule.every == 0
         damping, ratio = jax.lax.cond(due, adapted, unchanged)
         return damping, ratio
+
+
+def _rows(z: Any) -> int:
+    """Return the number of rows of outputs (N, ..., P)."""
+    return int(z.size) // int(z.shape[-1])
 
 
 def _vector(tree: Any) -> dict[str, dict[str, Any]]:

@@ -276,14 +276,19 @@ def _by_source(use: kc.Batch, mean: bool) -> kc.Batch:
     return kc.Batch(x, g, mask, None if use.sources is None else 1)
 
 
-def joined_uses(uses: tuple[kc.Batch, ...], kind: str, /) -> kc.Batch:
+def joined_uses(uses: tuple[kc.Batch, ...], layer: Any, /) -> kc.Batch:
     """Return several uses of an embedding or a normalization as positions of one."""
     sources = uses[0].sources
     lead = 1 if sources is None else 2
-    if kind == "scale_shift":
-        x = jnp.stack([use.inputs for use in uses], axis=1)
-        g = jnp.stack([use.output_grads for use in uses], axis=lead)
-        return kc.Batch(x, g, None, sources)
+    if layer.kind == "scale_shift":
+        event = max(map(len, layer.parameter_shapes.values()))
+
+        def positions(x: Any, lead: int) -> Any:
+            return x.reshape(*x.shape[:lead], -1, *x.shape[x.ndim - event :])
+
+        x = jnp.concatenate([positions(use.inputs, 1) for use in uses], axis=1)
+        grads = [positions(use.output_grads, lead) for use in uses]
+        return kc.Batch(x, jnp.concatenate(grads, axis=lead), None, sources)
     x = jnp.concatenate([u.inputs.reshape(len(u.inputs), -1) for u in uses], axis=1)
     grads = [
         u.output_grads.reshape(

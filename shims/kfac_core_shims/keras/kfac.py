@@ -10,6 +10,7 @@ the outputs; a layer that saw N examples has its g multiplied by ``sqrt(N / R)``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -66,10 +67,12 @@ class KFAC(kc.integration.NaturalGradient):
         Damping of the next refresh; factor on the old statistics at each update; bound on
         the step, None for none.  A callable takes the number of steps so far (not in
         ``fit`` on JAX).
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations.
     **options : object
-        Further options of `kfac_core.Estimator`, such as `damping_rule`; `refreshing` is
+        Further options of `kfac_core.Estimator`; `refreshing` is
         ``Refreshing(keep_matrices=False)`` by default.
 
     Attributes
@@ -107,11 +110,12 @@ class KFAC(kc.integration.NaturalGradient):
         likelihood: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
-        kl_clip: kc.integration.Schedule | None = 1e-3,
-        damping: kc.integration.Schedule = 0.03,
-        decay: kc.integration.Schedule = 0.95,
-        update_every: kc.integration.Interval = 5,
-        refresh_every: kc.integration.Interval = 25,
+        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
+        damping: kc.integration.Schedule = kc.integration.defaults.DAMPING,
+        decay: kc.integration.Schedule = kc.integration.defaults.DECAY,
+        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
+        update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
         **options: Any,
     ) -> None:
         self._jax = keras.backend.backend() == "jax"
@@ -141,6 +145,7 @@ class KFAC(kc.integration.NaturalGradient):
             reduction="sum",
             damping=kc.integration.value_at(damping, 0),
             decay=kc.integration.value_at(decay, 0),
+            damping_rule=damping_rule,
             mode=fisher,
             sources=sources,
             **{
@@ -162,6 +167,8 @@ class KFAC(kc.integration.NaturalGradient):
         )
         self._calls: list[kc.integration.LayerCall] = []
         self._rows: Any = 0
+        self._factor: float | None = None
+        self._is_resumed = False
         self._attach()
 
     def __repr__(self) -> str:
@@ -215,7 +222,9 @@ class KFAC(kc.integration.NaturalGradient):
             [v.value for v in self.model.trainable_variables],
             [v.value for v in self.model.non_trainable_variables],
         ]
-        self._calls, self._rows = self._captured(x, y, sample_weight, state, self.steps)
+        self._calls, self._rows, self._factor = self._captured(
+            x, y, sample_weight, state, self.steps
+        )
 
     def precondition(self, gradients: Sequence[Any], /) -> list[Any]:
         """Return natural gradients of ``model.trainable_variables``; counts a step.
@@ -237,9 +246,16 @@ class KFAC(kc.integration.NaturalGradient):
         NotFiniteError
             For a gradient or a row that is not finite; nothing has changed.
         """
-        calls, rows = self._calls, self._rows
-        self._calls, self._rows = [], 0
-        directions = self.directions(self._vector(gradients), calls, rows=rows)
+        if self._is_resumed and self._factor is None:
+            raise kc.NotReadyError(
+                "The first step after `load` has to know the outputs: call `observe`."
+            )
+        calls, rows, factor = self._calls, self._rows, self._factor
+        self._calls, self._rows, self._factor = [], 0, None
+        directions = self.directions(
+            self._vector(gradients), calls, rows=rows, loss_factor=factor
+        )
+        self._is_resumed = False
         return self._replaced(gradients, directions)
 
     def remove(self) -> None:
@@ -264,6 +280,7 @@ class KFAC(kc.integration.NaturalGradient):
         """Read the curvature from a file, and the steps from the model's optimizer."""
         kc.load_checkpoint(path, self._estimator, backend=keras.backend.backend())
         self._steps = int(self.model.optimizer.iterations)
+        self._is_resumed = True
         self._push()
 
     # What is found in the model.
@@ -309,8 +326,8 @@ class KFAC(kc.integration.NaturalGradient):
         sample_weight: Any,
         state: Any,
         step: Any,
-    ) -> tuple[list[kc.integration.LayerCall], Any]:
-        """Return the calls of the layers, and R."""
+    ) -> tuple[list[kc.integration.LayerCall], Any, float]:
+        """Return the calls of the layers, R, and what the loss is of the likelihood."""
         x = keras.tree.map_structure(ops.convert_to_tensor, x)
         state = [[ops.stop_gradient(v) for v in group] for group in state]
         training = private.training_option(self.model)
@@ -341,10 +358,16 @@ class KFAC(kc.integration.NaturalGradient):
 
         uses, outputs, pull = run_taped(run)
         rows = weights[0][1]
+        factors = [
+            loss.multiple(z.shape[-1]) for loss, z in zip(losses, outputs, strict=True)
+        ]
+        factor = max(factors)
         vectors = [
-            self._vectors(loss, z, weight, rows / rows_here, step, y, place)
-            for place, (loss, z, (weight, rows_here)) in enumerate(
-                zip(losses, outputs, weights, strict=True)
+            self._vectors(
+                loss, z, weight, rows / rows_here * (own / factor), step, y, place
+            )
+            for place, (loss, z, (weight, rows_here), own) in enumerate(
+                zip(losses, outputs, weights, factors, strict=True)
             )
         ]
         calls = [
@@ -369,7 +392,7 @@ class KFAC(kc.integration.NaturalGradient):
             if weighted:
                 w = layer_weights(of_samples, reached, use.block)
                 call.mask = w if call.mask is None else ops.where(call.mask, w, 0.0)
-        return calls, rows
+        return calls, rows, factor
 
     def _vectors(
         self,
@@ -400,8 +423,7 @@ class KFAC(kc.integration.NaturalGradient):
             signs = kc.losses.NoiseSpec("uniform", tuple(drawn.vectors.shape[:-1]))
             noise = self._noise(signs, z, step, place)
             drawn = kc.losses.with_random_signs(drawn, noise)
-        rows_of_vectors = drawn.vectors
-        factor = loss.weight * loss.row.weight(z.shape[-1]) * share
+        rows_of_vectors, factor = drawn.vectors, share
         if weight is not None:
             factor = factor * weight[..., None]
         return rows_of_vectors * ops.cast(factor, rows_of_vectors.dtype) ** 0.5
@@ -557,24 +579,21 @@ class KFAC(kc.integration.NaturalGradient):
         else:
             if self.wants_statistics:
                 self.observe(*data)
-            elif self.reduction == "sum":
-                self._rows = self._count_rows(data)
+            elif self.reduction == "sum" or self._is_resumed:
+                self._rows, self._factor = self._counts(data)
             directions = self.precondition(gradients)
         if scale is not None:
             directions = [g if g is None else g * scale for g in directions]
         return directions
 
-    def _count_rows(self, data: Any) -> Any:
-        """Return R of a batch without statistics, whose loss is a sum."""
+    def _counts(self, data: Any) -> tuple[int, float]:
+        """Return R and the loss's factor, of a batch without statistics."""
         x, *_ = data
-        outputs = keras.tree.map_structure(
-            lambda x: keras.KerasTensor(x.shape, x.dtype), x
-        )
-        shape = self._losses()[0].at(self.model.compute_output_shape(outputs.shape))
-        rows = 1
-        for length in shape[:-1]:
-            rows *= int(length)
-        return rows
+        inputs = keras.tree.map_structure(lambda x: tuple(x.shape), x)
+        shapes = self.model.compute_output_shape(inputs)
+        losses = self._losses()
+        rows = math.prod(map(int, losses[0].at(shapes)[:-1]))
+        return rows, max(loss.multiple(loss.at(shapes)[-1]) for loss in losses)
 
     # The compiled step of JAX.
 
@@ -608,8 +627,12 @@ class KFAC(kc.integration.NaturalGradient):
         state = jax.tree.unflatten(self._structure, [v.value for v in leaves])
         x, y, weight = data
 
+        divisor: Any = 1.0
+
         def updated(state: Any) -> Any:
-            calls, rows = self._captured(x, y, weight, values, steps)
+            nonlocal divisor
+            # A number, known when this is traced.
+            calls, rows, divisor = self._captured(x, y, weight, values, steps)
             batches = kc.integration.batches_of_calls(calls, rows=rows)
             new = network.update(
                 state, batches, decay=self.estimator.decay, check="status"
@@ -633,8 +656,8 @@ class KFAC(kc.integration.NaturalGradient):
         state = jax.lax.cond(due, refreshed, unchanged, state)
         vector = self._vector(gradients)
         if self.reduction == "sum":
-            rows = self._count_rows(data)
-            vector = {n: {k: g / rows for k, g in p.items()} for n, p in vector.items()}
+            divisor *= self._counts(data)[0]
+        vector = {n: {k: g / divisor for k, g in p.items()} for n, p in vector.items()}
         directions = network.precondition(state, vector)
         if self.kl_clip is not None:
             nu = kc.steps.kl_clip(

@@ -1,10 +1,12 @@
 """What the losses of a compiled model say of its outputs.
 
 Conventions.  A *row* is one vector of P outputs, of which a loss of Keras makes one number
-l; the loss is ``sum(w l) / D``, with w the sample weights times the mask, and D what the
-loss's reduction divides by.  The Fisher matrix of that loss is ``sum(w F) / D``, F that
-of a row: each row's vectors are multiplied by ``sqrt(w)``, and D is the number of rows.
-The mean of a layer's ``x x^T`` has weights too: see `layer_weights`.
+c l, with l its likelihood's negative log and c the factor of `RowLoss` times the
+``loss_weights`` of the output; the loss is ``sum(w c l) / D``, with w the sample weights
+times the mask, and D what the loss's reduction divides by.  All is divided by the largest
+c of the outputs.  The Fisher matrix is then ``sum(w F) / D``, F that of a row: each row's
+vectors are multiplied by ``sqrt(w)``, and D is the number of rows.  The mean of a layer's
+``x x^T`` has weights too: see `layer_weights`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ RowLoss = kc.integration.RowLoss
 CATEGORICAL = RowLoss(likelihood=kc.losses.Categorical())
 BERNOULLI = RowLoss(likelihood=kc.losses.Bernoulli(), mean_over_outputs=True)
 # Keras's squared error has no factor of one half.
-SQUARED = RowLoss(likelihood=kc.losses.Gaussian(variance=0.5), mean_over_outputs=True)
+SQUARED = RowLoss(
+    likelihood=kc.losses.Gaussian(variance=1.0), factor=2.0, mean_over_outputs=True
+)
 MEANS = "sum_over_batch_size", "mean", "mean_with_sample_weight"
 EPSILON = 1e-7  # Keras's own bound on probabilities
 
@@ -63,6 +67,11 @@ class OutputLoss:
     weight: float = 1.0
     natural: Callable[[Any], Any] = lambda z: z
     smoothing: float = 0.0
+
+    def multiple(self, outputs: int) -> float:
+        """Return c: what the loss of a row of P outputs is of its negative log."""
+        multiple: float = self.row.multiple(int(outputs))
+        return float(self.weight) * multiple
 
     def at(self, tree: Any) -> Any:
         """Return what is at the path in a structure; the structure itself without one."""

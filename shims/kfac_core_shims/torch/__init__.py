@@ -2,8 +2,9 @@
 
 `KFAC` replaces the gradients of a model by natural gradients, between
 ``loss.backward()`` and ``optimizer.step()``.  `KFACOptimizer` is an optimizer without a
-learning rate, and `GaussNewton` one for least-squares problems.  `register_layer` covers
-modules of other libraries, and `DistributedState` is for ``torch.distributed.checkpoint``.
+learning rate, `GaussNewton` one for least-squares problems, and `SOAP` a drop-in for AdamW.
+`register_layer` covers modules of other libraries, and `DistributedState` is for
+``torch.distributed.checkpoint``.
 """
 
 from kfac_core_shims.torch.gauss_newton import GaussNewton
@@ -11,5 +12,13 @@ from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import register_layer
 from kfac_core_shims.torch.optimizer import KFACOptimizer
 from kfac_core_shims.torch.saving import DistributedState
+from kfac_core_shims.torch.soap import SOAP
 
-__all__ = ["KFAC", "DistributedState", "GaussNewton", "KFACOptimizer", "register_layer"]
+__all__ = [
+    "KFAC",
+    "SOAP",
+    "DistributedState",
+    "GaussNewton",
+    "KFACOptimizer",
+    "register_layer",
+]

@@ -192,7 +192,8 @@ class Coverage:
             )
         return (
             f"{message} No gradient came back to what the model returned, as where its "
-            "outputs were modified in place."
+            "outputs were modified in place, or where the loss reads derivatives of all "
+            "layers by torch.func: then call observe(residuals)."
         )
 
     def _names(self, site: Any) -> list[str]:

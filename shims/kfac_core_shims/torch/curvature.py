@@ -354,7 +354,7 @@ class Curvature(kc.integration.NaturalGradient):
         kfac_core.NotReadyError
             Before the first update.
         """
-        self.estimator.network.known(name)
+        self.estimator.network.layers.known(name)
         return factors_of(self.sites[name], self.estimator.state[name].statistics)
 
     def balance(self) -> None:
@@ -401,7 +401,8 @@ class Curvature(kc.integration.NaturalGradient):
         rows = 0.0 if observation is None else observation.rows
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            self.begin(calls, rows=rows)
+            factor = None if observation is None else observation.loss_factor
+            self.begin(calls, rows=rows, loss_factor=factor)
 
     def discard(self) -> None:
         """Forget the passes since the last step, as for a batch that is left out.

@@ -1,33 +1,100 @@
 """Gauss-Newton in the space of samples, as an optimizer of least-squares problems.
 
 Conventions.  The loss is ``1/2 sum_i (1/N_i) |r_i|^2`` over the terms i that the caller's
-function of residuals returns, N_i the examples of a term.  A weighted term is multiplied by
-the root of its weight.
+function of residuals returns, N_i the examples of a term; or the mean over examples of a
+likelihood's ``-log p``.  A weighted term is multiplied by the root of its weight.  Inside,
+all residuals are one vector of R numbers, those of term i times ``sqrt(R / N_i)``, so that
+the loss is ``|r|^2 / (2 R)``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.jacobians import JacobianFinder
 
-__all__ = ["GaussNewton"]
+__all__ = ["GaussNewton", "GaussNewtonReport"]
 
 Residuals: TypeAlias = Any
-"""A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms."""
+"""A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms; or outputs
+and targets, with a likelihood."""
 
-# Transtrum and Sethna (2012), sections 4 and 6: the damping falls faster than it rises, the
-# second derivative is a difference over a tenth of the step, and a step whose acceleration
-# is not short beside its velocity is taken for too long.
-_LOWER, _RAISE = 5.0, 3.0
-_PROBE = 0.1
-_MOST_BENT = 0.75
-_TRIALS = 20
+
+@dataclass(frozen=True, kw_only=True)
+class GaussNewtonReport:
+    """What the last step of `GaussNewton` did.
+
+    Attributes
+    ----------
+    steps : int
+        Steps taken by this object.
+    loss, reached : float
+        The loss before the step, and after it; the latter is NaN for steps of a fixed
+        length, which do not evaluate it.
+    damping : float
+        The damping that the next step begins with.
+    trials : int
+        How many dampings were tried.
+    accepted : bool
+        Whether the step was taken.
+    residual : float
+        The relative residual of what solved with ``K + N lam I``; NaN for steps of a fixed
+        length by conjugate gradients.
+    samples, parameters : int
+        The rows R and the columns P of the Jacobian.
+    formed : dict of str to str
+        Parameters whose derivatives were formed, R numbers each, and why.
+    """
+
+    steps: int
+    loss: float
+    reached: float
+    damping: float
+    trials: int
+    accepted: bool
+    residual: float
+    samples: int
+    parameters: int
+    formed: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.steps}: loss {self.loss:.3e} to {self.reached:.3e}, damping "
+            f"{self.damping:.1e}, {self.trials} trials, "
+            + ("accepted" if self.accepted else "no damping lowered the loss"),
+            f"{self.samples} residuals, {self.parameters} parameters; solved with a "
+            f"residual of {self.residual:.0e}",
+        ]
+        lines += [f"formed: {name}, since {why}" for name, why in self.formed.items()]
+        return "\n".join(lines)
+
+
+_RANK = 200
+"""Columns of the Nystrom approximation."""
+
+
+class _Problem(NamedTuple):
+    """The terms of a loss, as what J is the Jacobian of.
+
+    Attributes
+    ----------
+    terms : list of torch.Tensor, shapes (N, C)
+        With their graphs.
+    residuals : list of torch.Tensor, shapes (N, C)
+        The r with ``J^T r`` the gradient; of least squares the terms themselves.
+    root : torch.Tensor or None
+        The root of the likelihood's Fisher matrix, where the step begins.
+    """
+
+    terms: list[Any]
+    residuals: list[Any]
+    root: kc.samples.LikelihoodResiduals | None
 
 
 class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
@@ -45,19 +112,33 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     ----------
     model : torch.nn.Module
         The model; all parameters that require gradients are trained.
+    likelihood : {"categorical", "bernoulli", "gaussian"} or Loss, optional
+        Of outputs and targets, which the function of `step` then returns.
+    centered : bool
+        Whether the model is a wave function: the function of `step` then returns log psi
+        and the local energies, both of shape (N,), at positions drawn from psi^2; J and
+        the energies are less their means.  Needs `lr`.
     lr : float, optional
         A fixed length of the steps, for residuals of other data at each step
-        (mini-batches); the damping is then fixed, and nothing is accelerated.  A scheduler
-        may change it.  By default each step is as long as the model of the loss says.
-    damping : float
-        The first damping, in units of ``J^T J / N``.
-    momentum : float
-        SPRING's momentum in [0, 1), for mini-batches.
+        (mini-batches); the damping is then fixed, and nothing is accelerated.  Begin with
+        0.3; a scheduler may change it.  By default each step is as long as the model of
+        the loss says.
+    damping : float, optional
+        In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps
+        of a fixed length, by default 0.01.
+    momentum : float, optional
+        SPRING's momentum in [0, 1), of steps of a fixed length; by default 0.95.
+    direct_up_to : int
+        The number R of residuals above which K is not formed, and systems are solved by
+        conjugate gradients, with a Nystrom approximation of K as the preconditioner.
+    communicator : Communicator or str, optional
+        The processes whose examples are put together; by default all of
+        ``torch.distributed``, and ``"alone"`` for none.
 
     Raises
     ------
     kfac_core.ConventionError
-        For options out of range.
+        For options out of range, and for a momentum or `centered` without `lr`.
 
     Notes
     -----
@@ -92,18 +173,67 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         self,
         model: torch.nn.Module,
         *,
+        likelihood: Any = None,
+        centered: bool = False,
         lr: float | None = None,
-        damping: float = 1.0,
-        momentum: float = 0.0,
+        damping: float | None = None,
+        momentum: float | None = None,
+        direct_up_to: int = 6000,
+        communicator: kc.distributed.Communicator | str | None = None,
     ) -> None:
         constraints = kc.constraints
+        if lr is None and momentum:
+            raise kc.ConventionError(
+                "`momentum` is of steps of a fixed length. Give `lr`, or leave it out."
+            )
+        if centered and (lr is None or likelihood is not None):
+            raise kc.ConventionError(
+                "`centered` is of steps of a fixed length, of no likelihood. Give `lr`, "
+                "for example 0.3, and no `likelihood`."
+            )
+        if damping is None:
+            damping = 1.0 if lr is None else 0.01
+        if momentum is None:
+            momentum = 0.0 if lr is None else 0.95
         if lr is not None:
             constraints.require_range("lr", lr, constraints.POSITIVE)
         constraints.require_range("damping", damping, constraints.POSITIVE)
         constraints.require_range("momentum", momentum, constraints.DECAY)
-        self._finder = JacobianFinder(model)
+        constraints.require_range("direct_up_to", direct_up_to, constraints.COUNT)
+        self._direct_up_to = direct_up_to
+        self._centered = centered
+        self._likelihood: Any = None
+        if likelihood is not None:
+            row = kc.integration.row_loss(likelihood)
+            if row.mean_over_outputs:
+                raise kc.ConventionError(
+                    "Expected a likelihood that is a sum over outputs; scale the outputs."
+                )
+            self._likelihood = row.likelihood
+        self._processes = parallel.processes_of(communicator)
+        self._finder = JacobianFinder(parallel.inner(model), self._processes)
+        self._report: GaussNewtonReport | None = None
         options = {"lr": lr, "damping": damping, "momentum": momentum}
         super().__init__(self._finder.parameters, options)
+
+    def __repr__(self) -> str:
+        [group] = self.param_groups
+        options = {name: group[name] for name in ("lr", "damping", "momentum")}
+        text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        last = "no steps yet" if self._report is None else str(self._report)
+        return f"GaussNewton({text})\n{last}"
+
+    def report(self) -> GaussNewtonReport:
+        """Return what the last step did; prints as a few lines.
+
+        Raises
+        ------
+        kfac_core.NotReadyError
+            Before the first step.
+        """
+        if self._report is None:
+            raise kc.NotReadyError("No step was taken yet: call step(residuals) first.")
+        return self._report
 
     @property
     def damping(self) -> float:
@@ -122,143 +252,209 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         ----------
         residuals : callable
             Returns the residuals of the model with its graph: a tensor of shape (N,) or
-            (N, C), or a sequence of such terms of the loss.  It is called again for each
-            trial, and must then return residuals of the same points.
+            (N, C), or a sequence of such terms of the loss.  With a likelihood it returns
+            ``(outputs, targets)``, outputs of shape (N,) or (N, C).  It is called again
+            for each trial, and must then return those of the same points.
 
         Returns
         -------
         torch.Tensor
-            The loss ``1/2 sum_i (1/N_i) |r_i|^2``, 0-d.
+            The loss, 0-d: ``1/2 sum_i (1/N_i) |r_i|^2``, the mean of ``-log p``, or the
+            mean of the local energies.
 
         Raises
         ------
         kfac_core.ShapeError
             For residuals of another shape.
+        kfac_core.UnsupportedError
+            For residuals without a graph, and parameters frozen since.
         kfac_core.NotFiniteError
             For residuals that are not finite.  Nothing was changed.
         """
-        terms = self._evaluated(residuals, recorded=True)
-        examples = sum(len(term) for term in terms)
-        scales = [(examples / len(term)) ** 0.5 for term in terms]
-        J = self._finder.jacobian(terms, scales)
+        if not all(p.requires_grad for p in self._finder.parameters):
+            raise kc.UnsupportedError(
+                "A parameter was frozen after GaussNewton was made. Make it again, and "
+                "give it `damping=optimizer.damping`."
+            )
+        self._finder.wants_statistics = True
+        try:
+            problem = self._problem(residuals)
+        finally:
+            self._finder.wants_statistics = False
+        for i, term in enumerate(problem.terms):
+            if not term.requires_grad:
+                raise kc.UnsupportedError(
+                    f"Term {i} of the loss does not depend on the model's parameters. "
+                    "Leave it out; or compute it with a graph, not in torch.no_grad()."
+                )
+        samples, scales = self._scales(problem.terms)
+        J = self._finder.jacobian(problem.terms, scales)
         with torch.no_grad():
-            r = _joined(terms, scales)
-            loss = r.double().square().sum() / (2 * examples)
+            if self._processes is not None:
+                J = kc.samples.gathered_jacobian(J, self._processes)
+            r = self._joined(problem.residuals, scales)
+            values = r
+            if problem.root is not None:
+                values = self._joined(problem.terms, scales)
+            loss = r.mean() if self._centered else self._loss(r, problem.root)
             if not bool(torch.isfinite(loss)):
                 raise kc.NotFiniteError(
                     f"Expected finite residuals, got a loss of {float(loss)}. Nothing was "
                     "changed; begin with smaller weights, or look at the data."
                 )
-            K = kc.samples.sample_gram(J)
+            K = self._kernel(J)
+            reached, trials, accepted = float("nan"), 1, True
             if self.param_groups[0]["lr"] is None:
-                path = _Path(self, residuals, scales)
-                try:
-                    self._search(path, J, K, r)
-                except BaseException:
-                    path.go(None)
-                    raise
+                start = kc.samples.Evaluation(values, loss)
+                searched = self._search(residuals, problem.root, scales, J, K, r, start)
+                reached, trials = float(searched.loss), int(searched.trials)
+                accepted = bool(searched.accepted)
+                residual = float(searched.residual)
             else:
-                self._one_step(J, K, r)
+                residual = self._one_step(J, K, r)
+        self._report = GaussNewtonReport(
+            steps=1 if self._report is None else self._report.steps + 1,
+            loss=float(loss),
+            reached=reached,
+            damping=self.damping,
+            trials=trials,
+            accepted=accepted,
+            residual=residual,
+            samples=samples,
+            parameters=J.parameters,
+            formed=self.formed,
+        )
         return loss
 
-    def _search(self, path: _Path, J: Any, K: Any, r: Any) -> None:
+    def _search(
+        self,
+        residuals: Any,
+        root: Any,
+        scales: Sequence[float],
+        J: Any,
+        K: Any,
+        r: Any,
+        start: kc.samples.Evaluation,
+    ) -> kc.samples.SearchedStep:
         """Go to a lower loss, and adapt the damping; stay where no damping lowers it."""
         [group] = self.param_groups
-        loss = float(r.double().square().sum())
-        damping = group["damping"]
-        for _ in range(_TRIALS):
-            step = self._accelerated(path, J, K, r, damping)
-            if step is not None:
-                path.go(step)
-                reached = float(path.residuals().double().square().sum())
-                if reached < loss:
-                    group["damping"] = damping / _LOWER
-                    return
-            damping *= _RAISE
-        path.go(None)
-        group["damping"] = damping
+        parameters = group["params"]
+        theta = [p.detach().clone() for p in parameters]
 
-    def _accelerated(
-        self, path: _Path, J: Any, K: Any, r: Any, damping: float
-    ) -> dict[Any, Any] | None:
-        """Return ``d - a/2`` by parameter; None where the path bends too much."""
+        def go(step: Any) -> None:
+            directions = self._finder.directions(step)
+            for p, at_start in zip(parameters, theta, strict=True):
+                torch.sub(at_start, directions[p], out=p)
+
+        def evaluate(step: Any) -> kc.samples.Evaluation:
+            go(step)
+            problem = self._problem(residuals, root)
+            values = self._joined(problem.terms, scales)
+            return kc.samples.Evaluation(values, self._loss(values, problem.root))
+
         try:
-            F = kc.samples.damped_kernel(J, K, damping=damping)
-        except kc.FactorizationError:
-            return None
-        w = F.solve_kernel(r)
-        d = self._finder.directions(J.multiply_transposed(w))
-        path.go({p: _PROBE * x for p, x in d.items()})
-        # K w = r - N lam w, so that the first derivative along d costs no product.
-        slope = r - (len(r) * damping) * w.to(r.dtype)
-        bend = (2.0 / _PROBE) * ((path.residuals() - r) / _PROBE + slope)
-        if not bool(torch.isfinite(bend).all()):
-            return None
-        a = self._finder.directions(J.multiply_transposed(F.solve_kernel(bend)))
-        if _norm(a) > _MOST_BENT * _norm(d):
-            return None
-        return {p: x + 0.5 * a[p] for p, x in d.items()}
+            searched = kc.samples.search_step(
+                J, K, r, evaluate, start=start, damping=group["damping"]
+            )
+        except BaseException:
+            for p, at_start in zip(parameters, theta, strict=True):
+                p.copy_(at_start)
+            raise
+        go(searched.step)
+        group["damping"] = float(searched.damping)
+        return searched
 
-    def _one_step(self, J: Any, K: Any, r: Any) -> None:
-        """Take one step of a fixed length, with momentum."""
+    def _kernel(self, J: kc.samples.Jacobian) -> Any:
+        """Return K, or an approximation where it is too large."""
+        if J.samples <= self._direct_up_to:
+            return kc.samples.sample_gram(J)
+        # The same at each step, so that resuming is bit-for-bit reproducible.
+        generator = torch.Generator().manual_seed(0)
+        shape = J.samples, min(_RANK, J.samples)
+        probes = torch.randn(shape, dtype=torch.float64, generator=generator)
+        return kc.samples.nystrom_kernel(J, probes.to(J.like.device))
+
+    def _one_step(self, J: Any, K: Any, r: Any) -> float:
+        """Take one step of a fixed length, with momentum; return a residual."""
         [group] = self.param_groups
         state = self.state
         last = None
         if all("direction" in state[p] for p in group["params"]):
             by_parameter = {p: state[p]["direction"] for p in group["params"]}
             last = self._finder.vectors(by_parameter, J)
-        F = kc.samples.damped_kernel(J, K, damping=group["damping"])
+        F = kc.samples.damped_kernel(
+            J, K, damping=group["damping"], centered=self._centered
+        )
         direction = F.direction(r, last=last, momentum=group["momentum"])
         for p, d in self._finder.directions(direction).items():
             state[p]["direction"] = d
             p.sub_(d, alpha=group["lr"])
+        factor = getattr(F.kernel, "cholesky", None)
+        return float("nan") if factor is None else float(factor.residual)
 
-    def _evaluated(self, residuals: Any, *, recorded: bool) -> list[Any]:
-        """Return the terms of the loss as matrices (N, C), with their graphs."""
-        self._finder.wants_statistics = recorded
-        try:
-            with torch.enable_grad():
-                returned = residuals()
-        finally:
-            self._finder.wants_statistics = False
-        terms = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-        for term in terms:
-            if not isinstance(term, torch.Tensor) or term.ndim not in (1, 2):
-                form = tuple(term.shape) if hasattr(term, "shape") else type(term)
+    def _problem(self, residuals: Any, root: Any = None) -> _Problem:
+        """Evaluate the caller's function; with the root where the step began, if any."""
+        with torch.enable_grad():
+            returned = residuals()
+            if self._centered:
+                log_psi, energies = _as_matrices(returned)
+                return _Problem([log_psi], [energies], None)
+            if self._likelihood is None:
+                terms = _as_matrices(returned)
+                return _Problem(terms, terms, None)
+            if not isinstance(returned, Sequence) or len(returned) != 2:
                 raise kc.ShapeError(
-                    "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
-                    f"got {form}."
+                    "Expected outputs and targets of a likelihood, got "
+                    f"{type(returned).__name__}."
                 )
-        return [term if term.ndim == 2 else term[:, None] for term in terms]
+            outputs, targets = returned
+            if targets.is_floating_point() and targets.ndim == outputs.ndim == 1:
+                targets = targets[:, None]
+            [outputs] = _as_matrices(outputs)
+            here = kc.samples.likelihood_residuals(
+                self._likelihood, outputs.detach(), targets
+            )
+            if root is not None:
+                here = here._replace(root=root.root)
+            return _Problem([here.rows(outputs)], [here.residuals], here)
+
+    def _scales(self, terms: Sequence[Any]) -> tuple[int, list[float]]:
+        """Return R, and the root of R over the examples of each term."""
+        counts = [len(term) for term in terms] + [sum(term.numel() for term in terms)]
+        if self._processes is not None:
+            own = torch.tensor(counts, dtype=torch.float64)
+            counts = self._processes.all_reduce(own).wait().tolist()
+        *examples, samples = counts
+        return int(samples), [(samples / max(1, N)) ** 0.5 for N in examples]
+
+    def _joined(self, parts: Sequence[Any], scales: Sequence[float]) -> Any:
+        """Return numbers of all terms and processes, each times its scale."""
+        pieces = zip(parts, scales, strict=True)
+        joined = torch.cat([part.detach().flatten() * scale for part, scale in pieces])
+        if self._processes is None:
+            return joined
+        return kc.samples.gathered(joined, self._processes)
+
+    def _loss(self, r: Any, of_likelihood: Any) -> Any:
+        """Return the loss in float64, of all processes."""
+        if of_likelihood is None:
+            return r.double().square().sum() / (2 * len(r))
+        nats, examples = of_likelihood.loss.double(), len(of_likelihood.root)
+        if self._processes is None:
+            return nats
+        sums = torch.stack([nats * examples, nats.new_tensor(float(examples))])
+        total, count = self._processes.all_reduce(sums).wait()
+        return total / count
 
 
-class _Path:
-    """The parameters where a step began, and the residuals where it tries to go."""
-
-    def __init__(
-        self, optimizer: GaussNewton, residuals: Any, scales: Sequence[float]
-    ) -> None:
-        self._optimizer, self._residuals, self._scales = optimizer, residuals, scales
-        self._start = {
-            p: p.detach().clone() for p in optimizer.param_groups[0]["params"]
-        }
-
-    def go(self, step: dict[Any, Any] | None) -> None:
-        """Set the parameters to where a step leads; None leads nowhere."""
-        for p, start in self._start.items():
-            p.copy_(start if step is None else start - step[p])
-
-    def residuals(self) -> Any:
-        """Return the residuals there, joined and scaled."""
-        terms = self._optimizer._evaluated(self._residuals, recorded=False)
-        return _joined(terms, self._scales)
-
-
-def _joined(terms: Sequence[Any], scales: Sequence[float]) -> Any:
-    """Return the residuals of all terms, each times its scale."""
-    return torch.cat([t.detach() * s for t, s in zip(terms, scales, strict=True)])
-
-
-def _norm(vectors: dict[Any, Any]) -> float:
-    total = sum(x.double().square().sum() for x in vectors.values())
-    return math.sqrt(float(total))
+def _as_matrices(returned: Any) -> list[Any]:
+    """Return terms of a loss as matrices (N, C)."""
+    terms = [returned] if isinstance(returned, torch.Tensor) else list(returned)
+    for term in terms:
+        if not isinstance(term, torch.Tensor) or term.ndim not in (1, 2):
+            form = tuple(term.shape) if hasattr(term, "shape") else type(term)
+            raise kc.ShapeError(
+                "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
+                f"got {form}."
+            )
+    return [term if term.ndim == 2 else term[:, None] for term in terms]

@@ -9,7 +9,7 @@ than its modules has used is either read there too (a matrix product), or left a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,14 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["Reached", "RecordedCall", "calls_below", "gradients_at", "pull_back"]
+__all__ = [
+    "Reached",
+    "RecordedCall",
+    "calls_below",
+    "gradients_at",
+    "pull_back",
+    "recorded_below",
+]
 
 _SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
 _VIEWS = *_SAME, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"
@@ -55,6 +62,8 @@ class RecordedCall(kc.integration.LayerCall):
         of one example.
     outputs : int
         Number of these examples.
+    in_order : bool
+        Whether row n is of example n, in each of these calls.
     row_scale : float
         What `scaled_by` has of the numbers of rows and examples.
     """
@@ -69,6 +78,7 @@ class RecordedCall(kc.integration.LayerCall):
         self.turned = turned
         self.example_of: Any = None
         self.outputs = 0
+        self.in_order = False
         self.row_scale = 1.0
 
     def again(self) -> RecordedCall:
@@ -154,6 +164,7 @@ def calls_below(
     sites: Mapping[str, Site],
     share: Callable[[Any], Any] | None = None,
     keep_empty: bool = False,
+    stop: Collection[Any] = (),
 ) -> tuple[list[Reached], dict[str, str]]:
     """Return the calls that outputs depend on, of weights with no other use.
 
@@ -169,6 +180,8 @@ def calls_below(
         As of `Reached`.
     keep_empty : bool
         Whether calls without examples are returned too.
+    stop : collection of torch.autograd.graph.Node
+        Nodes at which the walk stops.
 
     Returns
     -------
@@ -177,7 +190,7 @@ def calls_below(
     reasons : dict of str to str
         Blocks with a use that is not, and what it is.
     """
-    walk = _Walk(root, token)
+    walk = _Walk(root, token, stop)
     recorded: dict[str, list[Reached]] = {name: [] for name in sites}
     for edge, call in walk.recorded:
         recorded[call.block].append(Reached(edge, call, share=share))
@@ -198,10 +211,15 @@ def calls_below(
     return [r for r in reached if keep_empty or r.call.examples], reasons
 
 
+def recorded_below(root: Any, token: int, /) -> list[tuple[GradientEdge, RecordedCall]]:
+    """Return the calls of layers that outputs depend on; see `calls_below`."""
+    return _Walk(root, token, ()).recorded
+
+
 class _Walk:
     """The part of a graph that is below a node."""
 
-    def __init__(self, root: Any, token: int) -> None:
+    def __init__(self, root: Any, token: int, stop: Collection[Any]) -> None:
         self.recorded: list[tuple[GradientEdge, Any]] = []
         self._sources: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
         self._above: dict[Any, list[tuple[Any, int, int]]] = defaultdict(list)
@@ -217,7 +235,7 @@ class _Walk:
                 if below is None:
                     continue
                 self._above[below].append((node, place, output))
-                if below in seen:
+                if below in seen or below in stop:
                     continue
                 seen.add(below)
                 kind: Any = type(below)
@@ -379,7 +397,7 @@ def _is_of_parameters(node: Any, first: int) -> bool:
     """Whether a product multiplies two parameters, and no examples."""
     leaves = []
     for below, _ in node.next_functions[first : first + 2]:
-        while below is not None and len(below.next_functions) == 1:
+        while below is not None and below.name() in (*_VIEWS, *_TRANSPOSED):
             below = below.next_functions[0][0]
         leaves.append(getattr(below, "variable", None))
     return all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
@@ -437,6 +455,8 @@ def pull_back(
 def gradients_at(outputs: GradientEdge, reached: list[Reached], v: Any, /) -> list[Any]:
     """Return what comes back to calls of one vector at the outputs; None for nothing."""
     edges = [r.edge for r in reached]
+    if not edges:
+        return []
     try:
         gradients = torch.autograd.grad(
             [outputs], edges, [v], allow_unused=True, retain_graph=True

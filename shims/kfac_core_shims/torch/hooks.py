@@ -14,10 +14,10 @@ from kfac_core_shims.torch.graph import RecordedCall
 from kfac_core_shims.torch.private import forget_compiled, outside_compilers
 from kfac_core_shims.torch.sites import Found, Site
 
-__all__ = ["install"]
+__all__ = ["Around", "Inert", "install"]
 
 
-class _Inert:
+class Inert:
     """A hook whose copies and pickles do nothing."""
 
     def __reduce__(self) -> Any:
@@ -29,7 +29,7 @@ class _Nothing:
         """Do nothing, as a hook of a copied module."""
 
 
-class _CallHook(_Inert):
+class _CallHook(Inert):
     """Records calls of a module."""
 
     def __init__(self, kfac: Any, sites: list[Site]) -> None:
@@ -73,7 +73,7 @@ class _CallHook(_Inert):
             calls.append((edge.output_nr, call))
 
 
-class _WeightHook(_Inert):
+class _WeightHook(Inert):
     """Takes the gradients of a weight that a parametrization computes."""
 
     def __init__(self, kfac: Any, site: Any) -> None:
@@ -91,12 +91,19 @@ class _WeightHook(_Inert):
                 marks.append((edge.output_nr, self.site.name))
 
 
-class _Around(_Inert):
+class Around(Inert):
     """Calls a module in a context that leaves its matrix products in the graph."""
 
     def __init__(self, kfac: Any, context: Any) -> None:
         self.kfac, self.context = ref(kfac), context
         self.entered: list[Any] = []
+
+    def install(self, module: Any) -> list[Any]:
+        """Set the hooks of a module, and return their handles."""
+        return [
+            module.register_forward_pre_hook(_Before(self)),
+            module.register_forward_hook(_After(self), always_call=True),
+        ]
 
     @outside_compilers
     def before(self, module: Any, arguments: Any) -> None:
@@ -114,16 +121,16 @@ class _Around(_Inert):
             self.entered.pop().__exit__(None, None, None)
 
 
-class _Before(_Inert):
-    def __init__(self, around: _Around) -> None:
+class _Before(Inert):
+    def __init__(self, around: Around) -> None:
         self.around = around
 
     def __call__(self, module: Any, arguments: Any) -> None:
         self.around.before(module, arguments)
 
 
-class _After(_Inert):
-    def __init__(self, around: _Around) -> None:
+class _After(Inert):
+    def __init__(self, around: Around) -> None:
         self.around = around
 
     def __call__(self, module: Any, arguments: Any, y: Any) -> None:
@@ -162,11 +169,7 @@ def install(kfac: Any, blocks: Found, /) -> list[Any]:
                 module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             )
         if context is not None:
-            around = _Around(kfac, context)
-            handles.append(module.register_forward_pre_hook(_Before(around)))
-            handles.append(
-                module.register_forward_hook(_After(around), always_call=True)
-            )
+            handles += Around(kfac, context).install(module)
     return handles
 
 

@@ -8,7 +8,7 @@ program.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class JacobianFinder:
     ----------
     model : torch.nn.Module
         The model, which hooks are set on.
+    communicator : Communicator or None
+        The processes that have layers of the same kind.
     formed : dict of str to str
         Parameters that came as formed derivatives the last time, and why.
     wants_statistics : bool
@@ -39,9 +41,11 @@ class JacobianFinder:
     """
 
     model: Any
+    communicator: Any = None
     formed: dict[str, str] = field(default_factory=dict)
     wants_statistics: bool = False
     share: None = None
+    _compared: dict[Any, tuple[int, list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = dict(self.model.named_parameters())
@@ -77,7 +81,8 @@ class JacobianFinder:
         Returns
         -------
         Jacobian
-            The terms' examples one after the other.
+            The terms one after the other, an example's outputs side by side: R rows in all,
+            each an example of one output.
         """
         terms = [self._rows_of(r) for r in residuals]
         reasons: dict[str, str] = {}
@@ -94,7 +99,9 @@ class JacobianFinder:
                 reasons[name] = "its uses differ between the terms of the loss"
                 continue
             layers[name], derivatives[name] = site.layer, batch
-        for name in self._unlike_autograd(residuals, scales, layers, derivatives):
+        samples = sum(r.numel() for r in residuals)
+        J = _flat_jacobian(layers, derivatives, samples) if layers else None
+        for name in self._mixing(J, residuals, scales) if J is not None else ():
             reasons[name] = "the residuals mix examples, as batch norm in training does"
             del layers[name], derivatives[name]
         covered = {
@@ -104,16 +111,18 @@ class JacobianFinder:
         }
         self.formed = {}
         rest = {n: p for n, p in self._parameters.items() if id(p) not in covered}
-        formed = self._formed(residuals, scales, rest)
-        for name, derivative in formed.items():
+        if not rest:
+            assert J is not None
+            return J
+        for name, derivative in self._formed(residuals, scales, rest).items():
             shape = tuple(self._parameters[name].shape) or (1,)
             layers[f"{name} (formed)"] = kc.Parameters(shapes={"value": shape})
             derivatives[f"{name} (formed)"] = {
-                "value": derivative.reshape(*derivative.shape[:2], *shape)
+                "value": derivative.reshape(samples, *shape)
             }
             module, _, _ = name.rpartition(".")
             self.formed[name] = reasons.get(module, "it is in no layer that is covered")
-        return kc.samples.Jacobian.of(layers, derivatives)
+        return _flat_jacobian(layers, derivatives, samples)
 
     def directions(self, direction: Any, /) -> dict[Any, Any]:
         """Return a direction by parameter, in the parameters' own layouts.
@@ -165,6 +174,8 @@ class JacobianFinder:
             return {}, {}
         outputs = get_gradient_edge(r)
         reached, reasons = calls_below(outputs.node, token=id(self), sites=sites)
+        why = "it is an embedding that also makes the outputs"
+        reasons |= {name: why for name, site in sites.items() if site.part.tied}
         for name in {x.call.block for x in reached} & reasons.keys():
             reached = [x for x in reached if x.call.block != name]
         vectors = _unit_vectors(r)
@@ -182,38 +193,61 @@ class JacobianFinder:
                 reasons[name] = problem
         return {n: c for n, c in rows.items() if n not in reasons}, reasons
 
+    def _mixing(
+        self, J: kc.samples.Jacobian, residuals: Sequence[Any], scales: Sequence[float]
+    ) -> list[str]:
+        """Return the layers that do not have rows of one example each.
+
+        That is compared with a backward pass at the steps 1, 2, 4, 8 and so on of residuals
+        of these forms.
+        """
+        forms = tuple(
+            (name, getattr(jacobian.rows, "positions", 0))
+            for name, jacobian in J.layers.items()
+        )
+        modes = tuple(module.training for module in self.model.modules())
+        key = forms, modes, tuple(tuple(r.shape) for r in residuals)
+        steps, names = self._compared.get(key, (0, []))
+        steps += 1
+        if steps & (steps - 1) == 0:
+            names = self._of_any_process(self._unlike_autograd(residuals, scales, J), J)
+        self._compared[key] = steps, names
+        return names
+
+    def _of_any_process(self, names: list[str], J: kc.samples.Jacobian) -> list[str]:
+        """Return the layers that any process names."""
+        if self.communicator is None:
+            return names
+        marks = torch.tensor([float(name in names) for name in J.layers])
+        marks = self.communicator.all_reduce(marks).wait()
+        return [name for name, mark in zip(J.layers, marks, strict=True) if mark > 0]
+
     def _unlike_autograd(
         self,
         residuals: Sequence[Any],
         scales: Sequence[float],
-        layers: dict[str, Any],
-        derivatives: dict[str, Any],
+        J: kc.samples.Jacobian,
     ) -> list[str]:
         """Return the layers of which ``J^T c`` by rows is not what autograd computes.
 
         Rows are found from the sum of the residuals, so that one that depends on several
         examples would count for the wrong ones; for an uneven c the two then differ.
         """
-        if not layers:
-            return []
-        count = sum(r.numel() for r in residuals)
         first = residuals[0]
-        c = torch.arange(count, dtype=first.dtype, device=first.device).cos()
+        c = torch.arange(J.samples, dtype=first.dtype, device=first.device).cos()
         pieces = c.split([r.numel() for r in residuals])
-        vectors = [
-            piece.reshape(r.shape) for piece, r in zip(pieces, residuals, strict=True)
-        ]
         gradients = torch.autograd.grad(
             list(residuals),
             self.parameters,
-            [v * scale for v, scale in zip(vectors, scales, strict=True)],
+            [
+                piece.reshape(r.shape) * scale
+                for piece, r, scale in zip(pieces, residuals, scales, strict=True)
+            ],
             retain_graph=True,
             materialize_grads=True,
         )
         by_autograd = dict(zip(self.parameters, gradients, strict=True))
-        J = kc.samples.Jacobian.of(layers, derivatives)
-        joined_vectors = torch.cat(vectors).reshape(J.sample_shape)
-        by_rows = J.multiply_transposed(joined_vectors)
+        by_rows = J.multiply_transposed(c)
         expected = self.vectors(by_autograd, J)
         limit = torch.finfo(first.dtype).eps ** 0.5
         return [
@@ -225,9 +259,7 @@ class JacobianFinder:
     def _formed(
         self, residuals: Sequence[Any], scales: Sequence[float], rest: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return derivatives of all residuals by parameters, shape (N, C, *shape)."""
-        if not rest:
-            return {}
+        """Return derivatives of all residuals by parameters, shape (R, *shape)."""
         parts: dict[str, list[Any]] = {name: [] for name in rest}
         for r, scale in zip(residuals, scales, strict=True):
             eye = torch.eye(r.numel(), dtype=r.dtype, device=r.device) * scale
@@ -242,7 +274,7 @@ class JacobianFinder:
             for (name, p), g in zip(rest.items(), gradients, strict=True):
                 if g is None:
                     g = p.new_zeros(r.numel(), *p.shape)
-                parts[name].append(g.detach().reshape(*r.shape, *p.shape))
+                parts[name].append(g.detach())
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
@@ -269,84 +301,114 @@ def _unit_vectors(r: Any) -> Any:
 
 def _problem(calls: list[Any], r: Any) -> str | None:
     """Return why calls are not the rows of one example each; None if they are."""
-    C = r.shape[1]
-    if any(call.transposed for call in calls):
-        return "it is an embedding that also makes the outputs"
+    N, C = r.shape
     if len(calls) > 1:
         return "it is called several times by one example"
-    call = calls[0]
-    if call.examples_here != len(r) or len(call.output_grads) != C:
+    form = calls[0].examples_here, len(calls[0].output_grads)
+    if form not in ((N, C), (N * C, 1)):
         return "its rows are not those of the residuals' examples"
     return None
+
+
+def _flat_jacobian(
+    layers: dict[str, Any], derivatives: dict[str, Any], samples: int
+) -> kc.samples.Jacobian:
+    J = kc.samples.Jacobian.of(layers, derivatives)
+    return replace(J, sample_shape=(samples,))
 
 
 def _joined_terms(
     uses: Sequence[Any], residuals: Sequence[Any], scales: Sequence[float]
 ) -> kc.Batch | None:
-    """Return one batch of all terms' examples, with as many positions as the most has."""
-    known = [calls[0] for calls in uses if calls is not None]
-    forms = {tuple(call.inputs.shape[1:]) for call in known}
-    if len(known) == len(uses) and len(forms) == 1:
-        xs = [call.inputs for call in known]
-        gs = [
-            torch.stack(c.output_grads) * s for c, s in zip(known, scales, strict=True)
-        ]
-        masks = [call.mask for call in known]
-        biases = [call.bias for call in known]
-        return kc.Batch(
-            torch.cat(xs),
-            torch.cat(gs, dim=1),
-            mask=_cat_or_none(masks, xs),
-            sources=len(gs[0]),
-            bias=None if all(b is True for b in biases) else _cat_or_none(biases, xs),
-        )
-    if any(
-        call.inputs.ndim > 3 or not call.inputs.is_floating_point() for call in known
-    ):
-        return None
-    return _padded_terms(uses, residuals, scales)
+    """Return one batch of all terms, with as many positions as the most has.
 
-
-def _padded_terms(
-    uses: Sequence[Any], residuals: Sequence[Any], scales: Sequence[float]
-) -> kc.Batch:
-    """Return the terms' rows side by side, positions that a term lacks masked."""
-    known = [calls[0] for calls in uses if calls is not None]
-    widest = max(_positions(call) for call in known)
-    xs, gs, masks, biases = [], [], [], []
-    for calls, r, scale in zip(uses, residuals, scales, strict=True):
-        N, C = r.shape
-        call = None if calls is None else calls[0]
-        like = known[0] if call is None else call
-        S = 0 if call is None else _positions(call)
-        x = like.inputs.new_zeros(N, widest, like.inputs.shape[-1])
-        m = like.output_grads[0].shape[-1]
-        g = like.output_grads[0].new_zeros(C, N, widest, m)
-        mask = torch.zeros(N, widest, dtype=torch.bool, device=x.device)
-        bias = torch.zeros_like(mask)
-        if call is not None:
-            x[:, :S] = call.inputs.reshape(N, S, -1)
-            g[:, :, :S] = torch.stack(call.output_grads).reshape(C, N, S, m) * scale
-            mask[:, :S] = True if call.mask is None else call.mask.reshape(N, S)
-            has_bias = call.bias
-            bias[:, :S] = True if has_bias is True else has_bias.reshape(N, S)
-        xs.append(x)
-        gs.append(g)
-        masks.append(mask)
-        biases.append(bias)
-    bias = torch.cat(biases)
-    every_bias = all(call.bias is True for call in known)
+    Its examples have C outputs each where all terms have, and where inputs are the same
+    for all of them, as they are not in derivatives; else each output is an example.
+    """
+    calls = [None if use is None else use[0] for use in uses]
+    known = [call for call in calls if call is not None]
+    outputs = {r.shape[1] for r in residuals}
+    shared = len(known) == len(calls) and len(outputs) == 1
+    C = residuals[0].shape[1]
+    if not shared or any(len(call.output_grads) < C for call in known):
+        C = 1
+    parts = [
+        None if call is None else _part(call, r, scale, C)
+        for call, r, scale in zip(calls, residuals, scales, strict=True)
+    ]
+    forms = {None if part is None else tuple(part.inputs.shape[1:]) for part in parts}
+    if len(forms) > 1:
+        if not all(call.inputs.ndim <= 3 for call in known) or not all(
+            call.inputs.is_floating_point() for call in known
+        ):
+            return None
+        batches = _padded(parts, residuals)
+    else:
+        batches = [part for part in parts if part is not None]
+    if len(batches) == 1:
+        return batches[0]
+    xs = [batch.inputs for batch in batches]
     return kc.Batch(
         torch.cat(xs),
-        torch.cat(gs, dim=1),
-        mask=torch.cat(masks),
-        sources=len(gs[0]),
-        bias=None if every_bias else bias,
+        torch.cat([batch.output_grads for batch in batches], dim=1),
+        mask=_cat_or_none([batch.mask for batch in batches], xs),
+        sources=C,
+        bias=_cat_or_none([batch.bias for batch in batches], xs),
     )
 
 
-def _positions(call: Any) -> int:
-    return 1 if call.inputs.ndim == 2 else int(call.inputs.shape[1])
+def _part(call: Any, r: Any, scale: float, C: int) -> kc.Batch:
+    """Return one term's rows with C outputs for each example."""
+    x, g, mask = call.inputs, torch.stack(call.output_grads), call.mask
+    bias = None if call.bias is True else call.bias
+    if bias is False:
+        bias = torch.zeros(x.shape[: max(1, x.ndim - 1)], dtype=torch.bool).to(x.device)
+    if g.shape[0] > C:
+        # (C, N, ...) to (1, N C, ...): an example's outputs side by side.
+        g, count = g.transpose(0, 1).flatten(0, 1)[None], g.shape[0]
+        x, mask, bias = (_repeated(part, count) for part in (x, mask, bias))
+    elif len(x) > len(r):
+        g = g[:, _by_example(r)]
+        x, mask, bias = (
+            None if part is None else part[_by_example(r)] for part in (x, mask, bias)
+        )
+    return kc.Batch(x, g if scale == 1.0 else g * scale, mask, sources=C, bias=bias)
+
+
+def _by_example(r: Any) -> Any:
+    """Return the places of the outputs, an example's side by side."""
+    N, C = r.shape
+    return torch.arange(N * C, device=r.device).reshape(C, N).T.flatten()
+
+
+def _repeated(part: Any, count: int) -> Any:
+    return None if part is None else part.repeat_interleave(count, dim=0)
+
+
+def _padded(parts: Sequence[Any], residuals: Sequence[Any]) -> list[kc.Batch]:
+    """Return rows (N, S, n) of all terms with equally many positions, some of them zero."""
+    known = [part for part in parts if part is not None]
+    widest = max(_positions(part) for part in known)
+    like, g_like = known[0].inputs, known[0].output_grads
+    padded = []
+    for part, r in zip(parts, residuals, strict=True):
+        R, S = r.numel() if part is None else len(part.inputs), 0
+        x = like.new_zeros(R, widest, like.shape[-1])
+        g = g_like.new_zeros(len(g_like), R, widest, g_like.shape[-1])
+        bias = torch.zeros(R, widest, dtype=torch.bool, device=x.device)
+        if part is not None:
+            S = _positions(part)
+            x[:, :S] = part.inputs.reshape(R, S, -1)
+            g[:, :, :S] = part.output_grads.reshape(len(g), R, S, -1)
+            bias[:, :S] = True if part.bias is None else part.bias.reshape(R, S)
+        # Where g is zero a bias adds nothing either.
+        every_bias = all(other.bias is None for other in known)
+        padded.append(kc.Batch(x, g, sources=len(g), bias=None if every_bias else bias))
+    return padded
+
+
+def _positions(batch: kc.Batch) -> int:
+    return 1 if batch.inputs.ndim == 2 else int(batch.inputs.shape[1])
 
 
 def _cat_or_none(parts: Sequence[Any], xs: Sequence[Any]) -> Any:
@@ -354,8 +416,8 @@ def _cat_or_none(parts: Sequence[Any], xs: Sequence[Any]) -> Any:
     if all(part is None for part in parts):
         return None
     filled = [
-        torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
-        if part is None or part is True
+        torch.ones(x.shape[: 2 if x.ndim > 2 else 1], dtype=torch.bool, device=x.device)
+        if part is None
         else part
         for part, x in zip(parts, xs, strict=True)
     ]

@@ -17,11 +17,18 @@ from kfac_core_shims.torch.passes import Observation
 __all__ = ["KFAC"]
 
 
+_OUTPUT = kc.constraints.either(
+    kc.constraints.either(kc.constraints.FUNCTION, kc.constraints.TEXT),
+    kc.constraints.instance_of(int),
+)
+
+
 class KFAC(Curvature):
     r"""K-FAC for a PyTorch model: replaces gradients by natural gradients.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``.  For a layer with
-    inputs x, output gradients g and the gradient V of the mean loss, `step` writes
+    inputs x, output gradients g and the gradient V of the likelihood's mean negative log
+    (half the squared error summed over outputs; nats), `step` writes
 
     .. math:: \nu \, (A + \alpha I)^{-1} \, V \, (G + \beta I)^{-1}, \qquad
         A = \mathrm{E}[x x^T], \; G = \mathrm{E}[g g^T]
@@ -43,8 +50,8 @@ class KFAC(Curvature):
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
         that of the loss module, or ``"mean"``.  A cross-entropy that is plainly of the
-        other reduction is refused; any other factor of a loss is one of the gradient, and
-        not of the curvature.
+        other reduction is refused; a factor that you multiply the loss with multiplies
+        the gradient alone, and where the KL clip binds not even the step.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
@@ -60,8 +67,8 @@ class KFAC(Curvature):
         Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step;
         None for no bound.
     damping, decay : float or callable of int
-        Damping, in units of the curvature of one row's loss; decay of the statistics at
-        each update.
+        Damping, in units of the likelihood's curvature of one row, whatever the loss
+        averages over; decay of the statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
     update_every, refresh_every, bases_every : int or callable of int
@@ -131,9 +138,8 @@ class KFAC(Curvature):
 
     References
     ----------
-    Martens and Grosse (2015), arXiv:1503.05671.  The defaults were chosen on the classifier
-    and the autoencoder of ``docs/examples/training/torch_deep.py``, and on GPT-2 of
-    ``torch_models.py`` there.
+    Martens and Grosse (2015), arXiv:1503.05671.  The defaults were chosen on the suite of
+    ``benchmarks/tasks``.
 
     Examples
     --------
@@ -158,12 +164,12 @@ class KFAC(Curvature):
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
         lr: kc.integration.Schedule | torch.optim.Optimizer | None = None,
-        kl_clip: kc.integration.Schedule | None = 1e-3,
-        damping: kc.integration.Schedule = 3e-2,
-        decay: kc.integration.Schedule = 0.95,
-        damping_rule: kc.damping.DampingRule = "factored_unit_pi",
-        update_every: kc.integration.Interval = 5,
-        refresh_every: kc.integration.Interval = 25,
+        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
+        damping: kc.integration.Schedule = kc.integration.defaults.DAMPING,
+        decay: kc.integration.Schedule = kc.integration.defaults.DECAY,
+        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
+        update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
         bases_every: kc.integration.Interval = 100,
         approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
@@ -187,6 +193,7 @@ class KFAC(Curvature):
             skip_layers=constraints.NAMES,
             keep=constraints.FLAG,
             overlap=constraints.FLAG,
+            output=constraints.optional(_OUTPUT),
         )
         options.require_sensible(
             fisher, grad_scaler, overlap=overlap, keep=keep, output=output
@@ -322,6 +329,9 @@ class KFAC(Curvature):
             )
         refreshes = self.wants_refresh
 
+        if self.overlap:
+            self._passes.require_no_derivatives()
+
         def calls() -> Iterator[Any]:
             # Lazy, so that an error here is raised on every process.
             yield from self._passes.calls_of(passes)
@@ -330,7 +340,10 @@ class KFAC(Curvature):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             try:
                 directions = self.directions(
-                    gradients, calls(), rows=sum(o.rows for o in passes)
+                    gradients,
+                    calls(),
+                    rows=sum(o.rows for o in passes),
+                    loss_factor=self._passes.loss_factor,
                 )
             except kc.NotReadyError as error:
                 message = self._coverage.nothing_seen(

@@ -104,8 +104,11 @@ def criterion_of(likelihood: Any, reduction: Any, /) -> Criterion:
         row = kc.integration.RowLoss(likelihood=BERNOULLI, mean_over_outputs=mean)
         return Criterion(row=row, reduction=reduction)
     if isinstance(likelihood, nn.MSELoss):
-        squares = kc.losses.SquaredError(scale=1.0)
-        row = kc.integration.RowLoss(likelihood=squares, mean_over_outputs=mean)
+        # Squares without the half.
+        gaussian = kc.losses.Gaussian(variance=1.0)
+        row = kc.integration.RowLoss(
+            likelihood=gaussian, factor=2.0, mean_over_outputs=mean
+        )
         return Criterion(row=row, reduction=reduction)
     raise kc.ConventionError(
         f"Expected `likelihood` to be CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss or "

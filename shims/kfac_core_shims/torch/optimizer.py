@@ -30,6 +30,8 @@ from kfac_core_shims.torch.saving import DistributedState
 
 __all__ = ["KFACOptimizer"]
 
+_DEFAULTS = kc.integration.defaults
+
 Vectors = list[Any]
 """One tensor for each trained parameter."""
 
@@ -68,9 +70,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Factor on the step that the quadratic model chooses, for schedulers; the same in
         all groups.
     weight_decay : float
-        Factor eta of the penalty ``eta/2 |theta|^2``, a part of gradient and model.
+        Factor eta of the penalty ``eta/2 |theta|^2`` on the likelihood's mean negative
+        log, a part of gradient and model.
     damping : float
-        First damping, in units of the curvature of one row's loss.
+        First damping, in units of the likelihood, as for `KFAC`.
     adapt_every : int
         Steps between adaptations of the damping.
     adapt_factor : float
@@ -132,14 +135,14 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         *,
         lr: Any = 1.0,
         weight_decay: float = 0.0,
-        damping: float = 1e-2,
+        damping: float = _DEFAULTS.MODEL_DAMPING,
         adapt_every: int = 5,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
-        damping_rule: kc.damping.DampingRule = "factored",
-        update_every: kc.integration.Interval = 1,
-        refresh_every: kc.integration.Interval = 5,
+        damping_rule: kc.damping.DampingRule = _DEFAULTS.MODEL_DAMPING_RULE,
+        update_every: kc.integration.Interval = _DEFAULTS.MODEL_UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = _DEFAULTS.MODEL_REFRESH_EVERY,
         **options: Any,
     ) -> None:
         require_made(model)
@@ -279,7 +282,14 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         # The step forgets its passes; what the model was called with is needed after it.
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
         what = f"loss for a learning rate of {lr:.6g}"
-        rows, mean = self._summed(what, [sum(o.rows for o in passes), float(loss)])
+        rows, mean, of_loss = self._summed(
+            what,
+            [
+                sum(o.rows for o in passes),
+                float(loss),
+                sum(o.rows * o.loss_factor for o in passes),
+            ],
+        )
         if not rows:
             self.kfac.discard()
             raise kc.NotReadyError(
@@ -288,8 +298,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         # Gradients are averages over processes, and so are losses here.
         mean /= self._processes
-        # All that follows is of the mean over rows.
-        total = rows / self._processes if self.kfac.reduction == "sum" else 1.0
+        # All that follows is of the likelihood's mean over rows.
+        factor = of_loss / rows
+        total = factor
+        if self.kfac.reduction == "sum":
+            total *= rows / self._processes
         trained = self._with_gradients()
         with torch.no_grad():
             before = mean / total + _penalty(trained)
@@ -301,7 +314,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self.kfac.step()
                 directions = self._directions(trained, gradient)
                 model_step = self._model_step(
-                    trained, gradient, list(directions.values()), passes, rows
+                    trained,
+                    gradient,
+                    list(directions.values()),
+                    passes,
+                    rows * factor,
                 ).shortened(lr)
             before_step = [p.clone() for p, _ in trained]
             changes = _split(model_step.change()["parameters"]["all"], trained)
@@ -309,7 +326,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 p.add_(change)
         coefficients = map(float, model_step.coefficients)
         self._metrics = {
-            "loss": mean / total,
+            "loss": mean / total * factor,
             "damping": self._damping,
             **dict(zip(directions, coefficients, strict=True)),
         }
@@ -478,9 +495,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         gradient: Vectors,
         directions: list[Vectors],
         passes: Sequence[Observation],
-        rows: float,
+        total: float,
     ) -> kc.integration.QuadraticStep:
-        """Minimize the quadratic model of the mean loss over `rows` and its penalty."""
+        """Minimize the quadratic model of the loss over `total`, and its penalty."""
         error: Exception | None = None
         products = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
         try:
@@ -489,7 +506,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     self._output_change(observed, trained, direction)
                     for direction in directions
                 ]
-                of_pass = kc.steps.curvature_of_outputs(changes, changes, examples=rows)
+                of_pass = kc.steps.curvature_of_outputs(
+                    changes, changes, examples=total
+                )
                 products += of_pass.double().cpu()
         except kc.KFACError as raised:
             error = raised
@@ -550,11 +569,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         finally:
             now.restore()
         dtype = torch.promote_types(change.dtype, torch.float32)
-        row = self.kfac.criterion.row
-        multiplied = row.likelihood.fisher_factor_transpose_multiply(
+        multiplied = likelihood.fisher_factor_transpose_multiply(
             z.to(dtype), change.to(dtype)
         )
-        share = row.weight(z.shape[-1]) * observed.share
+        share = observed.loss_factor * observed.share
         if observed.weight is None:
             return multiplied * share**0.5
         weight = share * observed.weight.clamp(min=0)

@@ -55,7 +55,8 @@ def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
     if callable(output):
         picked = output(returned)
     elif isinstance(output, int):
-        picked = _item(returned, output)
+        # Of a tensor it would be the example at that place.
+        picked = None if _is_tensor(returned) else _item(returned, output)
     else:
         picked = _entry(returned, output)
     if not isinstance(picked, torch.Tensor):

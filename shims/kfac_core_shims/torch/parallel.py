@@ -13,7 +13,13 @@ from kfac_core_shims.torch import private
 if TYPE_CHECKING:
     from kfac_core_shims.torch.sharded import Division
 
-__all__ = ["execution_of", "inner", "require_all_take_part", "require_one_process"]
+__all__ = [
+    "execution_of",
+    "inner",
+    "processes_of",
+    "require_all_take_part",
+    "require_one_process",
+]
 
 TIMEOUT = 1800.0
 """Seconds to wait for other processes: those of ``torch.distributed`` by default."""
@@ -146,6 +152,17 @@ def require_one_process(why: str, /) -> None:
     """
     if (ranks := _processes()) > 1:
         raise kc.UnsupportedError(f"torch.distributed has {ranks} ranks, and {why}.")
+
+
+def processes_of(communicator: Any, /) -> kc.distributed.Communicator | None:
+    """Return the processes of a communicator, or of one that is named; None for one."""
+    if communicator is None and _processes() > 1:
+        communicator = "torch"
+    if isinstance(communicator, str) and communicator != "alone":
+        communicator = kc.distributed.connect(communicator, timeout=TIMEOUT)
+    if communicator is None or communicator == "alone" or communicator.size == 1:
+        return None
+    return communicator  # type: ignore[no-any-return]
 
 
 def require_all_take_part() -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from warnings import warn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -46,6 +45,8 @@ class Observation:
         Weights of the rows.
     share : float
         Weight of all rows, beside those of other passes.
+    loss_factor : float
+        What the loss of a row is of its likelihood's negative log; see `RowLoss`.
     scale : float or None
         What the loss multiplied each row's term by, besides `weight`; None where its
         gradient does not show it.
@@ -78,6 +79,7 @@ class Observation:
     rows: float = 0.0
     weight: Any = None
     share: float = 1.0
+    loss_factor: float = 1.0
     scale: float | None = None
     is_uniform: bool = False
     is_unscaled: bool = False
@@ -156,7 +158,7 @@ class Pass:
         self.handle: Any = None
         self.observation: Observation | None = None
         self.task = -1
-        self.has_derivatives = False
+        self.is_watched = False
 
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
@@ -164,8 +166,9 @@ class Pass:
         if recorder is None or is_drawn_through(recorder.model):
             return
         if torch.is_grad_enabled():
-            if private.accumulates(recorder.gradients.trained) is None:
-                self.has_derivatives = True  # By inputs, and not by parameters.
+            if self.edge is not None and not self.is_watched:
+                self.is_watched = True
+                recorder.watch_derivatives(self.edge.node)
             recorder.coverage.note(
                 "a pass was differentiated with create_graph=True, as for a penalty or a "
                 "residual, which does not count; call loss.backward() without it, and "
@@ -214,8 +217,6 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        if self.has_derivatives:
-            recorder.warn_of_derivatives()
         self.observation = recorder.observe_pass(edge, z, gradient, passing, replay)
 
     def drop(self) -> None:
@@ -251,6 +252,8 @@ class PassRecorder:
         Random numbers before the model's last call, where these are kept.
     observations : list of Observation
         Passes since the last step.
+    derived : set of str
+        Layers through which the loss read derivatives of the model.
     is_by_hand : bool
         Whether these were given to `KFAC.observe`.
     is_called : bool
@@ -276,9 +279,9 @@ class PassRecorder:
         self.samples, self.positions = samples, positions
         self.random: Any = None
         self.observations: list[Observation] = []
+        self.derived: set[str] = set()
         self.is_by_hand = self.is_called = False
         self.drawn = 0
-        self._warned = False
         self._held = weakref.WeakSet[Pass]()
 
     @property
@@ -293,6 +296,11 @@ class PassRecorder:
         """Observed passes of which the next step is."""
         return [o for o in self.observations if o.is_differentiated]
 
+    @property
+    def loss_factor(self) -> float | None:
+        """What the loss is of the likelihood's negative log, in the step's first pass."""
+        return self.observations[0].loss_factor if self.observations else None
+
     def hold(self, started: Pass, /) -> None:
         """Remember a pass that holds a graph, which `forget` has it drop."""
         self._held.add(started)
@@ -302,7 +310,7 @@ class PassRecorder:
         if not self.is_by_hand:
             for observation in self.observations:
                 observation.forget()
-            self.observations = []
+            self.observations, self.derived = [], set()
             self.kfac.give_up()
 
     def drop_passes(self) -> None:
@@ -311,16 +319,25 @@ class PassRecorder:
             started.drop()
         self._held.clear()
 
-    def warn_of_derivatives(self) -> None:
-        """Warn once of a loss that reads derivatives of the outputs too."""
-        if not self._warned:
-            self._warned = True
-            warn(
-                "The loss may read derivatives of the model's outputs, which were "
-                "differentiated with create_graph=True: K-FAC's curvature is that of the "
-                "outputs alone, without a penalty. If the loss is of residuals with "
-                "derivatives, call kfac.observe(residuals), or return them from forward.",
-                stacklevel=2,
+    def watch_derivatives(self, root: Any, /) -> None:
+        """Note the layers of outputs whose derivatives a loss will read.
+
+        `root` is the node of the outputs, which are being differentiated with
+        ``create_graph=True``.
+        """
+        for edge, call in graph.recorded_below(root, self.token):
+            came = partial(_came_with_graph, weakref.ref(self), call.block)
+            edge.node.register_hook(came)
+
+    def require_no_derivatives(self) -> None:
+        """Raise if the loss read derivatives of outputs, and nothing was observed."""
+        if self.derived and not self.is_by_hand:
+            raise kc.UnsupportedError(
+                f"The loss reads derivatives of the model through the layers "
+                f"{sorted(self.derived)}, and the model's outputs do not show these uses. "
+                "Before loss.backward() call kfac.observe(residuals), where it is of "
+                "residuals with derivatives; or kfac.observe(outputs), where derivatives "
+                "are in a penalty, which then has no curvature."
             )
 
     def forget(self) -> None:
@@ -328,7 +345,7 @@ class PassRecorder:
         for observation in self.observations:
             observation.clear()
         self.drop_passes()
-        self.observations = []
+        self.observations, self.derived = [], set()
         self.is_by_hand = self.is_called = False
         self.gradients.forget()
 
@@ -407,6 +424,7 @@ class PassRecorder:
 
     def calls_of(self, passes: list[Observation], /) -> list[Any]:
         """Return the calls of passes, of the blocks whose every use in them is known."""
+        self.require_no_derivatives()
         uncovered = {name for o in passes for name in o.uncovered}
         calls = [call for o in passes for call in o.checked_calls()]
         for name in uncovered & {call.block for call in calls}:
@@ -463,9 +481,11 @@ class PassRecorder:
         self.drawn += z[..., 0].numel()
         for call in calls:
             call.is_taken = True
+        loss_factor = kfac.criterion.row.multiple(z.shape[-1])
         observation = Observation(
             calls=calls,
             rows=rows,
+            loss_factor=loss_factor,
             weight=weights.weight,
             scale=weights.scale,
             is_uniform=weights.is_uniform,
@@ -476,13 +496,15 @@ class PassRecorder:
         self.observations.append(observation)
         # As `batches_of_calls` will scale the gradients of a step's only pass.
         ahead = math.sqrt(len(z) / rows) if rows else 1.0
-        root = math.sqrt(kfac.criterion.row.weight(z.shape[-1]))
+        # The unit of the step is the loss of its first pass.
+        root = math.sqrt(loss_factor / (self.loss_factor or loss_factor))
         for call in calls:
             call.row_scale = ahead
         if self.mode == "empirical":
             if kfac.reduction == "mean" and rows:
                 ahead *= rows / kfac.processes
-            scale = self.loss.scale_for_squares(z) * root
+            # Gradients carry the factor itself, and products of two its square.
+            scale = self.loss.scale_for_squares(z) * loss_factor / root
             for call in calls:
                 call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
@@ -562,6 +584,29 @@ def _came(
     observation.is_differentiated = True
     if adds and passes.mode == "empirical" and call.inputs is not None:
         call.add_to_source(reached.take(gradients[index]))
+
+
+def _came_with_graph(
+    recorder: Callable[[], PassRecorder | None],
+    block: str,
+    results: Any,
+    gradients: Any,
+) -> None:
+    """Watch what a layer made of output gradients, if it is part of a graph itself."""
+    if torch.is_grad_enabled():
+        for g in results:
+            if g is not None and g.requires_grad:
+                g.register_hook(partial(_read, recorder, block))
+
+
+def _read(
+    recorder: Callable[[], PassRecorder | None], block: str, gradient: Any
+) -> None:
+    passes = recorder()
+    if passes is None or torch.is_grad_enabled():
+        return
+    if passes.gradients.begin_pass():
+        passes.derived.add(block)
 
 
 def _require_rows(z: Any) -> None:

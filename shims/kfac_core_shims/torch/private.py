@@ -22,12 +22,14 @@ __all__ = [
     "filled_copy",
     "forget_compiled",
     "is_graph_kept",
+    "is_transformed",
     "outside_compilers",
     "padding_widths",
     "overflows",
     "replicas_may_leave",
     "saved",
     "unbatched_ndim",
+    "uncompiled",
     "unwrapped",
     "without_fused_kernels",
 ]
@@ -160,6 +162,27 @@ def unbatched_ndim(module: Any, /) -> int | None:
 def unwrapped(model: Any, /) -> Any:
     """Return the module that ``torch.compile`` has wrapped, or the module itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def is_transformed(x: Any, /) -> bool:
+    """Whether a tensor is one of a function that `torch.func` transforms."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def uncompiled(module: Any, /) -> Callable[[], None]:
+    """Have a compiled module run as it is written, and return what undoes it."""
+    original = module._compiled_call_impl
+    forward = module.forward
+    module._compiled_call_impl = None
+    if unwrapped(module) is not module:
+        module.forward = unwrapped(module).__call__
+
+    def undo() -> None:
+        module._compiled_call_impl = original
+        if unwrapped(module) is not module:
+            module.forward = forward
+
+    return undo
 
 
 def replicas_may_leave() -> bool:

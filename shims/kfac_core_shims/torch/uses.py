@@ -72,8 +72,10 @@ def find_examples(
         if blocks[name].layer.kind == "dense" and uses[0].share is None:
             indices = _examples_of(outputs, uses, vectors, like)
         if indices is not None:
+            in_order = all(_rows(r.call) == N for r in uses)
             for r, index in zip(uses, indices, strict=True):
                 r.call.example_of, r.call.outputs = index, N
+                r.call.in_order = in_order
         elif derived or any(_is_time_first(r.call, N) for r in uses):
             raise kc.UnsupportedError(
                 f"Layer {name!r} has several rows for each example, as of derivatives of "
@@ -123,6 +125,7 @@ def _examples_of(
     if any(r.call.mask is not None for r in uses):
         return None
     if all(_rows(r.call) == N for r in uses):
+        # No gradient is needed to tell.
         return [torch.arange(N, device=device)] * len(uses)
     if vectors is None:
         return None
@@ -164,22 +167,48 @@ def _rows(call: RecordedCall) -> int:
 
 def _one_call(uses: list[RecordedCall], *, derived: bool) -> kc.integration.LayerCall:
     """Return the calls as one, of (N, S, ...) where they share examples."""
-    inputs, output_grads, examples, biases = [], [], [], []
     sources = max(len(call.output_grads) for call in uses)
-    copies = sources if derived else 1
-    for call in uses:
-        x, g = _inputs_and_gradients(call, sources)
-        inputs.append(x if derived else x[:1])
-        output_grads.append(g)
+    pairs = [_inputs_and_gradients(call, sources) for call in uses]
+    inputs = [x if derived else x[:1] for x, _ in pairs]
+    output_grads = [g for _, g in pairs]
+    if all(call.in_order for call in uses):
+        x, g, bias = _side_by_side(uses, inputs, output_grads)
+        mask = None
+    else:
+        x, g, bias, mask = _by_example(uses, inputs, output_grads)
+    has_biases: Any = True if all(call.bias for call in uses) else bias
+    call_of_all = kc.integration.LayerCall(uses[0].block, x, mask=mask, bias=has_biases)
+    call_of_all.output_grads, call_of_all.scaled_by = [*g], uses[0].scaled_by
+    return call_of_all
+
+
+def _side_by_side(
+    uses: list[RecordedCall], inputs: list[Any], output_grads: list[Any]
+) -> tuple[Any, Any, Any]:
+    """Return rows of calls that have one row for each example, a position for each call."""
+    x = torch.stack(inputs, dim=2).flatten(0, 1)
+    g = torch.stack(output_grads, dim=2)
+    if len(inputs[0]) > 1:
+        g = g.flatten(0, 1)[None]
+    bias = torch.tensor([bool(call.bias) for call in uses], device=x.device)
+    return x, g, bias.expand(x.shape[:2])
+
+
+def _by_example(
+    uses: list[RecordedCall], inputs: list[Any], output_grads: list[Any]
+) -> tuple[Any, Any, Any, Any]:
+    """Return rows of calls at the places of their examples, and which places are taken."""
+    copies = len(inputs[0])
+    examples, biases = [], []
+    for call, x in zip(uses, inputs, strict=True):
         biases.append(torch.full((copies * _rows(call),), call.bias, device=x.device))
         if call.example_of is not None:
             shift = torch.arange(copies, device=x.device)[:, None] * call.outputs
             index = call.example_of
             examples.append((index + shift).where(index >= 0, -1).reshape(-1))
     x = torch.cat([part.reshape(-1, part.shape[-1]) for part in inputs])
-    if derived:
-        parts = [part.reshape(-1, part.shape[-1]) for part in output_grads]
-        g = torch.cat(parts)[None]
+    if copies > 1:
+        g = torch.cat([part.reshape(-1, part.shape[-1]) for part in output_grads])[None]
     else:
         g = torch.cat(output_grads, dim=1)
     bias, mask = torch.cat(biases), None
@@ -192,10 +221,7 @@ def _one_call(uses: list[RecordedCall], *, derived: bool) -> kc.integration.Laye
             mask = _placed(
                 torch.ones_like(slots, dtype=torch.bool), slots, count, width
             )
-    has_biases: Any = True if all(call.bias for call in uses) else bias
-    call_of_all = kc.integration.LayerCall(uses[0].block, x, mask=mask, bias=has_biases)
-    call_of_all.output_grads, call_of_all.scaled_by = [*g], uses[0].scaled_by
-    return call_of_all
+    return x, g, bias, mask
 
 
 def _inputs_and_gradients(call: RecordedCall, sources: int) -> tuple[Any, Any]:

@@ -88,7 +88,7 @@ def weights_of_rows(
         return RowWeights()
     sizes = g.abs().amax(-1)
     least, largest = (float(x) for x in torch.aminmax(sizes))
-    largest /= scaled_by * criterion.row.weight(z.shape[-1])
+    largest /= scaled_by * criterion.row.multiple(z.shape[-1])
     unread = None if least > 0 else _unread_rows(criterion, z, sizes == 0)
     weight = None if unread is None else (~unread).to(z.dtype)
     scales = None
@@ -107,6 +107,10 @@ def weights_of_rows(
             )
     scales = _row_scales(criterion, z, g)
     if scales is None:
+        rows = 1 if criterion.reduction == "sum" else sizes.numel()
+        if largest * rows <= 8 * torch.finfo(z.dtype).eps:
+            # Soft labels that are the model's own probabilities: zeros are roundoff.
+            return RowWeights(largest=largest)
         return RowWeights(unread=unread, weight=weight, largest=largest)
     scales = scales / scaled_by
     read = scales[scales > 0] if weight is None else scales[weight > 0]

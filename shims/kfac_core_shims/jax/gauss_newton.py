@@ -1,0 +1,453 @@
+"""Gauss-Newton in the space of samples, for functions of residuals.
+
+Conventions.  The loss is ``1/2 sum_i (1/N_i) |r_i|^2`` over the terms i that the function
+of residuals returns, N_i the examples of a term; or the mean over examples of a
+likelihood's ``-log p``.  A weighted term is multiplied by the root of its weight.  Inside,
+all residuals are one vector of R numbers, those of term i times ``sqrt(R / N_i)``, so that
+the loss is ``|r|^2 / (2 R)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+from kfac_core_shims.jax.jacobians import JacobianFinder
+
+__all__ = ["GaussNewton", "GaussNewtonProgress", "GaussNewtonState"]
+
+
+class GaussNewtonState(NamedTuple):
+    """Everything that changes from step to step, beside the parameters.
+
+    Attributes
+    ----------
+    damping : array, 0-d
+        The damping that the next step begins with.
+    last : pytree
+        The last direction, like the parameters; None without a `learning_rate`.
+    steps : array, 0-d int32
+        Number of steps taken.
+    """
+
+    damping: Any
+    last: Any
+    steps: Any
+
+
+class GaussNewtonProgress(NamedTuple):
+    """What a step did.
+
+    Attributes
+    ----------
+    loss, reached : array, 0-d
+        The loss before the step, and after it; the latter is NaN for steps of a fixed
+        length, which do not evaluate it.
+    damping : array, 0-d
+        The damping that the next step begins with.
+    trials : array, 0-d int32
+        How many dampings were tried.
+    accepted : array of bool, 0-d
+        Whether the step was taken: false, and the parameters as they were, where no
+        damping lowered the loss, for residuals that are not finite, and where `mixed`.
+    mixed : array of bool
+        For each leaf of the parameters, whether a comparison with a backward pass showed
+        that the residuals mix examples, so that its derivatives must be formed; see
+        `GaussNewton`.
+    """
+
+    loss: Any
+    reached: Any
+    damping: Any
+    trials: Any
+    accepted: Any
+    mixed: Any
+
+
+class _Problem(NamedTuple):
+    """The terms of a loss at some parameters.
+
+    Attributes
+    ----------
+    terms : list of array, shapes (N, C)
+        What J is the Jacobian of, times `vectors`.
+    residuals : list of array, shapes (N, C)
+        The r with ``J^T r`` the gradient; of least squares the terms themselves.
+    root : LikelihoodResiduals or None
+        Of a likelihood.
+    """
+
+    terms: list[Any]
+    residuals: list[Any]
+    root: Any
+
+
+class GaussNewton:
+    r"""Gauss-Newton with the exact curvature of the whole network, for least squares.
+
+    .. math:: \theta \leftarrow \theta - d + \tfrac12 a, \qquad
+        d = J^T (J J^T + N \lambda I)^{-1} r
+
+    with J the Jacobian of the residuals r by all parameters, which is taken as the rows of
+    the network's layers and never formed, and a the geodesic acceleration: the direction
+    in which the second derivative of r along d bends the path.  There is no learning rate
+    to choose: the damping adapts to whether a step lowers the loss.
+
+    Parameters
+    ----------
+    residuals : callable
+        ``(params, *data)`` to the residuals: an array of shape (N,) or (N, C), or a
+        sequence of such terms of the loss.  With a likelihood it returns
+        ``(outputs, targets)``, outputs of shape (N,) or (N, C).  Layers are found as by
+        `Network`, in derivatives of the network too; examples are told apart by `data`:
+        pass all points as arguments, those of each term on the first axis.
+    likelihood : {"categorical", "bernoulli", "gaussian"} or Loss, optional
+        Of outputs and targets.
+    learning_rate : float or callable, optional
+        A fixed length of the steps, or a function of the number of steps taken, for other
+        data at each step (mini-batches); the damping is then fixed, and nothing is
+        accelerated.  Begin with 0.3, and let it decay.  By default each step is as long as
+        the model of the loss says.
+    damping : float, optional
+        In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps
+        of a fixed length, by default 0.01.
+    momentum : float, optional
+        SPRING's momentum in [0, 1), of steps of a fixed length; by default 0.95.
+
+    Attributes
+    ----------
+    formed : dict of str to str
+        Parameters whose derivatives the last traced step formed, R numbers each, and why:
+        those that no layer covers, and layers below residuals that mix examples.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For options out of range, and for a momentum without `learning_rate`.
+
+    Notes
+    -----
+    ``J J^T`` and its factorization are in float64 where ``jax_enable_x64`` is set, for
+    float32 parameters too.  Without it they are in float32: dampings for which the residual
+    check of the factorization fails are raised, so that the loss stops at some 1e-7 of
+    the first, not at roundoff.
+
+    Rows are compared with a backward pass at the steps 1, 2, 4, 8 and so on: where
+    residuals mix examples, as batch norm does in training, rows of layers are not those of
+    one example each.  `step` then compiles a program that forms these derivatives, and
+    takes the step again.  `transition`, inside of a program of yours, leaves the parameters
+    as they are and says so in ``progress.mixed``: call `step` once before.
+
+    A step costs a forward and a backward pass, ``R^2 (n + m)`` flops a layer and
+    ``R^3 / 3`` for R residuals, and for each damping that is tried two forward passes and
+    another ``R^3 / 3``.  Memory: the rows, and ``2 R^2`` numbers.
+
+    References
+    ----------
+    Transtrum and Sethna (2012), arXiv:1201.5885, for damping and acceleration; Müller and
+    Zeinhofer (2025), arXiv:2505.12149; Goldshlager, Abrahamsen and Lin (2024),
+    arXiv:2401.10190, for the momentum.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from kfac_core_shims.jax import GaussNewton
+    >>> x = jnp.linspace(-1, 1, 20)[:, None]
+    >>> keys = jax.random.split(jax.random.key(0))
+    >>> params = {
+    ...     "W": jax.random.normal(keys[0], (1, 8)),
+    ...     "b": jnp.zeros(8),
+    ...     "v": jax.random.normal(keys[1], (8, 1)) / 3,
+    ... }
+    >>> def residuals(params, x):
+    ...     u = jnp.tanh(x @ params["W"] + params["b"]) @ params["v"]
+    ...     return u - jnp.sin(3 * x)
+    >>> optimizer = GaussNewton(residuals)
+    >>> state = optimizer.init(params)
+    >>> losses = []
+    >>> for _ in range(10):
+    ...     params, state, progress = optimizer.step(params, state, x)
+    ...     losses.append(float(progress.loss))
+    >>> losses[-1] < 0.01 * losses[0]
+    True
+    """
+
+    def __init__(
+        self,
+        residuals: Callable[..., Any],
+        /,
+        *,
+        likelihood: Any = None,
+        learning_rate: kc.integration.Schedule | None = None,
+        damping: float | None = None,
+        momentum: float | None = None,
+    ) -> None:
+        constraints = kc.constraints
+        constraints.require_options(locals(), residuals=constraints.FUNCTION)
+        if learning_rate is None and momentum:
+            raise kc.ConventionError(
+                "`momentum` is of steps of a fixed length. Give `learning_rate`, or leave "
+                "it out."
+            )
+        searches = learning_rate is None
+        damping = (1.0 if searches else 0.01) if damping is None else damping
+        momentum = (0.0 if searches else 0.95) if momentum is None else momentum
+        if not callable(learning_rate):
+            kc.integration.require_positive(
+                "learning_rate", learning_rate, optional=True
+            )
+        constraints.require_range("damping", damping, constraints.POSITIVE)
+        constraints.require_range("momentum", momentum, constraints.DECAY)
+        self.likelihood: Any = None
+        if likelihood is not None:
+            row = kc.integration.row_loss(likelihood)
+            if row.mean_over_outputs:
+                raise kc.ConventionError(
+                    "Expected a likelihood that is a sum over outputs; scale the outputs."
+                )
+            self.likelihood = row.likelihood
+        self.residuals, self.learning_rate = residuals, learning_rate
+        self.damping, self.momentum = damping, momentum
+        self.formed: dict[str, str] = {}
+        self._finder = JacobianFinder(self._outputs)
+        self._mixed: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        options = {
+            "learning_rate": self.learning_rate,
+            "damping": self.damping,
+            "momentum": self.momentum,
+        }
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        lines = [f"GaussNewton({shown})"]
+        lines += [f"formed: {name}, since {why}" for name, why in self.formed.items()]
+        return "\n".join(lines)
+
+    def init(self, params: Any, /) -> GaussNewtonState:
+        """Return the state before the first step.
+
+        Parameters
+        ----------
+        params : pytree
+            Arrays; those of floating-point numbers are trained.
+
+        Returns
+        -------
+        GaussNewtonState
+            State to pass to `step`.
+        """
+        last = None
+        if self.learning_rate is not None:
+            last = jax.tree.map(jnp.zeros_like, params)
+        damping = jnp.asarray(self.damping, jnp.result_type(float))
+        return GaussNewtonState(damping, last, jnp.zeros((), jnp.int32))
+
+    def step(
+        self, params: Any, state: GaussNewtonState, /, *data: Any
+    ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
+        """Take a step, compiled; not for use inside of a program, see `transition`.
+
+        Parameters
+        ----------
+        params : pytree
+            Parameters.
+        state : GaussNewtonState
+            From `init` or a step before.
+        *data : pytree
+            What the residuals take beside the parameters.
+
+        Returns
+        -------
+        params : pytree
+            New parameters.
+        state : GaussNewtonState
+            New state.
+        progress : GaussNewtonProgress
+            What the step did.
+
+        Raises
+        ------
+        kfac_core.ShapeError
+            For residuals of another shape.
+        kfac_core.NotFiniteError
+            For residuals that are not finite.
+        """
+        while True:
+            new, next_state, progress = self._compiled(
+                self._mixed, params, state, *data
+            )
+            if not bool(jnp.isfinite(progress.loss)):
+                raise kc.NotFiniteError(
+                    "Expected finite residuals, got a loss of "
+                    f"{float(progress.loss)}. Begin with smaller weights, or look at the "
+                    "data."
+                )
+            mixed = [i for i, flag in enumerate(progress.mixed.tolist()) if flag]
+            if not mixed:
+                return new, next_state, progress
+            self._mixed = self._mixed.union(mixed)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return jax.jit(self._transition, static_argnums=0)
+
+    def transition(
+        self, params: Any, state: GaussNewtonState, /, *data: Any
+    ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
+        """Take a step: a pure function for programs of your own, which `step` compiles."""
+        return self._transition(self._mixed, params, state, *data)
+
+    def _transition(
+        self, mixed: frozenset[int], params: Any, state: GaussNewtonState, *data: Any
+    ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
+        data = jax.tree.map(jnp.asarray, data)
+        problem = self._problem(params, data)
+        scales = _scales(problem.terms)
+        vectors = _vectors(problem)
+        count = state.steps + 1
+        J, columns, unlike = self._finder.jacobian(
+            params,
+            data,
+            vectors=vectors,
+            scales=scales,
+            mixed=mixed,
+            compared=(count & (count - 1)) == 0,
+        )
+        self.formed = columns.formed
+        r = _joined(problem.residuals, scales)
+        loss = self._loss(r, problem.root)
+        good = jnp.isfinite(loss) & ~jnp.any(unlike)
+        K = kc.samples.sample_gram(J)
+        trials, reached = jnp.ones((), jnp.int32), jnp.full_like(loss, jnp.nan)
+        if self.learning_rate is None:
+            start = kc.samples.Evaluation(self._values(problem, scales), loss)
+
+            def evaluate(step: Any) -> kc.samples.Evaluation:
+                moved = _moved(params, columns.tree(step, params))
+                there = self._problem(moved, data, problem.root)
+                values = self._values(there, scales)
+                return kc.samples.Evaluation(values, self._loss(values, there.root))
+
+            searched = kc.samples.search_step(
+                J,
+                K,
+                r,
+                evaluate,
+                start=start,
+                damping=state.damping,
+                while_loop=jax.lax.while_loop,
+            )
+            taken, trials, reached = searched.accepted, searched.trials, searched.loss
+            step, last, rate = columns.tree(searched.step, params), None, 1.0
+            damping = jnp.where(
+                good, searched.damping.astype(state.damping.dtype), state.damping
+            )
+        else:
+            F = kc.samples.damped_kernel(J, K, damping=state.damping, check="status")
+            phi = columns.vectors(state.last, J)
+            direction = F.direction(r, last=phi, momentum=self.momentum)
+            taken, damping = F.status() == 0, state.damping
+            step = columns.tree(direction, params)
+            rate = kc.integration.value_at(self.learning_rate, state.steps)
+        accepted = taken & good
+        if self.learning_rate is not None:
+            last = _where(accepted, step, state.last)
+        params = _where(accepted, _moved(params, step, rate), params)
+        # A step that is taken again is compared again.
+        count = jnp.where(jnp.any(unlike), state.steps, count)
+        return (
+            params,
+            GaussNewtonState(damping, last, count),
+            GaussNewtonProgress(loss, reached, damping, trials, accepted, unlike),
+        )
+
+    def _outputs(self, params: Any, *data: Any) -> list[Any]:
+        """Return the terms, or the outputs of a likelihood, as matrices (N, C)."""
+        returned = self.residuals(params, *data)
+        if self.likelihood is None:
+            return _as_matrices(returned)
+        if not isinstance(returned, Sequence) or len(returned) != 2:
+            raise kc.ShapeError(
+                "Expected outputs and targets of a likelihood, got "
+                f"{type(returned).__name__}."
+            )
+        return _as_matrices(returned[0])
+
+    def _problem(self, params: Any, data: Any, root: Any = None) -> _Problem:
+        """Evaluate the residuals; with the root where the step began, if any."""
+        terms = self._outputs(params, *data)
+        if self.likelihood is None:
+            return _Problem(terms, terms, None)
+        _, targets = self.residuals(params, *data)
+        targets = jnp.asarray(targets)
+        if jnp.issubdtype(targets.dtype, jnp.floating) and targets.ndim == 1:
+            targets = targets[:, None]
+        here = kc.samples.likelihood_residuals(self.likelihood, terms[0], targets)
+        if root is not None:
+            here = here._replace(root=root.root)
+        return _Problem(terms, [here.residuals], here)
+
+    def _values(self, problem: _Problem, scales: Sequence[float]) -> Any:
+        """Return what J is the Jacobian of, one vector."""
+        terms = problem.terms
+        if problem.root is not None:
+            terms = [problem.root.rows(terms[0])]
+        return _joined(terms, scales)
+
+    def _loss(self, r: Any, root: Any) -> Any:
+        """Return the loss in the widest dtype."""
+        wide = jnp.result_type(float)
+        if root is not None:
+            return root.loss.astype(wide)
+        r = r.astype(wide)
+        return jnp.sum(r * r) / (2 * r.size)
+
+
+def _as_matrices(returned: Any) -> list[Any]:
+    """Return terms of a loss as matrices (N, C)."""
+    terms = list(returned) if isinstance(returned, tuple | list) else [returned]
+    for term in terms:
+        if getattr(term, "ndim", None) not in (1, 2):
+            form = tuple(term.shape) if hasattr(term, "shape") else type(term)
+            raise kc.ShapeError(
+                "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
+                f"got {form}."
+            )
+    return [term if term.ndim == 2 else term[:, None] for term in terms]
+
+
+def _scales(terms: Sequence[Any]) -> list[float]:
+    """Return the root of R over the examples of each term."""
+    samples = sum(term.size for term in terms)
+    return [(samples / len(term)) ** 0.5 for term in terms]
+
+
+def _vectors(problem: _Problem) -> list[Any]:
+    """Return what is pulled back for the rows of each term, shape (C, N, C)."""
+    if problem.root is not None:
+        return [jnp.moveaxis(problem.root.root, 2, 0)]
+    vectors = []
+    for term in problem.terms:
+        N, C = term.shape
+        eye = jnp.eye(C, dtype=term.dtype)
+        vectors.append(jnp.broadcast_to(eye[:, None, :], (C, N, C)))
+    return vectors
+
+
+def _joined(parts: Sequence[Any], scales: Sequence[float]) -> Any:
+    pairs = zip(parts, scales, strict=True)
+    return jnp.concatenate([part.reshape(-1) * scale for part, scale in pairs])
+
+
+def _moved(params: Any, step: Any, rate: Any = 1.0) -> Any:
+    return jax.tree.map(lambda p, d: p - (rate * d).astype(p.dtype), params, step)
+
+
+def _where(condition: Any, first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), first, second)

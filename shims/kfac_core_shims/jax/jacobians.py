@@ -1,0 +1,512 @@
+"""The Jacobian of residuals by a tree of parameters, as rows of the layers in a trace.
+
+Uses of a layer that the finder covers come as rows, of derivatives of the network too.  All
+other parameters come as the derivatives themselves, so that the Jacobian is exact for any
+program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+import kfac_core as kc
+from kfac_core_shims.jax.finding import Part
+from kfac_core_shims.jax.leaves import leaf_name, put, taken
+from kfac_core_shims.jax.network import Network
+
+__all__ = ["Columns", "JacobianFinder"]
+
+Slot: TypeAlias = tuple[Part, int | None]
+"""What a layer's parameter is of a leaf, and of which turn of a loop."""
+
+MIXED = "the residuals mix examples, as batch norm in training does"
+
+CHUNK = 64
+"""Derivatives that are formed at a time."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the columns of a Jacobian lie in the tree of parameters.
+
+    Attributes
+    ----------
+    slots : dict of str to dict of str to Slot
+        For each layer of the Jacobian, its parameters by role.
+    formed : dict of str to str
+        Leaves whose derivatives are formed, and why.
+    """
+
+    slots: dict[str, dict[str, Slot]]
+    formed: dict[str, str]
+
+    def tree(self, vectors: Any, params: Any, /) -> Any:
+        """Return vectors of a Jacobian as a tree like `params`; zero elsewhere."""
+        leaves, form = jax.tree.flatten(params)
+        leaves = [jnp.zeros_like(leaf) for leaf in leaves]
+        for name, slots in self.slots.items():
+            for role, (part, turn) in slots.items():
+                vector = vectors[name][role]
+                leaves[part.leaf] = put(leaves[part.leaf], vector, part, turn)
+        return jax.tree.unflatten(form, leaves)
+
+    def vectors(self, tree: Any, J: kc.samples.Jacobian, /) -> dict[str, Any]:
+        """Return a tree like the parameters as vectors of a Jacobian."""
+        leaves = jax.tree.leaves(tree)
+        return {
+            name: {
+                role: taken(leaves[part.leaf], part, turn).reshape(
+                    J.layers[name].layer.parameter_shapes[role]
+                )
+                for role, (part, turn) in slots.items()
+            }
+            for name, slots in self.slots.items()
+        }
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The rows of one layer in one term."""
+
+    layer: Any
+    slots: dict[str, Slot]
+    rows: Any
+
+
+@dataclass(eq=False)
+class JacobianFinder:
+    """Finds the rows of layers below the terms of a loss.
+
+    Attributes
+    ----------
+    terms : callable
+        ``(params, *data) -> [r, ...]``, arrays of shape (N, C).
+    """
+
+    terms: Callable[..., list[Any]]
+    _networks: dict[Any, list[Network | str]] = field(default_factory=dict)
+
+    def jacobian(
+        self,
+        params: Any,
+        data: Sequence[Any],
+        /,
+        *,
+        vectors: Sequence[Any],
+        scales: Sequence[float],
+        mixed: frozenset[int] = frozenset(),
+        compared: Any = True,
+    ) -> tuple[kc.samples.Jacobian, Columns, Any]:
+        """Return the Jacobian of the terms, each times its scale.
+
+        Parameters
+        ----------
+        params, data : pytree, sequence of pytree
+            Arrays.
+        vectors : sequence of array, shapes (C, N, C')
+            What is pulled back from each term, for C rows of each example.
+        scales : sequence of float
+            Factors on the rows of each term.
+        mixed : frozenset of int
+            Leaves of layers that do not have rows of one example each.
+        compared : array of bool, 0-d
+            Whether rows are compared with a backward pass.
+
+        Returns
+        -------
+        J : Jacobian
+            The terms one after the other, an example's outputs side by side: R rows in all,
+            each an example of one output.
+        columns : Columns
+            Where the parameters of its layers are.
+        unlike : array of bool
+            For each leaf, whether ``J^T c`` by rows is not what a backward pass gives.
+        """
+        leaves = jax.tree.leaves(params)
+        names = [leaf_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+        reasons = dict.fromkeys(mixed, MIXED)
+        pulls: list[Any] = []
+        terms: list[dict[Any, _Piece]] = []
+        for i, network in enumerate(self._networks_of(params, data)):
+            if isinstance(network, str):
+                reasons |= dict.fromkeys(_trained(leaves), network)
+                continue
+            _, pull = network.vjp(params, *data)
+            pulls.append(pull)
+            terms.append(_pieces(network, pull(_sources(vectors[i])), vectors[i]))
+            reasons |= _missing(network, terms[-1])
+        groups = _groups(terms, reasons)
+        sizes = [v.shape[:2] for v in vectors]
+        samples = sum(math.prod(size) for size in sizes)
+        layers: dict[str, Any] = {}
+        slots: dict[str, dict[str, Slot]] = {}
+        for key, widest in groups.items():
+            name = _name_of(widest, names)
+            pieces = [term.get(key) for term in terms]
+            joined = _joined(pieces, sizes, scales, widest)
+            layers[name] = kc.samples.LayerJacobian(joined, widest.layer)
+            slots[name] = widest.slots
+        unlike = jnp.zeros(len(leaves), bool)
+        if layers:
+            by_rows = kc.samples.Jacobian(layers, (samples,))
+            of_layers = Columns(slots, {})
+
+            def compare() -> Any:
+                return _unlike(by_rows, of_layers, pulls, vectors, scales, params)
+
+            unlike = jax.lax.cond(compared, compare, lambda: unlike)
+        formed = [i for i in _trained(leaves) if i in reasons]
+        for i, D in self._formed(params, data, formed, vectors, scales).items():
+            shape, name = leaves[i].shape or (1,), f"{names[i]} (formed)"
+            layer = kc.Parameters(shapes={"value": shape})
+            formed_rows = {"value": D.reshape(samples, *shape)}
+            of_leaf = kc.samples.Jacobian.of({name: layer}, {name: formed_rows})
+            layers |= of_leaf.layers
+            slots[name] = {"value": (Part(i), None)}
+        if not layers:
+            raise kc.ArgumentError("The residuals do not depend on any parameter.")
+        J = kc.samples.Jacobian(layers, (samples,))
+        return J, Columns(slots, {names[i]: reasons[i] for i in formed}), unlike
+
+    def _networks_of(self, params: Any, data: Any) -> list[Network | str]:
+        """Return the network of each term, or why its layers cannot be known."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data)
+        leaves, structure = jax.tree.flatten((shapes, forms))
+        key = structure, tuple((x.shape, x.dtype) for x in leaves)
+        if key not in self._networks:
+            count = len(jax.eval_shape(self.terms, shapes, *forms))
+            self._networks[key] = [
+                _network(self.terms, i, shapes, forms) for i in range(count)
+            ]
+        return self._networks[key]
+
+    def _formed(
+        self,
+        params: Any,
+        data: Any,
+        numbers: Sequence[int],
+        vectors: Sequence[Any],
+        scales: Sequence[float],
+    ) -> dict[int, Any]:
+        """Return derivatives of all rows by some leaves, shape (R, *shape)."""
+        if not numbers:
+            return {}
+        leaves, form = jax.tree.flatten(params)
+
+        def rows(chosen: Any) -> Any:
+            whole = list(leaves)
+            for i, leaf in zip(numbers, chosen, strict=True):
+                whole[i] = leaf
+            terms = self.terms(jax.tree.unflatten(form, whole), *data)
+            return jnp.concatenate(
+                [
+                    scale * jnp.einsum("nk,cnk->nc", r, v).reshape(-1)
+                    for r, v, scale in zip(terms, vectors, scales, strict=True)
+                ]
+            )
+
+        chosen = [leaves[i] for i in numbers]
+        values = _by_columns(rows, chosen) or _by_rows(rows, chosen)
+        return dict(zip(numbers, values, strict=True))
+
+
+def _by_rows(rows: Callable[[Any], Any], chosen: list[Any]) -> list[Any]:
+    """Return the Jacobian by a backward pass for each row, some rows at a time."""
+    values, pull = jax.vjp(rows, chosen)
+    eye = jnp.eye(values.size, dtype=values.dtype)
+    derivatives: list[Any] = jax.lax.map(lambda c: pull(c)[0], eye, batch_size=CHUNK)
+    return derivatives
+
+
+def _by_columns(rows: Callable[[Any], Any], chosen: list[Any]) -> list[Any] | None:
+    """Return the Jacobian by a forward derivative for each number, if these are fewer.
+
+    None also for a program that has no forward derivatives, as with `jax.custom_vjp`.
+    """
+    sizes = [leaf.size for leaf in chosen]
+    if sum(sizes) >= jax.eval_shape(rows, chosen).size:
+        return None
+    flat, unravel = ravel_pytree(chosen)
+    eye = jnp.eye(flat.size, dtype=flat.dtype)
+    try:
+        _, push = jax.linearize(lambda flat: rows(unravel(flat)), flat)
+        columns = jax.lax.map(push, eye, batch_size=CHUNK)
+    except TypeError:
+        return None
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+    return [
+        jnp.moveaxis(part.reshape(*leaf.shape, -1), -1, 0).astype(leaf.dtype)
+        for part, leaf in zip(jnp.split(columns, ends), chosen, strict=True)
+    ]
+
+
+def _network(terms: Any, i: int, shapes: Any, forms: Any) -> Network | str:
+    def term(params: Any, *data: Any) -> Any:
+        return terms(params, *data)[i]
+
+    try:
+        return Network(term, shapes, *forms, rest="keep")
+    except kc.KFACError as error:
+        return (
+            f"{error} (Pass the points of every term of the loss as arguments of the "
+            "residuals, with the examples on the first axis.)"
+        )
+
+
+def _trained(leaves: Sequence[Any]) -> list[int]:
+    kinds = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    return [i for i, floating in enumerate(kinds) if floating]
+
+
+def _sources(vectors: Any) -> kc.losses.SourceVectors:
+    """Return vectors whose rows are not scaled by their number."""
+    return kc.losses.SourceVectors(vectors, "exact", len(vectors), "mean")
+
+
+def _pieces(network: Network, captured: Any, vectors: Any) -> dict[Any, _Piece]:
+    """Return a term's layers whose rows are those of its examples."""
+    C, N = vectors.shape[:2]
+    pieces: dict[Any, _Piece] = {}
+    for name, batches in captured.batches.items():
+        layer = network.blocks[name].layer
+        try:
+            J = kc.samples.Jacobian.of({name: layer}, {name: batches})
+        except kc.KFACError:
+            continue
+        rows = J.layers[name].rows
+        if (rows.examples, rows.sources) not in ((N, C), (N * C, 1)):
+            continue
+        slots = _slots(network, name)
+        pieces[next(iter(slots.values()))] = _Piece(layer, slots, rows)
+    return pieces
+
+
+def _slots(network: Network, name: str) -> dict[str, Slot]:
+    """Return where the parameters of a block lie in the tree."""
+    slots = network.wiring.slots[name]
+    return {role: network.leaves.places[place] for role, place in slots.items()}
+
+
+def _missing(network: Network, pieces: Mapping[Any, _Piece]) -> dict[int, str]:
+    """Return the leaves that a term depends on beside its pieces, and why."""
+    places = dict(zip(network.leaves.shapes, network.leaves.places, strict=True))
+    reasons = {
+        places[name][0].leaf: f"it is {why}"
+        for name, why in network.rest.items()
+        if why != "unused"
+    }
+    covered = {slot for piece in pieces.values() for slot in piece.slots.values()}
+    for name in network.blocks:
+        for part, turn in _slots(network, name).values():
+            if (part, turn) not in covered:
+                reasons[part.leaf] = "its rows are not those of the residuals' examples"
+    return reasons
+
+
+def _groups(
+    terms: Sequence[Mapping[Any, _Piece]], reasons: dict[int, str]
+) -> dict[Any, _Piece]:
+    """Return each layer of any term in its widest form: with a bias, if any term has.
+
+    Leaves that no layer can have are added to `reasons`.
+    """
+    groups: dict[Any, _Piece] = {}
+    for key, piece in (item for term in terms for item in term.items()):
+        if key not in groups or len(piece.slots) > len(groups[key].slots):
+            groups[key] = piece
+    for key, piece in (item for term in terms for item in term.items()):
+        if not _is_part(piece, groups[key]):
+            leaves = {part.leaf for part, _ in piece.slots.values()}
+            reasons |= dict.fromkeys(leaves, "terms of the loss use it in several ways")
+    claims = [slot for piece in groups.values() for slot in piece.slots.values()]
+    for part, turn in claims:
+        same_leaf = {other for other, _ in claims if other.leaf == part.leaf}
+        if len(same_leaf) > 1 or claims.count((part, turn)) > 1:
+            reasons[part.leaf] = "terms of the loss use it in several ways"
+    # A layer with a parameter that is formed is formed as a whole.
+    while True:
+        dropped = [
+            key
+            for key, piece in groups.items()
+            if any(part.leaf in reasons for part, _ in piece.slots.values())
+        ]
+        if not dropped:
+            return groups
+        for key in dropped:
+            for part, _ in groups.pop(key).slots.values():
+                reasons.setdefault(
+                    part.leaf, "its layer has a parameter that is formed"
+                )
+
+
+def _is_part(piece: _Piece, widest: _Piece) -> bool:
+    """Whether a layer is the widest one, or that without its bias, or its transpose."""
+    if piece.slots == widest.slots and piece.layer == widest.layer:
+        return type(piece.rows) is type(widest.rows)
+    dense = isinstance(piece.layer, kc.Dense) and isinstance(widest.layer, kc.Dense)
+    if not dense or not piece.slots.items() <= widest.slots.items():
+        return False
+    return not _is_transposed(piece, widest) or len(piece.slots) == 1
+
+
+def _is_transposed(piece: _Piece, widest: _Piece) -> bool:
+    """Whether a layer multiplies by the transpose of the widest one's weight."""
+    # A weight with an axis of length one has one layout either way.
+    ways = [
+        (layer.in_features, layer.out_features, layer.weight_layout)
+        for layer in (piece.layer, widest.layer)
+        if isinstance(layer, kc.Dense)
+    ]
+    return len(set(ways)) > 1
+
+
+def _name_of(piece: _Piece, names: Sequence[str]) -> str:
+    """Return the name of a layer's first leaf; of a turn of a loop with its number."""
+    part, turn = next(iter(piece.slots.values()))
+    return names[part.leaf] if turn is None else f"{names[part.leaf]}[{turn}]"
+
+
+def _joined(
+    pieces: Sequence[_Piece | None],
+    sizes: Sequence[tuple[int, int]],
+    scales: Sequence[float],
+    widest: _Piece,
+) -> Any:
+    """Return the rows of a layer of all terms, one after the other.
+
+    Each has as many positions as the most has, and of an example C outputs only where
+    there is one term: else each output is an example.
+    """
+    if len(pieces) == 1:
+        ((C, N),) = sizes
+        rows = widest.rows
+        return _scaled(
+            rows if rows.examples == N else _by_output(rows, N, C), scales[0]
+        )
+    parts: list[list[Any] | None] = []
+    for piece, (C, N), scale in zip(pieces, sizes, scales, strict=True):
+        if piece is None:
+            parts.append(None)
+            continue
+        arrays = _arrays(_scaled(_by_output(piece.rows, N, C), scale))
+        if _is_transposed(piece, widest):
+            # The derivative by the transpose is sum g x^T.
+            arrays = [arrays[1][0], arrays[0][None]]
+        parts.append(arrays)
+    known = [arrays for arrays in parts if arrays is not None]
+    # The last axes of an array are those of examples, positions and features.
+    shapes = [
+        tuple(max(lengths) for lengths in zip(*(x.shape for x in xs), strict=True))
+        for xs in zip(*known, strict=True)
+    ]
+    padded = [
+        [
+            _padded(None if arrays is None else arrays[i], shape, C * N, known[0][i])
+            for arrays, (C, N) in zip(parts, sizes, strict=True)
+        ]
+        for i, shape in enumerate(shapes)
+    ]
+    arrays = [jnp.concatenate(xs, axis=-3) for xs in padded]
+    return _with_arrays(widest.rows, arrays)
+
+
+def _arrays(rows: Any) -> list[Any]:
+    """Return the arrays of rows with the last axes (examples, positions, features)."""
+    if isinstance(rows, kc.layers.ExampleGradients):
+        return [rows.gradients[:, None, :]]
+    if isinstance(rows, kc.layers.IdRows):
+        return [rows.ids[:, :, None], rows.output_grads]
+    return [rows.full_inputs(rows.inputs.dtype, xp=jnp), rows.output_grads]
+
+
+def _with_arrays(rows: Any, arrays: Sequence[Any]) -> Any:
+    """Return rows of the same kind with other arrays."""
+    if isinstance(rows, kc.layers.ExampleGradients):
+        D = arrays[0][:, 0]
+        return kc.layers.ExampleGradients(D, len(D), 1)
+    x, g = arrays
+    if isinstance(rows, kc.layers.IdRows):
+        return kc.array.replaced(rows, ids=x[:, :, 0], output_grads=g, mask=None)
+    return kc.layers.Rows(x, g, None, False)
+
+
+def _padded(x: Any, shape: Sequence[int], examples: int, like: Any) -> Any:
+    """Return an array with zeros for positions and for the coordinate of a bias."""
+    if x is None:
+        return jnp.zeros((*shape[:-3], examples, *shape[-2:]), like.dtype)
+    ends = [(0, 0)] * (x.ndim - 2)
+    ends += [(0, n - have) for n, have in zip(shape[-2:], x.shape[-2:], strict=True)]
+    return jnp.pad(x, ends)
+
+
+def _by_output(rows: Any, N: int, C: int) -> Any:
+    """Return rows with each output as an example, those of an example side by side."""
+
+    def ordered(x: Any) -> Any:
+        """From one source after the other, on the third axis from the end."""
+        x = x.reshape(*x.shape[:-3], C, N, *x.shape[-2:])
+        x = jnp.moveaxis(x, -4, -3)
+        return x.reshape(*x.shape[:-4], N * C, *x.shape[-2:])
+
+    if isinstance(rows, kc.layers.ExampleGradients):
+        return _with_arrays(rows, [ordered(rows.gradients[:, None, :])])
+    x, g = _arrays(rows)
+    x = jnp.repeat(x, C, axis=-3) if rows.examples == N else ordered(x)
+    if rows.examples == N:
+        g = g.reshape(*g.shape[:-4], 1, C * N, *g.shape[-2:])
+    return _with_arrays(rows, [x, ordered(g)])
+
+
+def _scaled(rows: Any, scale: float) -> Any:
+    if scale == 1.0:
+        return rows
+    if isinstance(rows, kc.layers.ExampleGradients):
+        return kc.array.replaced(rows, gradients=rows.gradients * scale)
+    return kc.array.replaced(rows, output_grads=rows.output_grads * scale)
+
+
+def _unlike(
+    J: kc.samples.Jacobian,
+    columns: Columns,
+    pulls: Sequence[Any],
+    vectors: Sequence[Any],
+    scales: Sequence[float],
+    params: Any,
+) -> Any:
+    """Return for each leaf whether ``J^T c`` by rows is not what `jax.vjp` computes.
+
+    Rows are found from the sum of the residuals, so that one that depends on several
+    examples would count for the wrong ones; for an uneven c the two then differ.
+    """
+    dtype = vectors[0].dtype
+    c = jnp.cos(jnp.arange(J.samples, dtype=dtype))
+    by_vjp: Any = None
+    start = 0
+    for pull, v, scale in zip(pulls, vectors, scales, strict=True):
+        C, N = v.shape[:2]
+        piece = c[start : start + C * N].reshape(N, C)
+        start += C * N
+        cotangent = scale * jnp.einsum("nc,cnk->nk", piece, v)
+        gradient, _ = pull(cotangent, reduction="sum")
+        add = gradient if by_vjp is None else jax.tree.map(jnp.add, by_vjp, gradient)
+        by_vjp = add
+    by_rows = J.multiply_transposed(c)
+    expected = columns.vectors(by_vjp, J)
+    limit = jnp.finfo(dtype).eps ** 0.5
+    flags = jnp.zeros(len(jax.tree.leaves(params)), bool)
+    for name, parts in by_rows.items():
+        for role, x in parts.items():
+            part, _ = columns.slots[name][role]
+            y = expected[name][role]
+            size = jnp.linalg.norm(x.ravel()) + jnp.linalg.norm(y.ravel())
+            differs = jnp.linalg.norm((x - y).ravel()) > limit * size
+            flags = flags.at[part.leaf].set(flags[part.leaf] | differs)
+    return flags

@@ -1,0 +1,617 @@
+"""`SOAP`: Adam in the eigenbasis of K-FAC's factors, as an optimizer of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
+
+import kfac_core as kc
+from kfac_core_shims.torch import parallel, private
+from kfac_core_shims.torch.soap_rows import RowRecorder
+from kfac_core_shims.torch.soap_stacks import Side, Stack, Weight
+
+__all__ = ["SOAP"]
+
+_DENSE = 3
+"""The bases are renewed at each of so many first steps."""
+
+
+class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
+    r"""Adam in the eigenbasis of K-FAC's factors: a drop-in for AdamW.
+
+    For a weight W with inputs x, output gradients g and the gradient V, with the
+    eigenvectors :math:`Q_A` of :math:`A = \mathrm{E}[x x^T]` and :math:`Q_G` of
+    :math:`G = \mathrm{E}[g g^T]`,
+
+    .. math:: W \leftarrow (1 - \eta \lambda) W - \eta \, Q_G \,
+        \mathrm{Adam}\left(Q_G^T V Q_A\right) Q_A^T
+
+    Parameters
+    ----------
+    model : torch.nn.Module, or iterable
+        Model, also its ``DistributedDataParallel`` or what ``torch.compile`` returned; or
+        parameters, or parameter groups as of any optimizer of PyTorch.
+    lr : float
+        Learning rate, as for Adam.
+    betas : tuple of float
+        Decays of the first and the second moment.
+    weight_decay : float
+        Decoupled weight decay, as of AdamW.
+    update_every : int
+        Steps between new bases, after three at the first three steps.
+    rows_of : torch.nn.Module, optional
+        Model whose rows are used, where `model` is its parameters in groups.
+    eps : float
+        Added to the root of the second moment.
+    decay : float
+        Decay of the factors at each update.
+    block : int
+        Largest block of a basis.  A side that is longer than this, or than the other side
+        and 128, has a basis of equal diagonal blocks.
+    max_rows : int
+        Rows of one call, at most, that a factor is taken of.
+    process_group : torch.distributed.ProcessGroup, optional
+        Processes over which factors are averaged; by default those of the
+        ``DistributedDataParallel``, or all of ``torch.distributed``.
+
+    Attributes
+    ----------
+    factors : dict of str to str
+        For each parameter with a basis, where its factors come from: ``"rows"`` of a
+        layer, or the ``"gradient"``.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For an option out of range.
+    kfac_core.UnsupportedError
+        For parameters that are divided among processes (DTensor).
+
+    Notes
+    -----
+    Everything that has no rows and at least two axes takes the factors of its own
+    gradient, ``V V^T`` and ``V^T V``, averaged at each step as SOAP is published; biases,
+    norms and all other vectors are updated by AdamW.  Rows are those of backward passes
+    since `zero_grad`; their scale does not matter, so that a gradient scaler or a sum in
+    the place of a mean changes nothing.
+
+    A step costs four products more than AdamW's, ``4 n m (n + m)`` flops for an n x m
+    weight, and every `update_every` steps two Gram matrices of the rows and a QR
+    decomposition of each side.  The state is AdamW's and ``2 (n^2 + m^2)`` numbers.
+
+    References
+    ----------
+    Vyas et al. (2024), "SOAP", arXiv:2409.11321, for Adam in an eigenbasis; George et al.
+    (2018), arXiv:1806.03884, for second moments in the eigenbasis of K-FAC's factors.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kfac_core_shims.torch import SOAP
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.randn(256, 8)
+    >>> y = (x[:, :4] * x[:, 4:]).sum(1, keepdim=True)
+    >>> model = torch.nn.Sequential(
+    ...     torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+    ... )
+    >>> optimizer = SOAP(model, lr=1e-2)
+    >>> for _ in range(300):
+    ...     loss = torch.nn.functional.mse_loss(model(x), y)
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+    >>> bool(loss < 0.05)
+    True
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Iterable[Any],
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        *,
+        weight_decay: float = 0.0,
+        update_every: int = 10,
+        rows_of: torch.nn.Module | None = None,
+        eps: float = 1e-8,
+        decay: float = 0.8,
+        block: int = 1024,
+        max_rows: int = 4096,
+        process_group: Any = None,
+    ) -> None:
+        require = kc.constraints.require_range
+        require("update_every", update_every, kc.constraints.COUNT)
+        require("decay", decay, kc.constraints.DECAY)
+        require("block", block, kc.constraints.COUNT)
+        require("max_rows", max_rows, kc.constraints.COUNT)
+        parameters: Any = model
+        if isinstance(model, torch.nn.Module):
+            if rows_of is not None:
+                raise kc.ConventionError(
+                    "`rows_of` is for parameters in groups, and a model was passed. Leave "
+                    "it out, or pass the groups."
+                )
+            parameters, rows_of = model.parameters(), model
+        self._options: dict[str, Any] = {
+            "update_every": update_every,
+            "decay": decay,
+            "block": block,
+            "max_rows": max_rows,
+        }
+        self._model, self._process_group = rows_of, process_group
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "steps": 0,
+        }
+        self._begin()
+        super().__init__(parameters, defaults)
+        self._record_next()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with its own ``lr``, ``betas`` or ``weight_decay``."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        constraints = kc.constraints
+        for name in ("lr", "eps", "weight_decay"):
+            if not isinstance(group[name], torch.Tensor):
+                constraints.require_range(name, group[name], constraints.NOT_NEGATIVE)
+        for beta in group["betas"]:
+            constraints.require_range("betas", beta, constraints.DECAY)
+        group["steps"] = self.param_groups[0]["steps"]
+        for p in group["params"]:
+            if hasattr(p, "placements"):
+                raise kc.UnsupportedError(
+                    "A parameter is divided among processes (DTensor); SOAP needs whole "
+                    "ones. Use DistributedDataParallel."
+                )
+        self._key: Any = None
+
+    @property
+    def factors(self) -> dict[str, str]:
+        """Where the factors of each parameter with a basis come from, by its name."""
+        names = self._names()
+        sources: dict[str, str] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                for w in self._weights_of(p):
+                    layers = {side.layer for side in w.sides.values()}
+                    source = "gradient" if None in layers else "rows"
+                    sources[names.get(id(p), str(tuple(p.shape)))] = source
+        return sources
+
+    def residuals(self) -> dict[str, float]:
+        """Return how far each parameter's bases were from eigenbases when last renewed.
+
+        Returns
+        -------
+        dict of str to float
+            Largest of ``|Q^T C Q|`` off the diagonal relative to the whole, of all blocks.
+        """
+        names = self._names()
+        residuals: dict[str, float] = {}
+        for p, weights in self._weights.items():
+            sides = [side for w in weights for side in w.sides.values()]
+            values = [s.residual.max() for s in sides if s.residual is not None]
+            if values:
+                name = names.get(id(p), str(tuple(p.shape)))
+                residuals[name] = max(float(value) for value in values)
+        return residuals
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and the rows that came with them."""
+        self._recorder_clear()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, with the gradients in ``.grad``.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and its gradients.
+
+        Returns
+        -------
+        object
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plain = self._arrange()
+        for group, stacks in zip(self.param_groups, self._stacks, strict=True):
+            for stack in stacks:
+                stack.average(decay=group["betas"][1])
+        if self._is_due(self.param_groups[0]["steps"] + 1):
+            self._renew()
+        for group, stacks, vectors in zip(
+            self.param_groups, self._stacks, plain, strict=True
+        ):
+            self._step(group, stacks, vectors)
+            group["steps"] += 1
+        self._record_next()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, in the dtypes that it has.
+
+        Parameters
+        ----------
+        state_dict : dict
+            Of `state_dict`.
+        """
+        super().load_state_dict(state_dict)
+        # PyTorch casts to the parameters' dtype, which may be narrower.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        loaded = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, loaded, strict=True):
+            for name, x in state_dict["state"].get(i, {}).items():
+                if isinstance(x, torch.Tensor):
+                    self.state[p][name] = x.to(p.device)
+        self._record_next()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_options", "_model", "_process_group")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_options" in state:
+            self._begin()
+            self._record_next()
+        self._key = None
+
+    def _begin(self) -> None:
+        """Make what no state holds: hooks, and stacks."""
+        self._weights: dict[Any, list[Weight]] = {}
+        self._key = None
+        self._stacks: list[list[Stack]] = []
+        self._warned = False
+        self._recorder: RowRecorder | None = None
+        if self._model is not None:
+            self._recorder = RowRecorder(
+                self._model,
+                parallel.inner(self._model),
+                largest=self._options["max_rows"],
+            )
+            for site in self._recorder.sites.values():
+                for w in self._weights_of(site.parameters["weight"]):
+                    for side in w.sides.values():
+                        key = str(side.layer), side.is_input
+                        self._recorder.counts[key] = side.count
+
+    def _is_due(self, step: int) -> bool:
+        return step <= _DENSE or step % self._options["update_every"] == 0
+
+    def _record_next(self) -> None:
+        """Record the rows of the next step if it renews the bases."""
+        if self._recorder is None:
+            return
+        self._recorder.clear()
+        due = self._is_due(self.param_groups[0]["steps"] + 1)
+        if due and not self._recorder.wants_statistics:
+            self._recorder.install()
+        elif not due:
+            self._recorder.remove()
+
+    def _recorder_clear(self) -> None:
+        if self._recorder is not None:
+            self._recorder.clear()
+
+    def _names(self) -> dict[int, str]:
+        if self._model is None:
+            return {}
+        plain = parallel.inner(self._model)
+        return {id(p): name for name, p in plain.named_parameters()}
+
+    def _weights_of(self, p: Any) -> list[Weight]:
+        """Return a parameter as matrices with bases; none for a vector."""
+        if p not in self._weights:
+            self._weights[p] = self._described(p)
+        return self._weights[p]
+
+    def _described(self, p: Any) -> list[Weight]:
+        if p.ndim < 2 or p.is_complex():
+            return []
+        sites = [] if self._recorder is None else self._recorder.sites.values()
+        weights = []
+        for site in sites:
+            if site.parameters["weight"] is not p:
+                continue
+            rows = site.part.rows.get("weight")
+            shape = p.shape if rows is None else p[rows].shape
+            sides = {}
+            if site.kind == "embedding":
+                sides["right"] = self._side(shape[1], 1, site.name)
+            else:
+                inputs_first = getattr(site.layer, "weight_layout", "oi") == "io"
+                n, m = shape[0], shape[1:].numel()
+                for side, a, b in (("left", n, m), ("right", m, n)):
+                    is_input = (side == "left") == inputs_first
+                    sides[side] = self._side(a, b, site.name, is_input=is_input)
+            weights.append(_weight(p, shape, sides, rows, site.name))
+        if len(weights) == 1:
+            weights[0].part = ""
+        if not weights:
+            n, m = p.shape[0], p.shape[1:].numel()
+            sides = {"left": self._side(n, m), "right": self._side(m, n)}
+            weights = [_weight(p, p.shape, sides)]
+        return weights if all(w.sides for w in weights) else []
+
+    def _side(
+        self, n: int, other: int, layer: str | None = None, *, is_input: bool = False
+    ) -> Side | None:
+        blocks = kc.roots.side_blocks(n, other, block=self._options["block"])
+        if blocks is None:
+            return None
+        count, size = blocks
+        return Side(count=count, size=size, layer=layer, is_input=is_input)
+
+    def _arrange(self) -> list[list[Any]]:
+        """Stack the weights that have gradients; return the other parameters by group."""
+        present = [
+            [p for p in group["params"] if p.grad is not None]
+            for group in self.param_groups
+        ]
+        key = [[id(p) for p in ps] for ps in present]
+        if key != self._key:
+            self._stacks = [self._stacked(ps) for ps in present]
+            self._plain = [[p for p in ps if not self._weights_of(p)] for ps in present]
+            self._key = key
+        return self._plain
+
+    def _stacked(self, parameters: list[Any]) -> list[Stack]:
+        alike: dict[Any, list[tuple[Weight, Any]]] = {}
+        for p in parameters:
+            if p.grad.is_sparse:
+                raise kc.UnsupportedError(
+                    f"A parameter of shape {tuple(p.shape)} has a sparse gradient. Use "
+                    "sparse=False in its embedding."
+                )
+            state = self.state[p]
+            weights = self._weights_of(p)
+            dtype = _wide(p)
+            for w in weights:
+                if f"{w.part}step" not in state:
+                    zero = torch.zeros(w.shape, dtype=dtype, device=p.device)
+                    state[f"{w.part}step"] = zero.new_zeros((), dtype=torch.float32)
+                    state[f"{w.part}exp_avg"] = zero
+                    state[f"{w.part}exp_avg_sq"] = zero.clone()
+                blocks = tuple(
+                    (
+                        *(name, side.count, side.size, side.layer is None),
+                        f"{w.part}{name}_basis" in state,
+                    )
+                    for name, side in w.sides.items()
+                )
+                steps = float(state[f"{w.part}step"])
+                form = (w.shape, blocks, dtype, p.device, steps)
+                alike.setdefault(form, []).append((w, state))
+            if not weights and "step" not in state:
+                real = _real(p)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"] = torch.zeros_like(real, dtype=_wide(real))
+                state["exp_avg_sq"] = torch.zeros_like(real, dtype=_wide(real))
+        return [Stack(*zip(*pairs, strict=True)) for pairs in alike.values()]
+
+    def _step(self, group: dict[str, Any], stacks: list[Stack], plain: Any) -> None:
+        """Update the parameters of a group: AdamW, on stacks in their bases."""
+        rate, decay = group["lr"], group["weight_decay"]
+        states = [self.state[p] for p in plain]
+        arguments: list[Any] = [_real(p) for p in plain]
+        grads = [_real(p.grad) for p in plain]
+        # A narrow parameter takes its step from float32, as a stack does.
+        narrow = [i for i, x in enumerate(arguments) if x.dtype != _wide(x)]
+        targets = [arguments[i] for i in narrow]
+        for i in narrow:
+            grads[i] = grads[i].to(_wide(grads[i]))
+            arguments[i] = torch.zeros_like(grads[i])
+        steps = [arguments[i] for i in narrow]
+        for stack in stacks:
+            V = stack.gradients()
+            grads.append(V)
+            arguments.append(torch.zeros_like(V))
+        if decay != 0:
+            every = list(plain) + [x for s in stacks for x in s.targets]
+            torch._foreach_mul_(every, 1 - rate * decay)
+        if not arguments:
+            return
+        moments = [*states, *(vars(stack) for stack in stacks)]
+        adamw(
+            arguments,
+            grads,
+            [s["exp_avg"] for s in moments],
+            [s["exp_avg_sq"] for s in moments],
+            [],
+            [s["step"] for s in moments],
+            fused=all(x.device.type in ("cpu", "cuda") for x in arguments),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=rate,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+        for stack, d in zip(stacks, arguments[len(plain) :], strict=True):
+            targets += stack.targets
+            steps += stack.directions(d)
+        if targets:
+            torch._foreach_add_(targets, steps)
+
+    def _renew(self) -> None:
+        """Average the factors with the rows of this step, and renew the bases."""
+        stacks = [stack for group in self._stacks for stack in group]
+        sides = [
+            (w, state, name, side)
+            for stack in stacks
+            for w, state in zip(stack.weights, stack.states, strict=True)
+            for name, side in w.sides.items()
+        ]
+        grams = self._grams([(w, name, side) for w, _, name, side in sides])
+        # Sides with one Gram matrix and one factor so far have one factor ever after.
+        slots: dict[Any, tuple[Any, list[tuple[Any, str, Side]]]] = {}
+        for (w, state, name, side), gram in zip(sides, grams, strict=True):
+            place = f"{w.part}{name}"
+            key: Any = id(side)
+            if gram is not None:
+                key = id(gram), id(state.get(f"{place}_factor"))
+            slots.setdefault(key, (gram, []))[1].append((state, place, side))
+        alike: dict[Any, list[Any]] = {}
+        for gram, members in slots.values():
+            state, place, side = members[0]
+            like = state[f"{place}_factor"] if gram is None else gram
+            is_first = f"{place}_basis" not in state
+            form = (side.size, like.dtype, like.device, gram is None, is_first)
+            alike.setdefault(form, []).append((gram, members))
+        for (*_, is_gradients, is_first), entries in alike.items():
+            states = [members[0] for _, members in entries]
+            C: Any = None
+            before: Any = None
+            if not is_first:
+                before = torch.cat([s[f"{place}_basis"] for s, place, _ in states])
+            if is_gradients or not is_first:
+                C = torch.cat([s[f"{place}_factor"] for s, place, _ in states])
+            if not is_gradients:
+                gram = torch.cat([gram for gram, _ in entries])
+                C = kc.roots.averaged_factor(C, gram, decay=self._options["decay"])
+            Q, residual = kc.roots.renewed_basis(before, C)
+            start = 0
+            for _, members in entries:
+                part = slice(start, start + members[0][2].count)
+                start = part.stop
+                factor, basis = C[part], Q[part]
+                for state, place, side in members:
+                    if not is_gradients:
+                        state[f"{place}_factor"] = factor
+                    state[f"{place}_basis"] = basis
+                    side.residual = residual[part]
+        for stack in stacks:
+            stack.carry()
+        # Weights that had no bases may now be stacked with others.
+        if any(is_first for *_, is_first in alike):
+            self._key = None
+            self._arrange()
+
+    def _grams(self, sides: list[tuple[Weight, str, Side]]) -> list[Any]:
+        """Return the blocks of each side's Gram matrix, the same object for equal rows.
+
+        None for sides whose factors are those of the gradients at each step.
+        """
+        recorded: Any = {} if self._recorder is None else self._recorder.grams
+        own = [recorded.get((side.layer, side.is_input)) for _, _, side in sides]
+        first: dict[int, int] = {}
+        keys = self._agreed(
+            [i if x is None else first.setdefault(id(x), i) for i, x in enumerate(own)]
+        )
+        of_rows: dict[int, Any] = {}
+        counts: list[int] = []
+        for (w, _, side), key, gram in zip(sides, keys, own, strict=True):
+            if side.layer is None or key in of_rows:
+                continue
+            counts.append(gram is not None)
+            if gram is None:
+                p = w.parameter
+                blocks = (side.count, side.size, side.size)
+                gram = torch.zeros(blocks, dtype=_wide(p), device=p.device)
+            of_rows[key] = gram
+        missing = self._summed(of_rows, counts)
+        grams = []
+        for (w, name, side), key in zip(sides, keys, strict=True):
+            gram = None
+            if side.layer is not None:
+                gram = of_rows[key]
+                if key in missing:
+                    gram = _gradient_gram(w, name, side)
+            grams.append(gram)
+        if missing:
+            self._warn_of_missing()
+        return grams
+
+    def _agreed(self, keys: list[int]) -> list[int]:
+        """Return for each side the first with the same rows, on all processes."""
+        group = self._group()
+        if group is None or not keys:
+            return keys
+        # A process that uses one of two layers sees no rows that they share.
+        device = self.param_groups[0]["params"][0].device
+        ends = torch.tensor([keys, [-key for key in keys]], device=device)
+        distributed.all_reduce(ends, op=distributed.ReduceOp.MAX, group=group)
+        largest, smallest = ends.tolist()
+        pairs = zip(largest, smallest, strict=True)
+        return [a if a == -b else i for i, (a, b) in enumerate(pairs)]
+
+    def _summed(self, grams: dict[Any, Any], counts: list[int]) -> set[Any]:
+        """Add Gram matrices up over processes; return which are of no rows anywhere."""
+        group = self._group()
+        if group is not None and grams:
+            like = next(iter(grams.values()))
+            flat = [gram.reshape(-1).to(like) for gram in grams.values()]
+            total = torch.cat([*flat, like.new_tensor(counts)])
+            distributed.all_reduce(total, group=group)
+            *parts, numbers = total.split([*(len(x) for x in flat), len(counts)])
+            for (key, gram), part in zip([*grams.items()], parts, strict=True):
+                grams[key] = part.reshape(gram.shape).to(gram)
+            counts = [int(n) for n in numbers.tolist()]
+        return {key for key, n in zip(grams, counts, strict=True) if not n}
+
+    def _group(self) -> Any:
+        """Return the processes that have parts of each batch; None for one process."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return None
+        group = self._process_group
+        model = private.unwrapped(self._model)
+        if group is None and isinstance(model, DistributedDataParallel):
+            group = model.process_group
+        group = distributed.group.WORLD if group is None else group
+        return group if distributed.get_world_size(group) > 1 else None
+
+    def _warn_of_missing(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warn(
+            "SOAP saw no rows of layers that have gradients, and takes the factors of the "
+            "gradients. Rows come with calls of the model's modules since zero_grad(). Of "
+            "a compiled model pass what torch.compile returned: SOAP(compiled).",
+            stacklevel=6,
+        )
+
+
+def _weight(
+    p: Any, shape: Any, sides: dict[str, Side | None], rows: Any = None, name: str = ""
+) -> Weight:
+    return Weight(
+        parameter=p,
+        part=f"{name}." if rows is not None else "",
+        rows=rows,
+        shape=(shape[0], shape[1:].numel()),
+        sides={name: side for name, side in sides.items() if side is not None},
+    )
+
+
+def _gradient_gram(w: Weight, name: str, side: Side) -> Any:
+    """Return the blocks of ``V V^T`` or ``V^T V``."""
+    V = w.own(w.parameter.grad).reshape(w.shape)
+    V = V.to(_wide(V))
+    rows = V if name == "right" else V.mT
+    return kc.roots.diagonal_blocks(rows, side.count)
+
+
+def _real(x: Any) -> Any:
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _wide(x: Any) -> Any:
+    return torch.promote_types(x.dtype, torch.float32)
