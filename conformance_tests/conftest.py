@@ -103,88 +103,13 @@ JAX_FLOAT32 = {
     "test_fallback",
 }
 
-# What JAX is tested with in all cases without `--thorough`: the answers of others.
-JAX_EVERY_CASE = {"test_smoke", "test_records"}
+JAX_CASES = {"test_smoke": 8, "test_records": 16}
+"""How many cases of some tests JAX runs without `--thorough`: the answers of others."""
 
-# What takes JAX longest to compile and is otherwise covered in smaller pieces.
-JAX_ONLY_THOROUGH = (
-    "test_an_example_trains[jax-shampoo]",
-    "test_the_first_twenty_steps_are_the_same_on_every_backend[jax]",
-    "test_a_record_agrees[jax-float64-numpy_conv_eigen]",
-    "test_a_record_agrees[jax-float64-numpy_conv_kron_1d]",
-    "test_a_record_agrees[jax-float64-numpy_conv_kron_groups2]",
-    "test_a_record_agrees[jax-float64-numpy_conv_kron_asymmetric_padding]",
-    "test_a_record_agrees[jax-float64-kfacjax_conv2d_kf_s1same_nobias_first]",
-    "test_a_record_agrees[jax-float64-kfacjax_estimator_fisher_empirical]",
-    "test_weight_gradient_is_the_sum_over_rows[jax-channels_first-2]",
-    "test_every_product_is_that_of_the_dense_block[jax-float64-3-2]",
-    "_inside_a_compiled_program[dense symmetric]",
-    "_inside_a_compiled_program[dense kfoc]",
-    "_inside_a_compiled_program[conv uncorrelated]",
-    "test_expand_is_exact_without_a_reduction[jax-shared1-mean_rows]",
-    "test_expand_is_exact_for_sigma_point_labels[jax-sum]",
-    "test_reduce_is_not_exact_without_a_reduction[jax]",
-    "test_tracing_jax.py::test_vmap_is_a_loop[factored]",
-    "test_tfkfac_9_20_depthwise_powers_are_consistent[jax-factored]",
-    "test_tfkfac_9_2_uncorrelated_input_is_in_the_weights_order[jax-False]",
-    "test_only_equals_are_stacked[jax]",
-    "test_groups_have_bases_of_their_own[jax]",
-    "test_what_float32_cannot_certify_is_made_in_float64[jax-symmetric]",
-    "test_a_record_agrees[jax-float64-kfacjax_conv2d_kf_s1same_bias]",
-    "test_both_ways_of_solving_give_one_answer[jax-float64-approximation0]",
-    "test_factorizations_alone_are_stacked_and_shared_out_too[jax-2]",
-    "test_singular_factors_with_tiny_damping_are_right[jax-Kronecker-exact-float32-1e-05]",
-    "test_a_convolution_is_that_of_dense_sums[jax-float64-True-groups]",
-    "test_a_factor_of_uncorrelated_positions_has_its_own_condition[jax]",
-    "test_tracing_jax.py::test_products_under_jit_are_those_without[factored]",
-    "test_it_goes_to_an_estimator_and_back[jax-150]",
-    "test_the_estimated_norm_is_a_close_lower_bound[jax]",
-    "test_eigen_is_the_best_diagonal_in_its_basis[jax]",
-    "test_a_record_agrees[jax-float64-tfkfac_conv_kron_same_s2_bias]",
-    "test_a_record_agrees[jax-float64-tfkfac_conv_kron_same_s1]",
-    "test_a_record_agrees[jax-float64-numpy_conv_kron_mask]",
-    "test_a_record_agrees[jax-float64-numpy_conv_full]",
-    "test_a_record_agrees[jax-float64-kfacjax_estimator_fisher_exact]",
-    "test_a_convolution_is_that_of_dense_sums[jax-float64-False-groups]",
-    "test_tfkfac_9_20_depthwise_powers_are_consistent[jax-exact]",
-    "test_chunks_give_what_the_whole_batch_gives[jax-approximation2-sum-False]",
-    "test_equal_eigenvalues_have_no_derivative[jax-inverse_root]",
-    "test_a_record_agrees[jax-float64-kfacjax_estimator_fisher_empirical_direct]",
-    "test_a_record_agrees[jax-float64-tfkfac_conv_kron_conv1d_same_bias]",
-    "test_a_record_agrees[jax-float64-numpy_embedding_bag_count]",
-    "test_a_record_agrees[jax-float64-numpy_dense_eigen_ema]",
-    "test_what_was_saved_is_loaded_bit_by_bit[jax-eigen]",
-    "test_masked_positions_and_merged_parts[jax]",
-    "test_half_precision_is_cast_before_any_product[jax-full-bfloat16]",
-    "test_equal_eigenvalues_have_no_derivative[jax-damped_matrix, power]",
-    "test_weight_gradient_is_that_of_the_framework[jax-1]",
-    "test_a_block_runs_inside_a_compiled_program[conv groups]",
-    "test_equal_blocks_and_shared_factors[jax]",
-    "test_a_record_agrees[jax-float64-numpy_conv_kron_reduce]",
-    "test_a_record_agrees[jax-float64-tfkfac_conv_kron_valid_s1_bias]",
-    "test_a_record_agrees[jax-float64-numpy_embedding_bag_default]",
-    "test_what_float32_cannot_certify_is_made_in_float64[jax-infinite]",
-    "test_a_separate_bias_is_a_block_of_its_own[jax-float64-factored_unit_pi-reduce]",
-    "test_chunks_give_what_the_whole_batch_gives[jax-approximation1-mean_rows-True]",
-    "test_a_record_agrees[jax-float64-numpy_conv_tnt]",
-    "test_a_record_agrees[jax-float64-tfkfac_fc_kron_nobias_1src]",
-    "test_a_record_agrees[jax-float64-tfkfac_fc_kron_bias_2src]",
-    "test_a_record_agrees[jax-float64-tfkfac_fc_uses_T3_list]",
-    "test_a_record_agrees[jax-float64-kfacjax_dense_kf_nobias]",
-    "test_a_record_agrees[jax-float64-kfacjax_dense_kf_width1]",
-    "test_a_record_agrees[jax-float64-kfacjax_scale_shift_full_spatial_both]",
-    "test_a_record_agrees[jax-float64-numpy_embedding_full_shared]",
-    "test_a_vector_may_be_a_stack_of_the_operators_own[jax-float64-multiply_cholesky-"
-    "Kronecker(input='full', output='full', sharing='expand', bias='joint')-exact]",
-    "test_a_convolution_is_that_of_dense_sums[jax-float64-True-plain]",
-    "test_a_separate_bias_is_a_block_of_its_own[jax-float64-factored_unit_pi-expand]",
-    "test_more_gradients_than_numbers_and_widths_of_one[jax]",
-)
-
-CASES = {"strict": 6, "strict:device1": 2, "torch": 12, "jax": 1}
+CASES = {"strict": 4, "strict:device1": 2, "torch": 8, "jax": 1}
 """How many cases of a test run on a backend without `--thorough`; on NumPy all do."""
 
-CASES_WITHOUT_ADAPTERS = {"numpy": 6, "torch": 2}
+CASES_WITHOUT_ADAPTERS = {"numpy": 4, "torch": 2}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -240,7 +165,9 @@ def _some_of(same: list[pytest.Item]) -> list[pytest.Item]:
     spec = _backend_of(same[0])
     known = CASES_WITHOUT_ADAPTERS if WITHOUT_ADAPTERS else CASES
     count = known.get(spec, known.get(spec.partition(":")[0], len(same)))
-    if len(same) <= count or (_on_jax(same[0]) and same[0].path.stem in JAX_EVERY_CASE):
+    if _on_jax(same[0]):
+        count = JAX_CASES.get(same[0].path.stem, count)
+    if len(same) <= count:
         return same
     if count == 1:
         return [same[len(same) // 2]]
@@ -265,8 +192,6 @@ def _on_jax(item: pytest.Item) -> bool:
 
 
 def _compiles_long(item: pytest.Item) -> bool:
-    if item.nodeid.endswith(JAX_ONLY_THOROUGH):
-        return True
     if not _on_jax(item):
         return False
     params = item.callspec.params  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import map_structure, replaced
+from kfac_core.array.structure import replaced
 from kfac_core.linalg import series_chain
 from kfac_core.linalg.fallback import fallback_of
 
@@ -20,7 +20,6 @@ from ..builders.chain_reference import (
     LAYERS,
     NAMES,
     SHAPES,
-    M,
     N,
     chain_of,
     damped_moments,
@@ -28,8 +27,6 @@ from ..builders.chain_reference import (
     fed,
     full_matrix,
     moments_of,
-    parameters_of,
-    placed,
     tridiagonal_matrix,
 )
 from ..builders.one_block import SUM, learn, operator_for
@@ -356,158 +353,3 @@ def test_layers_of_any_width_are_ordinary(backend, rng):
     F = np.block(blocks)
     assert_close(dense, F, "product", "float64")
     assert_close(inverse, np.linalg.inv(F), "inverse", "float64")
-
-
-def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
-    """With ``check="status"`` a flag and nothing else; with "raise" an error."""
-    xs, gs = draw(rng)
-    statistics = statistics_of(CHAIN, fed(backend, xs, gs))
-    gs[1][0, 3] = np.inf
-    bad = fed(backend, xs, gs)
-
-    with np.errstate(all="ignore"):
-        kept = learn(CHAIN, bad, statistics, decay=0.5, check="status")
-
-    assert int(kept.status) == kc.Status.OUTPUT_GRADS_NOT_FINITE
-    same = []
-    map_structure(
-        lambda a, b: same.append(
-            np.array_equal(backend.to_numpy(a), backend.to_numpy(b))
-        ),
-        replaced(kept, status=statistics.status),
-        statistics,
-    )
-    assert len(same) > 20
-    assert all(same)
-    with pytest.raises(kc.NotFiniteError, match=r"'chain'.*`output_grads`"):
-        learn(CHAIN, bad, statistics, decay=0.5, name="chain")
-
-
-def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
-    """What a state may have been damaged to never reaches a decomposition."""
-    statistics = statistics_of(CHAIN, fed(backend, *draw(rng)))
-    first = statistics.averages["0-1-input"]
-    nan = {"0-1-input": replaced(first, sum=first.sum * np.nan)}
-    bad = replaced(statistics, averages=statistics.averages | nan)
-
-    with pytest.raises(kc.NotFiniteError, match="first"):
-        operator_for(CHAIN, bad, damping=0.2)
-    with np.errstate(all="ignore"):
-        made = operator_for(CHAIN, bad, damping=0.2, check="status")
-    assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(made.status()))
-
-
-def test_parameters_become_one_column_and_come_back(backend, rng):
-    """The layers' matrices one after the other, bias last in each."""
-    flat = rng.normal(size=EDGES[-1])
-    parameters = {
-        f"{name}/{key}": x
-        for name, own in placed(backend, parameters_of(flat)).items()
-        for key, x in own.items()
-    }
-
-    made = CHAIN.parameters_to_matrix(parameters)
-    back = CHAIN.matrix_to_parameters(made)
-
-    assert np.array_equal(flattened(backend, made), flat)
-    assert {k: tuple(x.shape) for k, x in back.items()} == CHAIN.layer.parameter_shapes
-    for key, x in parameters.items():
-        assert np.array_equal(backend.to_numpy(back[key]), backend.to_numpy(x))
-    mixed = parameters | {"first/bias": backend.asarray(np.ones(3), "float32")}
-    with pytest.raises(kc.DtypeError, match="one dtype"):
-        CHAIN.parameters_to_matrix(mixed)
-
-
-def test_arguments_that_do_not_fit_are_named(backend, rng):
-    """Names, examples, shared positions, layers and rules."""
-    xs, gs = draw(rng)
-    batches = fed(backend, xs, gs)
-    statistics = statistics_of(CHAIN, batches)
-    options = {"conventions": SUM, "decay": 0.9}
-    some = {name: batches[name] for name in NAMES[:2]}
-    short = batches | {
-        "second": fed(backend, [x[:9] for x in xs], [g[:, :9] for g in gs])["second"]
-    }
-    shared = {
-        name: kc.Batch(
-            backend.xp.reshape(b.inputs, (N // 2, 2, -1)),
-            backend.xp.reshape(b.output_grads, (M, N // 2, 2, -1)),
-            sources=M,
-        )
-        for name, b in batches.items()
-    }
-    operator = operator_for(CHAIN, statistics, damping=0.2)
-    V = column(backend, rng.normal(size=EDGES[-1]))
-    conv = kc.Conv(
-        in_channels=1,
-        out_channels=1,
-        kernel_size=(1,),
-        padding="valid",
-        bias=False,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
-
-    with pytest.raises(kc.UnknownBlockError, match=r"`batches`.*'third'"):
-        kc.update_block(CHAIN, statistics, some, kc.UpdateOptions(**options))
-    with pytest.raises(kc.ShapeError, match=r"'second'.*\(30, 2\), got \(9, 2\)"):
-        kc.update_block(CHAIN, statistics, short, kc.UpdateOptions(**options))
-    with pytest.raises(kc.ShapeError, match=r"'first'.*2 shared positions"):
-        kc.update_block(CHAIN, statistics, shared, kc.UpdateOptions(**options))
-    with pytest.raises(kc.UnsupportedError, match="no exact damping"):
-        operator_for(CHAIN, statistics, damping=0.2, rule="exact")
-    with pytest.raises(kc.ConventionError, match="`rule`"):
-        operator_for(CHAIN, statistics, damping=0.2, rule="none")
-    with pytest.raises(kc.DampingError, match="damping"):
-        operator_for(CHAIN, statistics, damping=-1.0)
-    several = batches | {"second": [batches["second"]] * 2}
-    with pytest.raises(kc.UnsupportedError, match=r"'second'.*one `Batch`"):
-        kc.update_block(CHAIN, statistics, several, kc.UpdateOptions(**options))
-    with pytest.raises(kc.ShapeError, match=r"\(36, 1\)"):
-        operator.multiply_inverse(V[:9, :])
-    with pytest.raises(kc.UnsupportedError, match="share no eigenvectors"):
-        operator.multiply_matpower(V, 0.5)
-    with pytest.raises(kc.UnsupportedError, match="take `sample`"):
-        operator.multiply_cholesky(V)
-    with pytest.raises(kc.UnsupportedError, match="no eigenvalues"):
-        operator.eigenvalues()
-    for undamped in (operator.trace, operator.to_dense):
-        with pytest.raises(kc.UnsupportedError, match="without damping"):
-            undamped(damped=False)
-    with pytest.raises(kc.UnsupportedError, match="'c' is conv"):
-        chain_of({"d": LAYERS["first"], "c": conv})
-    with pytest.raises(kc.ConventionError, match="at least two"):
-        chain_of({"d": LAYERS["first"]})
-    with pytest.raises(kc.ConventionError, match="one name for each of 2"):
-        kc.Chain(names=("d", "d"), layers=(LAYERS["first"],) * 2)
-    for other in (
-        kc.Kronecker(),
-        kc.Diagonal(),
-        kc.Full(),
-        kc.ScaledIdentity(scale=1.0),
-    ):
-        with pytest.raises(kc.UnsupportedError, match="chain"):
-            kc.Block(CHAIN.layer, other)
-    with pytest.raises(kc.UnsupportedError, match="no neighbors"):
-        kc.Block(LAYERS["first"], kc.BlockTridiagonal())
-
-
-def test_the_reference_is_what_it_says(rng):
-    """The dense matrix of the tests has the blocks, and no corner in its inverse."""
-    A, G = damped_moments(*moments_of(*draw(rng)), 0.2, "factored")
-    F = tridiagonal_matrix(A, G, 1.0)
-
-    corner = block(np.linalg.inv(F), 0, 2)
-
-    assert np.linalg.norm(corner) < 1e-12 * np.linalg.norm(np.linalg.inv(F))
-    assert np.linalg.eigvalsh(F)[0] > 0
-    own = reference.damped_block(
-        *(moment[0, 0] for moment in moments_of(*draw(np.random.default_rng(1)))[:2]),
-        1.0,
-        damping=0.2,
-        rule="factored",
-    )
-    again = damped_moments(
-        *moments_of(*draw(np.random.default_rng(1))), 0.2, "factored"
-    )
-    assert_close(np.kron(again[0][0, 0], again[1][0, 0]), own, "product", "float64")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.operators import kronecker_operator
 
 from ..builders import reference
 from ..builders.one_block import operator_for
@@ -93,30 +94,6 @@ def test_an_incomplete_design_is_not_exact(backend, rng):
     assert_differs(got, dense_block(x, g, bias=True) / len(x))
 
 
-def test_both_factors_of_the_design_are_nontrivial(rng):
-    """The design tests something: neither factor is a multiple of the identity."""
-    x, g = levels(rng)
-
-    for factor in (x.T @ x / len(x), g.T @ g / len(g)):
-        scaled = np.trace(factor) / len(factor) * np.eye(len(factor))
-        assert_differs(factor, scaled, by=0.1)
-
-
-def test_masked_rows_leave_a_factorial_design_exact(backend, rng):
-    """Rows masked out of a larger batch leave the block of the pairs that count."""
-    x, g = all_pairs(*levels(rng))
-    shape = (len(x) // 2, 2)
-    wide_x = np.full((*shape, 2, IN), np.nan)
-    wide_g = np.full((*shape, 2, OUT), np.nan)
-    wide_x[..., 0, :], wide_g[..., 0, :] = x.reshape(*shape, IN), g.reshape(*shape, OUT)
-    mask = np.zeros((*shape, 2), bool)
-    mask[..., 0] = True
-
-    got = kronecker_block(backend, (wide_x, wide_g, mask, None), bias=True)
-
-    assert_close(got, dense_block(x, g, bias=True) / shape[0], "identity", "float64")
-
-
 @losses
 @biases
 def test_factorial_positions_are_exact_for_expand(backend, rng, loss, bias):
@@ -132,19 +109,6 @@ def test_factorial_positions_are_exact_for_expand(backend, rng, loss, bias):
     )
 
     assert_close(got, dense_block(*pairs, bias=bias) / INPUTS, "identity", "float64")
-
-
-@biases
-def test_factorial_positions_are_exact_the_other_way_around(backend, rng, bias):
-    """If x varies over positions and g over examples, expand is the same sum."""
-    x, g = levels(rng)
-    pairs = all_pairs(x, g)
-    wide_x = np.repeat(x[None], GRADS, axis=0)
-    wide_g = np.repeat(g[:, None], INPUTS, axis=1)
-
-    got = kronecker_block(backend, (wide_x, wide_g, None, None), bias=bias)
-
-    assert_close(got, dense_block(*pairs, bias=bias) / GRADS, "identity", "float64")
 
 
 def spread(rows, noise):
@@ -270,13 +234,13 @@ def test_a_covariance_is_the_fixed_point_of_kl_shampoo(backend, rng):
     columns, others = np.linalg.cholesky(A).T, np.linalg.cholesky(B).T
     x, g = all_pairs(columns, np.sqrt(IN * OUT) * others)
     D = np.einsum("ni,no->nio", x, g)
-    left = kc.damped_factor(backend.asarray(A), damping=0.0)
-    right = kc.damped_factor(backend.asarray(B), damping=0.0)
+    left = kronecker_operator(None, backend.asarray(A), damping=0.0)
+    right = kronecker_operator(None, backend.asarray(B), damping=0.0)
 
     rows = backend.asarray(D.reshape(-1, OUT).T)
-    solved = backend.to_numpy(right.multiply_left(rows, exponent=-1)).T.reshape(D.shape)
+    solved = backend.to_numpy(right**-1 @ rows).T.reshape(D.shape)
     columns = backend.asarray(D.transpose(1, 0, 2).reshape(IN, -1))
-    other = backend.to_numpy(left.multiply_left(columns, exponent=-1))
+    other = backend.to_numpy(left**-1 @ columns)
     other = other.reshape(IN, -1, OUT).transpose(1, 0, 2)
 
     new_left = np.einsum("nio,njo->ij", solved, D) / len(D) / OUT

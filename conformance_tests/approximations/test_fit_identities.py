@@ -195,19 +195,6 @@ def test_factorial_statistics_are_exact_at_once(backend, rng):
     assert_close(got, block_of(*pairs), "identity", "float64")
 
 
-def test_one_batch_again_and_again_changes_nothing(backend, rng):
-    """The best product of equal batches is that of each, with any decay and weight."""
-    batch = fed(backend, *draw(rng))
-    block, statistics = statistics_of(backend, batch)
-    first = dense_of(backend, block, statistics)
-
-    for decay, weight in ((0.9, 1.0), (1.0, 3.0)):
-        statistics = learn(block, batch, statistics, decay=decay, weight=weight)
-
-    got = dense_of(backend, block, statistics)
-    assert_close(got, first, "identity", "float64")
-
-
 def test_an_update_is_the_best_product_of_past_fit_and_batch(backend, dtype, rng):
     """What is stated: the past is replaced by its best product, and that is not A11."""
     (x, g), (y, h) = draw(rng), draw(rng)
@@ -262,18 +249,6 @@ def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
     ]
 
     assert_close(dense[1], 3.0 * dense[0], "identity", "float64")
-
-
-def test_layers_of_width_one_are_exact(backend, rng):
-    """With one input or output every block is a Kronecker product."""
-    layer = kc.Dense(in_features=1, out_features=1, bias=False, weight_layout="io")
-    x, g = draw(rng, layer=layer)
-
-    batch = fed(backend, x, g)
-    block, statistics = statistics_of(backend, batch, iterations=1, layer=layer)
-
-    got = dense_of(backend, block, statistics)
-    assert_close(got, block_of(x, g, bias=False), "identity", "float64")
 
 
 def test_groups_of_a_convolution_are_fitted_apart(backend, rng):
@@ -336,51 +311,6 @@ def test_tiny_and_huge_gradients_stay_in_range(backend, dtype, rng, power):
     assert float(statistics.averages["block"].change) < 1e-5
 
 
-@pytest.mark.usefixtures("compiles_long")
-def test_half_precision_is_summed_in_float32(backend, rng):
-    """Rows of 16 bits give the statistics of those rows, in float32."""
-    if not hasattr(backend.xp, "float16"):
-        pytest.skip(f"{backend.name} has no float16")
-    x, g = (np.asarray(part, np.float16) for part in draw(rng))
-
-    block, statistics = statistics_of(backend, fed(backend, x, g, "float16"))
-
-    best, _ = best_product(block_of(x.astype(float), g.astype(float)), IN + 1)
-    assert statistics.dtype == backend.dtype("float32")
-    assert_close(dense_of(backend, block, statistics), best, "identity", "float32")
-
-
-def test_inputs_may_be_views_and_stay_as_they_are(backend, rng):
-    """Transposed memory changes no result, and nothing is written to."""
-    x, g = draw(rng)
-    stored = backend.asarray(x.T)
-    view = backend.xp.matrix_transpose(stored)
-
-    batch = kc.Batch(view, backend.asarray(g), sources=2)
-    block, statistics = statistics_of(backend, batch)
-
-    best, _ = best_product(block_of(x, g), IN + 1)
-    assert_close(dense_of(backend, block, statistics), best, "identity", "float64")
-    assert np.array_equal(backend.to_numpy(stored), x.T)
-
-
-def test_rows_that_are_not_finite_change_nothing(backend, rng):
-    """With ``check="status"`` the flag is set, and the statistics stay."""
-    x, g = draw(rng)
-    block, statistics = statistics_of(backend, fed(backend, x, g))
-    x[2, 1] = np.nan
-    bad = fed(backend, x, g)
-
-    with np.errstate(all="ignore"):
-        kept = learn(block, bad, statistics, decay=0.5, check="status")
-
-    assert int(kept.status) == kc.Status.INPUTS_NOT_FINITE
-    before, after = (dense_of(backend, block, part) for part in (statistics, kept))
-    assert np.array_equal(before, after)
-    with pytest.raises(kc.NotFiniteError, match="`inputs`"):
-        learn(block, bad, statistics, decay=0.5)
-
-
 def test_parts_of_a_batch_are_refused_with_the_reason(backend, rng):
     """The best product of a sum is not made of those of its parts."""
     block = kc.Block(LAYER, KFOC(iterations=2))
@@ -393,13 +323,3 @@ def test_parts_of_a_batch_are_refused_with_the_reason(backend, rng):
         parts[0].merged(parts[1])
     with pytest.raises(kc.UnsupportedError, match="whole batches"):
         kc.absorb_block(block, *parts, 0.9)
-
-
-def test_what_makes_no_sense_is_refused():
-    """No iterations, and layers without pairs of x and g."""
-    embedding = kc.Embedding(num_embeddings=3, features=2, weight_layout="io")
-
-    with pytest.raises(kc.ConventionError, match=r"`iterations`.*got 0"):
-        KFOC(iterations=0)
-    with pytest.raises(kc.UnsupportedError, match="dense or conv"):
-        kc.Block(embedding, KFOC(iterations=1))

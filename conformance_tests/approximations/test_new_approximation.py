@@ -13,22 +13,16 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.costs import block_costs
-from kfac_core_conformance.dense import ggn_blocks
-from kfac_core_conformance.examples import random_network, with_problem
-from kfac_core_conformance.own import Own
 from kfac_core_conformance.records.block import describe
 
-from ..builders import conv_reference, reference
+from ..builders import reference
 from ..builders.approximations import IDENTITY_GRADIENTS, identity_gradients
-from ..builders.dense_functions import assert_functions_are
 from ..builders.estimators import make_estimator
-from ..builders.one_block import SUM, learn, operator_for
-from ..builders.tolerances import assert_close, assert_differs
+from ..builders.one_block import SUM
+from ..builders.tolerances import assert_close
 
 DAMPING = 0.3
-EVERYTHING = ("inverse", "cholesky", "eigenbasis")
-N, S, M, n, m = 6, 3, 2, 4, 3
+N, n, m = 6, 4, 3
 
 if not IDENTITY_GRADIENTS.is_file():
     pytest.skip("the documentation is not here", allow_module_level=True)
@@ -69,78 +63,6 @@ def second_moment(x, *, bias=True, mask=None):
 
 def damped(A, columns=m, damping=DAMPING):
     return np.kron(A + damping * np.eye(len(A)), np.eye(columns))
-
-
-GEOMETRIES = {
-    "plain": conv_reference.Geometry((2, 2), (1, 1), "valid", (1, 1)),
-    "strided": conv_reference.Geometry((2, 3), (2, 1), "same", (1, 1)),
-    "groups": conv_reference.Geometry((2, 2), (1, 1), "valid", (1, 1), 2),
-}
-
-
-@pytest.mark.parametrize("kind", GEOMETRIES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_convolution_is_that_of_dense_sums(backend, dtype, rng, kind, masked):
-    """Patches by loops; each group has a factor of its own."""
-    geometry, channels, outputs = GEOMETRIES[kind], 2, 4
-    groups = geometry.groups
-    layer = kc.Conv(
-        in_channels=channels,
-        out_channels=outputs,
-        kernel_size=geometry.kernel,
-        strides=geometry.strides,
-        padding=geometry.padding,
-        groups=groups,
-        bias=True,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
-    out = conv_reference.output_size((4, 4), geometry)
-    x, g = rng.normal(size=(N, 4, 4, channels)), rng.normal(size=(M, N, *out, outputs))
-    mask = rng.random((N, *out)) < 0.6 if masked else None
-    batch = batch_of(backend, dtype, x, g, mask)
-    block = kc.Block(layer, IdentityGradients())
-
-    statistics = learn(block, batch)
-    operator = operator_for(
-        block, statistics, damping=DAMPING, rule="exact", factorizations=EVERYTHING
-    )
-    chunked = learn(block, batch, max_patch_elements=100)
-
-    rows, _ = conv_reference.group_rows(x, g, geometry)
-    flat_mask = None if mask is None else mask.reshape(N, -1)
-    A = [second_moment(part, mask=flat_mask) for part in rows]
-    width, columns = len(A[0]), outputs // groups
-    F = np.zeros((width, outputs, width, outputs))
-    for q, part in enumerate(A):
-        for j in range(q * columns, (q + 1) * columns):
-            F[:, j, :, j] = part + DAMPING * np.eye(width)
-    F = F.reshape(width * outputs, -1)
-    undamped = F - DAMPING * np.eye(len(F))
-    assert_functions_are(backend, dtype, operator, F, undamped, rng)
-    again = operator_for(block, chunked, damping=DAMPING, rule="exact").to_dense()
-    assert_close(backend.to_numpy(again), F, "product", dtype)
-
-
-def test_neither_sources_nor_the_reduction_matter(backend, rng):
-    """Output gradients enter nowhere; a row that must differ is Kronecker's."""
-    x, g = rng.normal(size=(N, n)), rng.normal(size=(M, N, m))
-    found, others = [], []
-    for grads, reduction in ((g, "sum"), (7 * g[:1], "mean")):
-        batch = batch_of(backend, "float64", x, grads)
-        conventions = kc.Conventions(reduction=reduction, sources="sum")
-        for results, approximation in (
-            (found, IdentityGradients()),
-            (others, kc.Kronecker()),
-        ):
-            block = kc.Block(dense_layer(), approximation)
-            new = learn(block, batch, conventions=conventions)
-            made = operator_for(block, new, damping=DAMPING, rule="exact")
-            results.append(backend.to_numpy(made.to_dense(damped=False)))
-
-    assert_close(found[0], found[1], "roundoff", "float64")
-    assert_differs(others[0], others[1])
-    assert_differs(found[0], others[0])
 
 
 NAMES = ("a", "b", "c")
@@ -218,46 +140,6 @@ def test_an_estimator_serves_it(backend, dtype, rng):
         assert_close(got, expected, "power", dtype)
 
 
-def test_blocks_go_to_threads(backend, rng):
-    """Blocks of different sizes on two workers, as dense."""
-    blocks = {"a": block_of(inputs=n), "b": block_of(inputs=n + 1)}
-    x = {"a": rng.normal(size=(N, n)), "b": rng.normal(size=(N, n + 1))}
-    estimator = make_estimator(
-        blocks,
-        reduction="sum",
-        decay=0.9,
-        damping=DAMPING,
-        damping_rule="exact",
-        workers=2,
-    )
-
-    g = np.ones((1, N, m))
-    estimator.update({k: batch_of(backend, "float64", x[k], g) for k in blocks})
-    estimator.refresh()
-
-    for name in blocks:
-        got = backend.to_numpy(estimator.operator(name).to_dense())
-        assert_close(got, damped(second_moment(x[name])), "product", "float64")
-
-
-def test_costs_are_those_of_one_factor():
-    """Written out for a layer of groups; half of what two factors of one size cost."""
-    square = dense_layer(inputs=7, outputs=8)
-
-    costs = block_costs(kc.Block(square, IdentityGradients()))
-    both = block_costs(kc.Block(square, kc.Kronecker()))
-
-    assert costs.sizes == (8,)
-    assert costs.statistics_per_row == 8**2 / 0.85
-    assert costs.refresh["triangular"] == pytest.approx(8**3 / 3 / 0.65)
-    assert costs.refresh["inverse"] == pytest.approx(
-        8**3 / 3 / 0.65 + 2 * 8**3 / 3 / 0.55
-    )
-    assert costs.precondition["inverse"] == 2 * 8**2 * 8 / 0.95
-    assert both.precondition["inverse"] == 2 * costs.precondition["inverse"]
-    assert both.refresh["inverse"] == pytest.approx(2 * costs.refresh["inverse"])
-
-
 def test_an_input_factor_is_shared_with_its_kind_alone(backend, dtype, rng):
     """Two blocks of one input; Kronecker's factor is another by a factor of S."""
     x, batches, V, gradients = fed(backend, dtype, rng, "ab")
@@ -277,81 +159,6 @@ def test_an_input_factor_is_shared_with_its_kind_alone(backend, dtype, rng):
         kc.Network(blocks, conventions=SUM, sharing=sharing)
     with pytest.raises(kc.ConventionError, match="no output factor"):
         network_of("ab", sharing=kc.Sharing(factors={"b/output": "a/output"}))
-
-
-def test_what_does_not_go_together_is_refused(backend, rng):
-    """Layers, chosen positions, rows that are not finite, a bad damping."""
-    embedding = kc.Embedding(num_embeddings=5, features=m, weight_layout="io")
-    with pytest.raises(kc.UnsupportedError, match="second moment"):
-        kc.Block(embedding, IdentityGradients())
-    with pytest.raises(TypeError, match="abstract"):
-        type("Half", (kc.Approximation,), {"name": "half"})()
-    block = block_of()
-    x, g = rng.normal(size=(N, n)), rng.normal(size=(1, N, m))
-    for argument in ("inputs", "output_grads"):
-        bad = {"inputs": x.copy(), "output_grads": g.copy()}
-        bad[argument][..., 0] = np.inf
-        batch = batch_of(backend, "float64", bad["inputs"], bad["output_grads"])
-        with pytest.raises(kc.NotFiniteError, match=argument):
-            learn(block, batch)
-    statistics = block.initial(backend.asarray(x))
-    with pytest.raises(kc.DampingError):
-        operator_for(block, statistics, damping=-1.0, rule="exact")
-    with pytest.raises(kc.FactorizationError, match="input"):
-        operator_for(block, statistics, damping=0.0, rule="exact", name="layer")
-
-
-def test_a_state_of_another_approximation_is_refused(backend, rng):
-    """By its name, before anything of it is read."""
-    _, batches, _, _ = fed(backend, "float64", rng, "a")
-    own, other = (
-        make_estimator({"a": block}, reduction="sum", damping=DAMPING)
-        for block in (block_of(), kc.Block(dense_layer(), kc.Kronecker()))
-    )
-    own.update(batches)
-
-    with pytest.raises(kc.StateError, match="identity_gradients"):
-        other.load_state_dict(own.state_dict())
-
-
-ONE_LAYER = {
-    "dense": {"widths": (4, 3), "inputs": (5, 4), "options": {}},
-    "no bias": {"widths": (4, 3), "inputs": (5, 4), "options": {"bias": False}},
-    "shared": {"widths": (4, 3), "inputs": (5, 2, 4), "options": {}},
-    "conv": {
-        "widths": (2, 3),
-        "inputs": (4, 4, 5, 2),
-        "options": {"kernel_size": (2, 3)},
-    },
-}
-
-
-@pytest.mark.parametrize("case", ONE_LAYER)
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_the_kit_finds_it_exact_for_a_linear_layer(rng, case, reduction):
-    """Squared error of one layer has G = I, so that A (x) I is its Gauss-Newton matrix."""
-    made = ONE_LAYER[case]
-    network = random_network(3, made["widths"], **made["options"])
-    inputs = rng.normal(size=made["inputs"])
-    problem = with_problem(network, inputs, "mse", reduction=reduction)
-    own = Own("numpy", approximation=lambda problem: IdentityGradients())
-
-    [block] = own.blocks(problem)
-
-    assert_close(block, ggn_blocks(problem)[0], "product", "float64")
-
-
-def test_the_kit_finds_a_deeper_network_different(rng):
-    """The row that must differ: below another layer, G is no multiple of the identity."""
-    network = random_network(3, (4, 3, 2))
-    problem = with_problem(network, rng.normal(size=(5, 4)), "mse")
-    own = Own("numpy", approximation=lambda problem: IdentityGradients())
-
-    below, last = own.blocks(problem)
-
-    expected = ggn_blocks(problem)
-    assert_close(last, expected[1], "product", "float64")
-    assert_differs(below, expected[0])
 
 
 def test_the_record_format_refuses_it_by_name():

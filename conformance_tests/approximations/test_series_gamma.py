@@ -5,8 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kfac_core.errors import ConventionError, DtypeError, ShapeError
-from kfac_core.linalg.series import series_gamma, series_sum, shares_of_lengths
+from kfac_core.linalg.series import series_gamma, series_sum
 
 from ..builders.tolerances import assert_close, assert_differs, tolerance
 
@@ -99,34 +98,3 @@ def test_lengths_average_the_reciprocal_of_gamma(backend, dtype):
     mean_length = round(float(np.mean(lengths)))
     plugged_in = 1 / np.array([exact_sum(v, mean_length) for v in x[x > 0]])
     assert_differs(gamma[x > 0], plugged_in, by=0.01)
-
-
-def test_equal_lengths_are_no_lengths(backend, dtype):
-    """Lengths that are all T give gamma of T."""
-    x = backend.asarray(np.array([-0.7, 0.2, 1.0]), dtype)
-    lengths = backend.asarray(np.full(4, 7))
-
-    first = backend.to_numpy(series_gamma(x, steps=7, lengths=lengths))
-    second = backend.to_numpy(series_gamma(x, steps=7))
-
-    assert_close(first, second, "roundoff", dtype)
-
-
-def test_shares_count_lengths_of_zero_in_their_number(backend):
-    """A sequence without any step is a sequence."""
-    lengths = backend.asarray(np.array([0, 2, 2, 3]))
-
-    shares = shares_of_lengths(lengths, steps=4, dtype=backend.dtype("float64"))
-
-    assert backend.to_numpy(shares).tolist() == [0.0, 0.5, 0.25, 0.0]
-
-
-def test_arguments_that_do_not_fit_are_refused(backend):
-    """No steps, lengths that are no vector, correlations that are integers."""
-    x = backend.asarray(np.array([0.5]))
-    with pytest.raises(ConventionError, match="steps"):
-        series_gamma(x, steps=0)
-    with pytest.raises(ShapeError, match="lengths"):
-        series_gamma(x, steps=2, lengths=backend.asarray(np.ones((2, 2), int)))
-    with pytest.raises(DtypeError, match="correlation"):
-        series_gamma(backend.asarray(np.array([1])), steps=2)

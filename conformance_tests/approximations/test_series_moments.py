@@ -5,7 +5,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.approximations.series import Series
-from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.errors import ShapeError
 
 from ..builders.one_block import SUM, learn, operator_for
 from ..builders.series_reference import moments
@@ -58,32 +58,6 @@ def test_moments_are_the_loops_over_steps(backend, dtype, rng, bias, masked):
     assert_moments(backend, statistics, moments(x, g, bias=bias, mask=mask), dtype)
 
 
-def test_parts_of_a_batch_merge_into_the_whole(backend, dtype, rng):
-    """Micro-batches of unequal sizes and masks give what the whole batch gives."""
-    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
-    mask = np.arange(T) < rng.integers(0, T + 1, size=N)[:, None]
-    # A part that keeps nothing is left out, its examples with it.
-    mask[[0, 1, 4], 0], mask[5] = True, False
-    block = block_of()
-    whole = kc.batch_moments(
-        block, batch_of(backend, x, g, dtype, mask), conventions=SUM
-    )
-
-    parts = [
-        kc.batch_moments(
-            block, batch_of(backend, x[i], g[:, i], dtype, mask[i]), conventions=SUM
-        )
-        for i in (slice(0, 1), slice(1, 4), slice(4, N))
-    ]
-    merged = parts[0].merged(parts[1]).merged(parts[2])
-    absorbed = kc.absorb_block(block, whole, merged, 0.9, 0.5)
-
-    for name in (*NAMES.values(), "repeats", "lengths"):
-        expected = value_of(backend, whole, name)
-        assert_close(value_of(backend, merged, name), expected, "gram", dtype)
-        assert_close(value_of(backend, absorbed, name), expected, "gram", dtype)
-
-
 def test_lengths_are_a_histogram_of_a_prefix_mask(backend):
     """Kept first parts of 0, 1, 3, 3 and 5 steps."""
     mask = np.arange(T) < np.array([0, 1, 3, 3, 5])[:, None]
@@ -131,17 +105,6 @@ def test_a_batch_without_a_kept_row_adds_nothing(backend, rng, variant):
         assert_close(value_of(backend, after, name), expected, "roundoff", "float64")
 
 
-def test_one_step_has_no_lag(backend, dtype, rng):
-    """Rows without a shared axis, or with one of length 1, have a lag 1 of zero."""
-    x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
-    batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
-
-    statistics = kc.batch_moments(block_of(steps=1), batch, conventions=SUM)
-
-    assert not np.any(value_of(backend, statistics, "lagged_input"))
-    assert not np.any(value_of(backend, statistics, "lagged_output"))
-
-
 def test_three_axes_are_read_batch_first_defect_tfkfac_9_9(backend, rng):
     """Inputs (N, T, n) have factors of n(+1) rows; TensorFlow's K-FAC took T for n."""
     x, g = rng.normal(size=(N, T, n)), rng.normal(size=(1, N, T, m))
@@ -155,14 +118,6 @@ def test_three_axes_are_read_batch_first_defect_tfkfac_9_9(backend, rng):
     assert operator.vector_shape == (n + 1, m)
     V = backend.asarray(rng.normal(size=(n + 1, m)))
     assert tuple(operator.multiply_inverse(V).shape) == (n + 1, m)
-
-
-def test_longer_sequences_than_stated_are_refused(backend):
-    """The shares of the lengths have one entry a length."""
-    batch = batch_of(backend, np.ones((N, T, n)), np.ones((1, N, T, m)), "float64")
-
-    with pytest.raises(ShapeError, match="at most 4 steps"):
-        kc.batch_moments(block_of(steps=4), batch, conventions=SUM)
 
 
 def test_two_shared_axes_are_refused(backend):
@@ -180,16 +135,3 @@ def test_two_shared_axes_are_refused(backend):
         kc.batch_moments(
             kc.Block(layer, Series(variant="infinite")), kc.Batch(x, g), conventions=SUM
         )
-
-
-def test_options_and_layers_that_make_no_sense_are_refused():
-    """Where they are written, with the reason."""
-    with pytest.raises(ConventionError, match="variant"):
-        Series(variant="option1")
-    with pytest.raises(ConventionError, match="`steps`"):
-        Series(variant="symmetric")
-    with pytest.raises(ConventionError, match="`steps`"):
-        Series(variant="infinite", steps=5)
-    layer = kc.ScaleShift(scale_shape=(3,), shift_shape=None)
-    with pytest.raises(UnsupportedError, match="time steps"):
-        kc.Block(layer, Series(variant="infinite"))

@@ -8,7 +8,6 @@ import pytest
 import kfac_core as kc
 
 from ..builders.dense_functions import assert_functions_are
-from ..builders.estimators import make_estimator
 from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -57,27 +56,6 @@ def test_every_product_is_that_of_the_dense_block(backend, rng, shape, rule):
     )
 
 
-def test_an_estimator_restores_a_block_of_many_factors(backend, rng):
-    """Such a block goes through an estimator and its state, bit for bit."""
-    block, _, _ = fed(backend, rng, (2, 3, 2))
-    options = {
-        "decay": 0.9,
-        "damping": 0.3,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
-    estimator, other = (make_estimator({"w": block}, **options) for _ in range(2))
-    V = backend.asarray(rng.normal(size=(2, 3, 2)))
-    estimator.update({"w": kc.GradientBatch({"w": V}, 4)})
-    estimator.refresh()
-
-    other.load_state_dict(estimator.state_dict())
-
-    one, two = (e.precondition({"w": {"w": V}})["w"]["w"] for e in (estimator, other))
-    assert one.shape == (2, 3, 2)
-    assert np.array_equal(backend.to_numpy(one), backend.to_numpy(two))
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_positions_may_be_examples(backend, rng, masked):
     """With independent positions the statistics weigh each row by the other's norm."""
@@ -100,18 +78,3 @@ def test_positions_may_be_examples(backend, rng, masked):
     expected = (len(rows) / 4) * np.kron(A, G) / np.trace(A)
     assert_close(blocks[0], expected, "gram", "float64")
     assert_differs(blocks[1], expected)
-
-
-def test_exact_damping_of_many_factors_has_no_cholesky_factor(backend, rng):
-    """What has no structure is refused with what to take instead."""
-    block, statistics, _ = fed(backend, rng, (2, 3))
-    operator = operator_for(block, statistics, damping=0.1, rule="exact")
-
-    with pytest.raises(kc.UnsupportedError, match="factored rule"):
-        operator.multiply_cholesky(backend.asarray(np.ones((6, 1))))
-
-
-def test_several_arrays_are_refused():
-    """TNT is of one array with its axes."""
-    with pytest.raises(kc.UnsupportedError, match="one array"):
-        kc.Block(kc.Parameters(shapes={"a": (2,), "b": (3,)}), kc.TNT())

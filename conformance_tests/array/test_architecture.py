@@ -23,8 +23,9 @@ LAYERS = (
     {"operators"},
     {"approximations"},
     {"options"},
-    {"block", "sharing"},
+    {"block"},
     {"stages", "state"},
+    {"sharing"},
     {"network"},
     {"serialization", "report", "execution", "distributed"},
     {"estimator"},
@@ -182,14 +183,6 @@ def test_backends_import_their_own_library(requires_adapters, name):
     assert roots - OWN[name] - set(sys.stdlib_module_names) == set()
 
 
-def test_every_backend_is_known_here(requires_adapters):
-    """A new backend file has to say what it may import."""
-    package = importlib.import_module("kfac_core_backends")
-    files = files_of(Path(package.__file__).parent)
-
-    assert {Path(path).stem for path in files} - {"__init__"} == set(OWN)
-
-
 @pytest.mark.parametrize("path", FILES)
 def test_modules_say_what_they_are_and_hold(path):
     """Each module has a docstring, and an ``__all__`` of names that exist."""
@@ -212,18 +205,6 @@ def test_modules_say_what_they_are_and_hold(path):
     assert set(defines) <= set(listed)
     assert [n for n in listed if not hasattr(module, n)] == []
     assert len(set(listed)) == len(listed)
-
-
-def test_no_file_is_for_everything():
-    """No file or folder is called utils, helpers, common or misc."""
-    words = {"utils", "util", "helpers", "helper", "common", "misc", "tools"}
-    parts = {
-        part.removesuffix(".py").strip("_")
-        for path in (*FILES, *(p.name for p in Path(__file__).parents[1].rglob("*.py")))
-        for part in Path(path).parts
-    }
-
-    assert parts & words == set()
 
 
 HEAVY = (
@@ -272,16 +253,9 @@ def test_every_public_name_is_loaded_and_few_stand_at_the_top():
     }
 
     assert said == set(kfac_core.__all__)
-    assert len(said) <= 80
+    assert len(said) <= 76
     for name in said:
         assert getattr(kfac_core, name) is not None
     assert said <= set(dir(kfac_core))
     with pytest.raises(AttributeError, match="nonsense"):
         kfac_core.nonsense  # noqa: B018
-
-
-def test_few_modules_stand_at_the_top():
-    """What a reader opens, in one order."""
-    modules = {path.name for path in ROOT.iterdir() if path.suffix == ".py"}
-
-    assert len(modules) <= 14

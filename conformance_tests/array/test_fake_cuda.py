@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 
-import numpy as np
 import pytest
 
 import kfac_core as kc
@@ -121,31 +120,6 @@ def estimator(rule="factored", **options):
     )
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *(0, -1, slice(1, 3), slice(None), None, Ellipsis, (0, 1), (slice(None), 0)),
-        *(
-            (slice(None), slice(None), 0),
-            (Ellipsis, None),
-            (Ellipsis, 0),
-            (0, Ellipsis),
-        ),
-        *((None, Ellipsis, 1, None), (Ellipsis, slice(2), slice(2, None)), slice(9, 2)),
-        *((slice(None), None, 1, None, Ellipsis), (slice(-2, None), Ellipsis, -1)),
-    ],
-)
-def test_the_harness_indexes_as_pytorch_does(torch, key):
-    """What the harness puts in place of basic indexing gives the same elements."""
-    x = torch.arange(60.0).reshape(3, 4, 5)
-
-    got = basic_index(torch, x, key)
-
-    assert is_basic(key)
-    assert got.shape == x[key].shape
-    assert torch.equal(got, x[key])
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
@@ -187,18 +161,6 @@ def test_pure_functions_stay_on_the_device(torch, dtype, rule, kind, masked):
     assert {x.device.type for x in (*found, status)} == {"cuda"}
     assert {x.dtype for x in found} == {V.dtype}
     assert not status.shape
-
-
-def test_moments_merge_and_absorb_stay_on_the_device(torch, dtype):
-    """Accumulating micro-batches does not wait for the device."""
-    with fake_cuda(torch):
-        rows, _ = batch(torch, dtype)
-        part = kc.batch_moments(block(), rows, conventions=SUMMED, check="status")
-        whole = part.merged(part)
-        got = kc.absorb_block(block(), part, whole, 0.5)
-
-    assert got.like.device.type == "cuda"
-    assert got.averages["input"].sum.array.device.type == "cuda"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -248,34 +210,3 @@ def test_raising_looks_at_a_value(torch, call):
             act[call]()
 
     assert not isinstance(caught.value, kc.KFACError)
-
-
-def test_an_identity_made_on_the_host_is_noticed(torch):
-    """The row that must fail: an ``eye`` without a device does not go with the rest."""
-    with fake_cuda(torch):
-        x = torch.ones(3, 3, device="cuda")
-
-        with pytest.raises(RuntimeError, match=r"two .*devices.* cuda:0.* cpu"):
-            x + torch.eye(3)
-
-
-def test_mixed_devices_are_named(torch):
-    """Inputs on the device and output gradients on the host are refused by name."""
-    kept = estimator()
-    with fake_cuda(torch):
-        rows, _ = batch(torch, "float32")
-        mixed = kc.Batch(rows.inputs, torch.ones(N, 2, m))
-
-        with pytest.raises(
-            kc.MixedArraysError, match=r"inputs.*cuda.*output_grads.*cpu"
-        ):
-            kept.update({"fc": mixed}, check="status")
-
-
-def test_numbers_are_not_made_up(torch):
-    """The row that must fail: a fake tensor has no numbers to give."""
-    with fake_cuda(torch):
-        x = torch.ones(3, device="cuda")
-
-        with pytest.raises((RuntimeError, TypeError)):
-            np.asarray(x)

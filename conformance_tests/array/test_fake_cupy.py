@@ -6,8 +6,6 @@ for nothing.  They prove nothing about CuPy's numbers, and no GPU runs: see `fak
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -210,6 +208,21 @@ def test_a_silent_failure_is_found(to_cupy):
         damped_matrix(indefinite, 0.0, check="raise", **options)
 
 
+def test_arrays_are_made_on_the_chosen_device(cupy, rng):
+    """``cupy:1`` makes arrays there, and inside that device everything stays there."""
+    given = arrays(rng, "float64")
+    x, g, _, V = (kc.asarray(values, backend="cupy:1") for values in given)
+    kept = estimator("factored")
+
+    with cupy.cuda.Device(1):
+        kept.update({"fc": kc.Batch(x, g)}, check="status")
+        kept.refresh(check="status")
+        got = kept.precondition({"fc": {"weight": V[:-1].T, "bias": V[-1]}})["fc"]
+
+    assert x.device == cupy.cuda.Device(1) != cupy.cuda.Device()
+    assert {value.device.id for value in got.values()} == {1}
+
+
 @pytest.mark.parametrize("operation", ["count_indices", "sum_rows_at"])
 def test_sums_at_indices(to_cupy, rng, operation):
     """Sums over equal indices add every repetition."""
@@ -227,68 +240,3 @@ def test_sums_at_indices(to_cupy, rng, operation):
 
     assert fake_cupy.SYNCHRONIZATIONS == []
     assert_close(kc.to_numpy(got), expected, "roundoff", "float64")
-
-
-def test_arrays_are_made_on_the_chosen_device(cupy, rng):
-    """``cupy:1`` makes arrays there, and inside that device everything stays there."""
-    given = arrays(rng, "float64")
-    x, g, _, V = (kc.asarray(values, backend="cupy:1") for values in given)
-    kept = estimator("factored")
-
-    with cupy.cuda.Device(1):
-        kept.update({"fc": kc.Batch(x, g)}, check="status")
-        kept.refresh(check="status")
-        got = kept.precondition({"fc": {"weight": V[:-1].T, "bias": V[-1]}})["fc"]
-
-    assert x.device == cupy.cuda.Device(1) != cupy.cuda.Device()
-    assert {value.device.id for value in got.values()} == {1}
-
-
-def test_an_unknown_device_is_refused(cupy):
-    """A device number that is not there is an error that says which are."""
-    with pytest.raises(kc.BackendUnavailableError, match="'7'; it has 0, 1"):
-        kc.asarray(np.ones(2), backend="cupy:7")
-
-
-def test_libraries_are_not_mixed(to_cupy, rng):
-    """Inputs of CuPy and output gradients of NumPy are refused, both named."""
-    x, g, _, _ = arrays(rng, "float64")
-
-    with pytest.raises(kc.MixedArraysError, match=r"inputs.*cupy.*output_grads.*numpy"):
-        estimator("factored").update({"fc": kc.Batch(to_cupy(x), g)})
-
-
-@pytest.mark.parametrize(
-    "act",
-    [np.asarray, lambda x: x + np.ones(3), lambda x: np.ones(3) + x],
-    ids=["convert", "add", "add_reflected"],
-)
-def test_the_stand_in_is_as_strict_as_cupy(to_cupy, act):
-    """The rows that must fail: NumPy and the stand-in's arrays do not meet."""
-    x = to_cupy(np.ones(3))
-
-    with pytest.raises(TypeError):
-        act(x)
-
-
-@pytest.mark.parametrize("look", [bool, float, int, kc.to_numpy])
-def test_the_stand_in_notices_who_looks(to_cupy, look):
-    """The rows that must be noticed: each way to bring a number to the host."""
-    x = to_cupy(1.0)
-
-    look(x)
-
-    assert len(fake_cupy.SYNCHRONIZATIONS) == 1
-
-
-def test_the_stand_in_leaves_nothing_behind(requires_adapters):
-    """Afterwards CuPy is what it was before, and so is what the library knows of it."""
-    from kfac_core.array import backend
-
-    before = sys.modules.get("cupy"), backend._loaded.get("cupy")
-
-    with fake_cupy.installed():
-        inside = get_backend("cupy").versions()["cupy"]
-
-    assert "stand-in" in inside
-    assert (sys.modules.get("cupy"), backend._loaded.get("cupy")) == before

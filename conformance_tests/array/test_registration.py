@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import types
 
 import numpy as np
@@ -75,35 +74,6 @@ def test_an_operation_may_decline(forgotten):
     np.testing.assert_array_equal(kc.to_numpy(w), [1.0, 2.0])
 
 
-def test_an_adapter_needs_a_name():
-    """An object without a name is no adapter."""
-    with pytest.raises(AttributeError, match="name"):
-        kc.register_backend(types.SimpleNamespace())
-
-
-def test_an_adapter_takes_the_place_of_another(forgotten):
-    """Registering a second adapter of one name replaces the first as a whole."""
-    first = types.SimpleNamespace(name="array_api_strict", eigh=lambda *a, **k: None)
-    second = types.SimpleNamespace(name="array_api_strict")
-    kc.register_backend(first)
-
-    kc.register_backend(second)
-
-    assert native_operations("array_api_strict") == frozenset()
-
-
-def test_an_adapter_may_replace_a_member(forgotten):
-    """What an adapter brings of the protocol is used, and the rest is generic."""
-    adapter = types.SimpleNamespace(
-        name="array_api_strict", problem=lambda: "it is out of order"
-    )
-    kc.register_backend(adapter)
-    found = kc.array.get_backend("array_api_strict")
-
-    assert found.problem() == "it is out of order"
-    assert found.versions()
-
-
 def test_an_adapter_that_is_out_of_order_is_refused(forgotten):
     """What an adapter says of itself stands in the error, with what is usable."""
     adapter = types.SimpleNamespace(
@@ -140,15 +110,3 @@ def test_an_adapter_that_raises_stops_nobody_else(forgotten):
         backends = diagnosis()["backends"]
         assert "the driver has gone" in backends["array_api_strict"]["problem"]
         assert backends["numpy"]["usable"]
-
-
-@pytest.mark.parametrize("name", ["jax", "torch"])
-def test_an_adapter_may_be_registered_again(requires_backend, name):
-    """Registering an adapter that is there already changes nothing."""
-    requires_backend(name, adapter=True)
-    module = importlib.import_module(f"kfac_core_backends.{name}")
-    before = native_operations(name)
-
-    kc.register_backend(module)
-
-    assert native_operations(name) == before

@@ -6,37 +6,14 @@ What needs dpnp runs with ``--backend=dpnp``, where the example is installed.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kfac_core.array.backend import ENTRY_POINT_GROUP, OPERATIONS, native_operations
-
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "third_party_backend"
-
-documented = pytest.mark.skipif(
-    not EXAMPLE.is_dir(), reason="the documentation is not here"
-)
-
-
-@documented
-def test_the_example_is_a_page_that_registers_itself():
-    """The package has one module, of a page, and the entry point names it."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text("utf-8"))["project"]
-    [module] = EXAMPLE.glob("*.py")
-    text = module.read_text("utf-8")
-    [(name, value)] = project["entry-points"][ENTRY_POINT_GROUP].items()
-
-    assert value == module.stem
-    assert f'\nname = "{name}"\n' in text
-    assert any(f"def {operation}(" in text for operation in OPERATIONS)
-    assert len(text.splitlines()) <= 110
+from kfac_core.array.backend import ENTRY_POINT_GROUP, native_operations
 
 
 def test_the_example_is_what_computes(requires_backend):
@@ -132,23 +109,6 @@ def test_a_broken_adapter_cannot_be_chosen(tmp_path, case):
         assert wrong in said
 
 
-def test_the_doctor_sees_a_broken_adapter(tmp_path):
-    """The diagnosis goes on past a broken adapter, and exits with 2 if it is chosen."""
-    text, wrong = BROKEN["it raises"]
-    program = (
-        "from kfac_core import cli; sys.exit(cli.main(['doctor', '--all', '--json']))"
-    )
-
-    done = with_adapter(tmp_path, text, ALONE + program)
-
-    assert done.returncode == 2, done.stderr
-    found = json.loads(done.stdout)
-    assert wrong in found["selected"]["problem"]
-    assert wrong in found["backends"]["broken"]["problem"]
-    assert found["backends"]["numpy"]["usable"] is True
-    assert found["operations"]["eigh"]["broken"] == "unavailable"
-
-
 def test_arrays_outlive_a_broken_adapter(tmp_path):
     """A broken adapter warns once, and the definitions compute with the arrays."""
     program = (
@@ -164,14 +124,3 @@ def test_arrays_outlive_a_broken_adapter(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[[20.0, 26.0], [26.0, 35.0]]"] * 2
     assert done.stderr.count("ZeroDivisionError") == 1
-
-
-def test_a_broken_adapter_of_nobody_is_no_matter(tmp_path):
-    """What is neither chosen nor met is not imported."""
-    program = (
-        "import numpy as np, kfac_core as kc\nkc.asarray(np.ones(2), backend='numpy')"
-    )
-
-    done = with_adapter(tmp_path, "raise SystemExit(3)", program)
-
-    assert (done.returncode, done.stderr) == (0, "")

@@ -17,13 +17,11 @@ from ..builders.benchmark_folder import import_benchmarks
 import_benchmarks()
 
 from benchmarks import workloads  # noqa: E402
-from benchmarks.libraries import device  # noqa: E402
-from benchmarks.run import run  # noqa: E402
 from benchmarks.stages import GPU_STAGES, LOOPED_STAGES, MAIN_STAGES  # noqa: E402
 from benchmarks.worker import Worker  # noqa: E402
 
 LAYERS = (workloads.Layer(5, 3, True, 12), workloads.Layer(4, 5, False, 8))
-STAGES = MAIN_STAGES + LOOPED_STAGES + GPU_STAGES
+STAGES = MAIN_STAGES[:1] + LOOPED_STAGES[:1] + GPU_STAGES
 
 
 class Event:
@@ -84,96 +82,3 @@ def test_a_step_without_exceptions_waits_for_nothing(cupy, stage, waits):
     call()
 
     assert bool(fake_cupy.SYNCHRONIZATIONS) == waits
-
-
-def test_launches_and_waits_are_counted_without_those_of_counting(monkeypatch):
-    """PyTorch's profiler synchronizes with the device when it ends."""
-    calls = []
-
-    class Profile:
-        """A profiler that sees names of the runtime and of the driver."""
-
-        def __enter__(self):
-            calls.clear()
-            return self
-
-        def __exit__(self, *_):
-            calls.append("cudaDeviceSynchronize")
-
-        def key_averages(self):
-            return [types.SimpleNamespace(key=key, count=1) for key in calls]
-
-    fake = types.SimpleNamespace(
-        cuda=types.SimpleNamespace(is_available=lambda: True),
-        profiler=types.SimpleNamespace(
-            ProfilerActivity=types.SimpleNamespace(CPU=0, CUDA=1),
-            profile=lambda activities: Profile(),
-        ),
-    )
-    monkeypatch.setattr(device.importlib, "import_module", lambda name: fake)
-
-    def step():
-        calls.extend(["cudaLaunchKernel", "cuLaunchKernelEx", "cuGraphLaunch"])
-        calls.extend(["cudaMalloc", "cuMemcpyDtoH_v2", "cudaStreamSynchronize"])
-
-    assert device.device_counts(step, lambda result: None) == {
-        "launches": 3,
-        "synchronizations": 2,
-    }
-    assert device.device_counts(lambda: None, lambda result: None) == {
-        "launches": 0,
-        "synchronizations": 0,
-    }
-
-
-def test_nothing_is_counted_without_a_gpu(monkeypatch):
-    """And PyTorch that is not there is no error."""
-    gone = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False))
-    monkeypatch.setattr(device.importlib, "import_module", lambda name: gone)
-    assert device.device_counts(lambda: None, lambda result: None) is None
-    assert device.device_events("jax", "cuda") is None
-    assert device.device_events("torch", "cpu") is None
-
-
-def test_torch_events_are_milliseconds(monkeypatch):
-    """As PyTorch's are."""
-
-    class TorchEvent(Event):
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def elapsed_time(self, other):
-            return 5.0
-
-    cuda = types.SimpleNamespace(Event=TorchEvent)
-    monkeypatch.setattr(device.importlib, "import_module", lambda name: cuda)
-
-    stop, seconds = device.device_events("torch", "cuda")()
-    stop()
-
-    assert seconds() == pytest.approx(5e-3)
-
-
-def test_the_stage_for_a_gpu_is_left_out_on_a_cpu(monkeypatch):
-    """Which a target of the GPU alone asks for."""
-    asked = []
-
-    class Processes:
-        """Answers nothing, and remembers what it was asked."""
-
-        names = ("it",)
-
-        def ask(self, library, do, **arguments):
-            asked.append(arguments.get("stage"))
-            return {"absent": "a stand-in"}
-
-    module = importlib.import_module(run.__module__)
-    workload = workloads.Workload("tiny", LAYERS, ("cycle", *GPU_STAGES))
-    options = {"stages": (), "memory": False, "say": print, "repetitions": 1}
-    for place in ("cpu", "cuda"):
-        given = types.SimpleNamespace(device=place, clock="wall", **options)
-        monkeypatch.setattr(given, "seconds", 1.0, raising=False)
-        module._run_workload(workload, Processes(), given)
-
-    assert asked.count("cycle") == 2
-    assert asked.count("cycle-status") == 1

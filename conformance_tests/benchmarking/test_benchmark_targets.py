@@ -14,7 +14,7 @@ from benchmarks.growth import growth  # noqa: E402
 from benchmarks.libraries import LIBRARIES  # noqa: E402
 from benchmarks.report import print_results  # noqa: E402
 from benchmarks.targets import results  # noqa: E402
-from benchmarks.workloads import SWEEPS, chosen_workloads  # noqa: E402
+from benchmarks.workloads import SWEEPS  # noqa: E402
 
 
 def run_of(figures, *, threads=1, device="cpu", memory=None, sweeps=()):
@@ -130,24 +130,6 @@ def test_the_fastest_peer_is_a_library_and_may_be_recorded():
     assert one([alone], target, "autoencoder", "numpy").figure is None
 
 
-def test_eigendecompositions_are_put_over_the_driver_alone():
-    """Of the array library that the core runs on."""
-    said = {
-        ("transformer", "refresh-eigen", "torch"): {"median": 1.06},
-        ("transformer", "refresh-eigen", "torch-kernels"): {"median": 1.02},
-        ("transformer", "refresh-driver", "torch-kernels"): {"median": 1.0},
-        ("transformer", "refresh-driver", "lapack"): {"median": 9.0},
-    }
-
-    found = one(
-        [run_of(said)], "refresh, eigendecompositions, over", "transformer", "torch"
-    )
-
-    assert found.figure == pytest.approx(1.06)
-    assert not found.met
-    assert found.bound == "plain PyTorch: 1.02"
-
-
 def test_the_cycle_is_compared_with_recorded_stages_and_with_curvlinops():
     """Recorded multiples are weighted by rooflines; the faster way of solving counts."""
     place = "autoencoder"
@@ -169,35 +151,6 @@ def test_the_cycle_is_compared_with_recorded_stages_and_with_curvlinops():
     assert f"{eigen / 1.25:.2f} over its default" in recorded.bound
     assert measured.figure == pytest.approx(2.0 / 1.25)
     assert measured.met
-
-
-def test_small_layers():
-    """A call a layer over one for all; seconds a layer, of one and of 200."""
-    said = {
-        ("200 of 16", "refresh-inverse", "numpy"): {"median": 1.0, "noisy": True},
-        ("200 of 16", "refresh-looped", "numpy"): {"median": 4.0},
-        ("200 of 16", "refresh-inverse", "lapack"): {"median": 0.5},
-        ("200 of 64", "precondition-inverse", "numpy"): {"median": 1.0},
-        ("200 of 64", "precondition-looped", "numpy"): {"median": 1.29},
-        ("200 of 1", "statistics", "numpy"): {"median": 200 * 49e-6},
-        ("one by one", "statistics", "numpy"): {"median": 51e-6},
-        ("one by one", "statistics", "lapack"): {"median": 2e-6},
-    }
-    runs = [run_of(said)]
-
-    small = one(runs, "refresh, a call a layer", "200 of 16", "numpy")
-    larger = one(runs, "precondition, a call a layer", "200 of 64", "numpy")
-    of_many = one(runs, "statistics with", "200 of 1", "numpy")
-    alone = one(runs, "statistics with", "one by one", "numpy")
-
-    assert small.met
-    assert small.noisy
-    assert "0.50 of the one call" in small.bound
-    assert not larger.met
-    assert of_many.met
-    assert of_many.figure == pytest.approx(49e-6)
-    assert not alone.met
-    assert alone.bound == "plain BLAS, LAPACK: 2 µs"
 
 
 @pytest.mark.parametrize(
@@ -225,66 +178,6 @@ def test_growth_is_judged_by_whole_sweeps(exponent, met):
     assert whole.met == met
     assert part.figure is None
     assert not part.met
-
-
-def test_memory_is_what_a_call_adds():
-    """Over the factors' bytes, here 1000."""
-    memory = {"statistics": {"numpy": {"before": 10, "held": 500, "peak": 1501}}}
-    run = run_of({("autoencoder", "statistics", "numpy"): {}}, memory=memory)
-
-    found = one([run], "statistics with moving average, memory", "autoencoder", "numpy")
-
-    assert found.figure == pytest.approx(1.001)
-    assert found.met
-    # It is measured once, on one thread.
-    assert not any("memory" in v.target for v in results([run | {"threads": 2}]))
-
-
-def test_two_cores_are_compared_by_the_wall_clock():
-    """Between a run on one thread and one on two; one alone says nothing."""
-    key = ("autoencoder", "refresh-inverse", "numpy")
-    first = run_of({key: {"wall": 1.7, "median": 9.0}})
-    second = run_of({key: {"wall": 1.0, "median": 1.0, "noisy": True}}, threads=2)
-    target = "refresh, inverses, how many times"
-
-    found = one([first, second], target, "autoencoder", "numpy")
-
-    assert found.figure == pytest.approx(1.7)
-    assert found.met
-    assert found.noisy
-    assert found.bound == "a matrix product: 2.00"
-    assert one([first], target, "autoencoder", "numpy").figure is None
-
-
-@pytest.mark.parametrize(("waits", "met"), [(0, True), (1, False)])
-def test_a_step_on_a_gpu_should_not_wait(waits, met):
-    """Of every core; on a CPU there is no such target."""
-    counts = {"counts": {"synchronizations": waits, "launches": 40}}
-    said = {("autoencoder", "cycle-status", "cupy"): counts}
-
-    found = one([run_of(said, device="cuda")], "host-device", "autoencoder", "cupy")
-
-    assert found.met == met
-    assert found.bound == "40 launches"
-    assert not any(v.target.startswith("host-device") for v in results([run_of(said)]))
-
-
-def test_the_stages_of_the_targets_are_timed():
-    """Each result's figure comes from a stage that its workload has."""
-    by_name = {w.name: w for w in chosen_workloads(["all"])}
-    for where in ("autoencoder", "transformer"):
-        assert by_name[where].memory
-        assert set(by_name[where].stages) >= {
-            *("statistics", "refresh-inverse", "refresh-cholesky", "refresh-eigen"),
-            *("refresh-driver", "precondition-inverse", "precondition-solve"),
-            *("precondition-eigen", "cycle", "cycle-triangular", "cycle-status"),
-        }
-    for where in ("200 of 16", "200 of 64"):
-        assert set(by_name[where].stages) >= {"refresh-looped", "precondition-looped"}
-    for where in ("200 of 1", "one by one"):
-        assert set(by_name[where].stages) >= {
-            *("statistics", "refresh-inverse", "precondition-inverse")
-        }
 
 
 def test_the_table_says_what_is_met_and_what_was_not_measured(capsys):

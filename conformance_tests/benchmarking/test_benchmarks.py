@@ -26,12 +26,10 @@ from benchmarks import (  # noqa: E402
     command,
     growth,
     report,
-    timing,
     workloads,
 )
 from benchmarks.libraries import LIBRARIES  # noqa: E402
 from benchmarks.options import Options  # noqa: E402
-from benchmarks.process import Process  # noqa: E402
 from benchmarks.run import run  # noqa: E402
 from benchmarks.stages import (  # noqa: E402
     CORE_STAGES,
@@ -149,32 +147,6 @@ def test_resnet50_has_its_layers():
     assert sum(x.inputs * x.outputs for x in resnet.layers) == 23_454_912
 
 
-def test_noisy_samples_are_left_out_of_the_median():
-    """Where three quiet ones remain; else all count, and it is said."""
-    quiet = [timing.Sample(2.0, s, None, 1.0) for s in (1.0, 2.0, 3.0)]
-    noisy = [timing.Sample(9.0, 9.0, None, 2.0)] * 3
-
-    kept = timing.summary(quiet + noisy, clock="cpu")
-    few = timing.summary(quiet[:2] + noisy, clock="cpu")
-
-    assert (kept.median, kept.least, kept.quiet, kept.samples) == (2.0, 1.0, 3, 6)
-    assert not kept.noisy
-    assert few.median == 9.0
-    assert few.noisy
-
-
-def test_the_exponent_of_a_power():
-    """Of ``3 n^2.5`` it is 2.5, whatever the constant."""
-    points = [(n, 3.0 * n**2.5) for n in (10, 20, 50)]
-
-    assert growth.slope(points) == pytest.approx(2.5)
-
-
-def test_an_unknown_workload_is_named_with_those_there_are():
-    with pytest.raises(ValueError, match=r"no workload 'x'.*autoencoder"):
-        workloads.chosen_workloads(["x"])
-
-
 def test_a_run_has_the_form_that_is_reported(capsys):
     """One process, two points of a sweep and a workload, into JSON and a table."""
     square = (workloads.Layer(3, 3, False, 4),)
@@ -218,23 +190,6 @@ def test_a_run_has_the_form_that_is_reported(capsys):
     assert page.count("kfac_core numpy") > len(CORE_STAGES)
 
 
-def test_a_library_that_takes_too_long_costs_its_own_figures_only():
-    """It is ended, every later request says why, and nothing waits for it."""
-    process = Process(
-        "numpy",
-        python=sys.executable,
-        device="cpu",
-        clock="cpu",
-        threads=1,
-        patience=0.01,
-    )
-
-    first, second = process.ask("hello"), process.ask("gemm", sizes=[8])
-    process.close()
-
-    assert first == second == {"error": "took longer than 0.01 s"}
-
-
 @pytest.mark.parametrize(
     ("stage", "solving"), [("refresh-inverse", "inverse"), ("refresh-cholesky", "L")]
 )
@@ -255,88 +210,6 @@ def test_guards_and_certificates_are_on_in_what_is_timed(stage, solving):
     x[0, 0] = np.nan
     with pytest.raises(kc.NotFiniteError, match="layer0"):
         estimator.update({"layer0": kc.Batch(x, g)})
-
-
-def test_another_way_of_solving_keeps_the_statistics():
-    """What a stage is timed on is what was fed, whichever stages came before."""
-    worker = Worker("numpy", device="cpu", threads=1, clock="cpu")
-    worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
-    library = worker._library
-    held = [library._estimator.state[name].statistics for name in library._blocks]
-
-    for stage in ("refresh-cholesky", "precondition-eigen", "refresh-inverse"):
-        library.stage(stage)
-
-    for name, before in zip(library._blocks, held, strict=True):
-        after = library._estimator.state[name].statistics
-        for side in ("input", "output"):
-            old, new = (
-                held.averages[side].value(debias=True).full()
-                for held in (before, after)
-            )
-            assert np.allclose(old, new, rtol=1e-6, atol=0.0)
-
-
-def test_the_fastest_driver_is_timed_on_the_factors_themselves():
-    """SYEVD or SYEVR, whose eigenvalues are those of float64."""
-    pytest.importorskip("scipy")
-    worker = Worker("lapack", device="cpu", threads=1, clock="cpu")
-    worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
-
-    found = worker._library.stage("refresh-driver")()
-
-    reference = agreement.Reference(TINY)
-    factors = [M for i in range(len(LAYERS)) for M in reference._factors[i]]
-    for made, M in zip(found, factors, strict=True):
-        expected = np.linalg.eigvalsh(M)
-        assert np.allclose(np.sort(made[0]), expected, atol=1e-5 * expected[-1])
-
-
-def test_the_command_writes_runs_and_targets(tmp_path, capsys, monkeypatch):
-    """A run for each number of threads, and results over all; nothing else is said."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    arguments = parser.parse_args(
-        ["--quick", "--json", "--threads", "1", "2", "--output", str(tmp_path)]
-    )
-
-    def measured(options):
-        figures = {"median": 1.0, "wall": 2.0 / options.threads, "noisy": False}
-        of_stage = {"refresh-inverse": {"numpy": figures}}
-        workload = {"name": "transformer", "sweep": "", "stages": of_stage}
-        return {
-            "threads": options.threads,
-            "device": "cpu",
-            "libraries": {"numpy": {"title": "it", "core": True, "kernels": False}},
-            "gemm": {},
-            "workloads": [workload | {"agreement": {}, "memory": {}, "flops": None}],
-        }
-
-    monkeypatch.setattr(command, "run", measured)
-    monkeypatch.setattr(command, "processors", lambda: 2)
-
-    code = command.main(arguments)
-
-    printed = json.loads(capsys.readouterr().out)
-    assert code == 0
-    assert printed == json.loads((tmp_path / "benchmarks.json").read_text())
-    assert [run["threads"] for run in printed["runs"]] == [1, 2]
-    [judged] = [t for t in printed["targets"] if t["figure"] is not None]
-    assert judged["target"].endswith("how many times as fast on two cores")
-    assert judged["figure"] == 2.0
-    assert judged["met"]
-
-
-def test_more_threads_than_processors_are_refused(capsys, monkeypatch):
-    """They would share one, and nobody would see it."""
-    monkeypatch.setattr(command, "run", lambda options: pytest.fail("it was run"))
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-
-    code = command.main(parser.parse_args(["--quick", "--threads", "1", "100000"]))
-
-    assert code == 2
-    assert "processors" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):

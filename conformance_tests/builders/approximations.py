@@ -161,14 +161,6 @@ def _product(stats: Stats, damping: float, rule: str, diagonal: str = "") -> np.
     return reference.damped_block(A, G, stats["S"], damping=damping, rule=rule)
 
 
-def _apart(stats: Stats, damping: float, rule: str) -> np.ndarray:
-    """Return the block of the weights and that of the bias."""
-    F = np.zeros(((n + 1) * m,) * 2)
-    F[: n * m, : n * m] = _product(stats, damping, rule)
-    F[n * m :, n * m :] = _shifted(stats["S"] * stats["G"], damping)
-    return F
-
-
 def _tnt(rows: Rows) -> Stats:
     D = _gradients(rows)
     A, G = sum(d @ d.T for d in D), sum(d.T @ d for d in D)
@@ -327,18 +319,6 @@ CASES = {
         kc.Kronecker(output="diagonal"),
         _factors,
         functools.partial(_product, diagonal="G"),
-    ),
-    "separate bias": Case(
-        DENSE,
-        kc.Kronecker(bias="separate"),
-        functools.partial(_factors, bias=False),
-        _apart,
-    ),
-    "separate bias, reduced": Case(
-        DENSE,
-        kc.Kronecker(bias="separate", sharing="reduce"),
-        functools.partial(_factors, bias=False, sharing="reduce"),
-        _apart,
     ),
     "tnt": Case(DENSE, kc.TNT(), _tnt, _tensor),
     "eigen": Case(

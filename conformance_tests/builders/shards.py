@@ -33,7 +33,7 @@ def every_block() -> dict[str, kc.Block]:
         "expand": kc.Block(dense(4, 3), kc.Kronecker()),
         "reduced": kc.Block(dense(4, 3), kc.Kronecker(sharing="reduce")),
         "diagonal side": kc.Block(dense(3, 5), kc.Kronecker(output="diagonal")),
-        "separate bias": kc.Block(dense(3, 2), kc.Kronecker(bias="separate")),
+        "no bias": kc.Block(dense(3, 2, bias=False), kc.Kronecker()),
         "conv": kc.Block(CONV, kc.Kronecker()),
         "embedding": kc.Block(embedding, kc.Kronecker(input="diagonal")),
         "tnt": kc.Block(dense(4, 2), kc.TNT()),

@@ -1,6 +1,5 @@
 """Files under other names, in other layouts, and of a part of an estimator."""
 
-import json
 import os
 import stat
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.cli import main
 
 from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
@@ -76,20 +74,6 @@ def test_a_block_may_have_any_name(tmp_path, names, each):
 
     assert second.damping == damping
     assert written(second, tmp_path) == kc.read_header(path)
-
-
-def test_inspect_tells_names_apart_that_begin_alike(tmp_path, capsys):
-    """A name may hold slashes, as those of Flax do."""
-    path = str(tmp_path / "state.npz")
-    shown = {}
-    for names in (("a",), ("a", "a/b"), ("tensor",)):
-        kc.save_checkpoint(path, trained(names))
-        assert main(["inspect", "--json", path]) == 0
-        blocks = json.loads(capsys.readouterr().out)["blocks"]
-        assert tuple(blocks) == names
-        shown |= {(names, name): set(blocks[name]["tensors"]) for name in names}
-
-    assert len({frozenset(tensors) for tensors in shown.values()}) == 1
 
 
 def test_statistics_alone_make_the_same_operators(tmp_path):

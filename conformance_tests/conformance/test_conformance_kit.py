@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 from kfac_core_conformance import (
-    AdapterError,
-    Capabilities,
     Check,
     LinearLayer,
     NotOfferedError,
     identity_checks,
-    load_adapter,
     record_checks,
     run_check,
 )
@@ -59,11 +56,6 @@ def test_this_library_passes_everything(backend):
     assert {o.status for o in found.values()} == {"holds"}, [
         (n, o.error, o.message) for n, o in found.items() if o.status != "holds"
     ]
-
-
-def test_every_check_has_a_name_of_its_own():
-    assert len(CHECKS) == len(identity_checks()) > 50
-    assert all(check.says for check in CHECKS.values())
 
 
 # Wrong in one way each.  What must catch it, and what cannot.
@@ -362,60 +354,6 @@ def test_everything_is_handed_over_in_the_dtype_of_the_problem(dtype):
     assert seen == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("nothing", "MODULE:OBJECT"),
-        (":x", "MODULE:OBJECT"),
-        ("no_such_module_here:x", "ModuleNotFoundError"),
-        ("no/such/file.py:x", "there is no file no/such/file.py"),
-        ("kfac_core_conformance.own:Nothing", "AttributeError"),
-        ("kfac_core_conformance.own:annotations", "it has no name"),
-        ("json:JSONDecoder", "it has no name, version, capabilities, blocks"),
-    ],
-)
-def test_what_is_no_adapter_is_an_error_that_says_why(spec, words):
-    with pytest.raises(AdapterError, match=words):
-        load_adapter(spec)
-
-
-def test_an_adapter_is_found_in_a_file(tmp_path):
-    """An object, a class and a function without arguments are all taken."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from kfac_core_conformance.own import Own\n"
-        "def make():\n    return Own('numpy')\n"
-        "made = make()\n"
-        "class Wrong(Own):\n    capabilities = {}\n"
-    )
-
-    for name in ("make", "made", "Own"):
-        adapter = load_adapter(f"{path}:{name}")
-        assert run_check(adapter, CHECKS["B1 mse sum"]).status == "holds"
-    with pytest.raises(AdapterError, match="got dict"):
-        load_adapter(f"{path}:Wrong")
-
-
-def test_capabilities_say_what_is_lacking():
-    """By default next to nothing is offered."""
-    few = Capabilities(weight_layout="io", bias_position="last")
-
-    assert few.unsupported(CHECKS["B4 sum"].problem) is None
-    for name, word in (
-        ("B20 expand", "conv"),
-        ("B5 sum", "sharing"),
-        ("B1 mse mean", "reductions"),
-        ("B3 mse", "reductions|estimations"),
-        ("D tnt", "approximations|estimations"),
-        ("D float32", "dtypes"),
-        ("D average", "moving average"),
-        ("D parts", "micro-batches"),
-    ):
-        lacking = few.unsupported(CHECKS[name].problem)
-        assert any(w in lacking for w in word.split("|")), (name, lacking)
-    assert "damping rules" in few.unsupported(CHECKS["B4 sum"].problem, rule="exact")
-
-
 # Records.
 
 
@@ -450,17 +388,3 @@ def test_a_record_catches_a_wrong_library():
     assert wrong
     assert {check.rule for check in wrong} == {"factored"}
     assert all(isinstance(check, Check) for check in wrong)
-
-
-def test_what_a_record_asks_and_the_kit_cannot_is_said():
-    pytest.importorskip("safetensors")
-    reasons = {
-        check.obstacle
-        for name in ("numpy_conv_eigen", "numpy_dense_kron_mask")
-        for check in record_checks(path_of(name))
-    }
-
-    assert reasons == {
-        "the kit makes no conv layer from rows",
-        "the kit has no masks",
-    }

@@ -10,8 +10,6 @@ import copy
 import json
 import pickle
 import struct
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -151,95 +149,39 @@ CONV = {
     "data_layout": "channels_last",
 }
 NAN = np.full((5, 3), np.nan)
-HUGE = {"dtype": "F64", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 8]}
 SERIES = {"name": "series", "variant": "symmetric"}
 X, G = "update.0.fc.inputs", "update.0.fc.output_grads"
 
 DAMAGED = {
     # name: (maker of the file's bytes, words of the refusal)
     "empty": (lambda: b"", "safetensors"),
-    "truncated": (content(lambda data: data[:-40]), "safetensors"),
     "cut-in-the-header": (content(lambda data: data[:100]), "safetensors"),
     "header-length-lies": (
         content(lambda data: struct.pack("<Q", 1 << 50) + data[8:]),
         "safetensors",
     ),
     "pickle": (lambda: pickle.dumps(Payload()), "safetensors"),
-    "huge-claimed-shape": (
-        header(lambda found: found.__setitem__("extra", HUGE)),
-        "safetensors",
-    ),
     "no-record": (lambda: safetensors_numpy.save({"x": np.zeros(1)}), "no record"),
     "not-json": (text(lambda s: s[:-1]), "not JSON"),
     "deeply-nested": (text(lambda s: "[" * 100_000 + "]" * 100_000), "nested"),
-    "not-an-object": (text(lambda s: "[1]"), "the document: expected `object`"),
     "infinite-number": (
         text(lambda s: s.replace('"damping": 0.1', '"damping": Infinity')),
         "Infinity",
-    ),
-    "overflowing-number": (
-        text(lambda s: s.replace('"damping": 0.1', '"damping": 1e999')),
-        "1e999, which is not finite",
     ),
     "endless-integer": (
         text(lambda s: s.replace('"updates": 2', f'"updates": {"9" * 5000}')),
         "99, which is not finite",
     ),
-    "large-integer": (
-        text(lambda s: s.replace('"updates": 2', f'"updates": {"9" * 50}')),
-        "updates: expected `int`, got 1e+50",
-    ),
     "field-twice": (
         text(lambda s: s.replace('"updates": 2', '"updates": 2, "updates": 2')),
         "twice",
     ),
-    "other-format": (
-        document(settled(format="other")),
-        "format: invalid enum value 'other'",
-    ),
-    "unknown-version": (
-        document(settled(version=2)),
-        "version: invalid enum value 2; expected one of 1",
-    ),
-    "boolean-version": (
-        document(settled(version=True)),
-        "version: expected `int`, got True",
-    ),
     "unknown-field": (document(settled(extra=1)), "unknown field `extra`"),
-    "no-blocks": (
-        document(settled(blocks={})),
-        "blocks: expected `object` of length >= 1",
-    ),
-    "no-updates": (document(settled(updates=0)), "updates: expected `int` >= 1, got 0"),
     "many-updates": (
         document(settled(updates=10**12)),
         "update.2.fc.inputs' is missing",
     ),
-    "missing-field": (
-        document(lambda g: g.document.pop("ema")),
-        "missing required field `ema`",
-    ),
-    "negative-damping": (
-        document(settled(damping=-0.1)),
-        "damping: expected `float` >= 0.0, got -0.1",
-    ),
     "no-damping": (document(lambda g: g.document.pop("damping")), "needs `damping`"),
-    "unknown-rule": (
-        document(settled(damping_rule="half")),
-        "damping_rule: invalid enum value 'half'; expected one of 'factored'",
-    ),
-    "decay-of-2": (
-        document(lambda g: g.document["ema"].update(decay=2)),
-        "ema.decay: expected `float` <= 1.0, got 2",
-    ),
-    "weight-of-0": (
-        document(lambda g: g.document["ema"].update(weight=0)),
-        "ema.weight: expected `float` > 0.0, got 0",
-    ),
-    "debias-of-1": (
-        document(lambda g: g.document["ema"].update(debias=1)),
-        "ema.debias: expected `bool`, got 1",
-    ),
     "lone-surrogate": (
         text(lambda s: s.replace('"op": "trace"', '"op": "\\udcff"')),
         "not Unicode",
@@ -253,61 +195,17 @@ DAMAGED = {
         ),
         "unknown field",
     ),
-    "bad-block-among-others": (
-        document(lambda g: g.document["blocks"].update(other={"layer": DENSE})),
-        "blocks.other: object missing required field `approximation`",
-    ),
-    "strides-of-other-axes": (
-        document(
-            lambda g: g.document["blocks"]["fc"].update(
-                layer=CONV | {"strides": [1, 1]}
-            )
-        ),
-        "blocks.fc.layer: expected 1 entries of `strides`",
-    ),
-    "odd-block-name": (
-        document(lambda g: g.document["blocks"].update({"a b\n": {}})),
-        "blocks: expected a name",
-    ),
     "path-as-name": (
         document(lambda g: g.check.update(expected="../r0")),
         "expected: expected a name",
-    ),
-    "unknown-layer": (
-        document(lambda g: g.layer.update(kind="attention")),
-        "blocks.fc.layer.kind: invalid value 'attention'; expected one of dense",
-    ),
-    "unhashable-kind": (
-        document(lambda g: g.layer.update(kind=["dense"])),
-        "blocks.fc.layer.kind: expected `str`, got ['dense']",
-    ),
-    "unknown-layer-field": (
-        document(lambda g: g.layer.update(units=3)),
-        "blocks.fc.layer: object contains unknown field `units`",
-    ),
-    "width-of-0": (
-        document(lambda g: g.layer.update(in_features=0)),
-        "blocks.fc.layer.in_features: expected `int` >= 1, got 0",
-    ),
-    "width-of-true": (
-        document(lambda g: g.layer.update(out_features=True)),
-        "blocks.fc.layer.out_features: expected `int`, got True",
     ),
     "other-width": (
         document(lambda g: g.layer.update(in_features=4)),
         "inputs: expected shape (N, ..., 4)",
     ),
-    "unknown-approximation": (
-        document(lambda g: g.approximation.update(name="magic")),
-        "blocks.fc.approximation.name: invalid value 'magic'",
-    ),
     "uncorrelated-dense": (
         document(lambda g: g.approximation.update(input="uncorrelated")),
         "needs a conv layer",
-    ),
-    "series-without-time": (
-        document(lambda g: (g.approximation.clear(), g.approximation.update(SERIES))),
-        "exactly one shared axis",
     ),
     "exact-series": (
         document(
@@ -323,21 +221,9 @@ DAMAGED = {
         document(lambda g: g.check.update(op="invert")),
         "checks[0].op: invalid value 'invert'",
     ),
-    "no-op": (
-        document(lambda g: g.check.pop("op")),
-        "checks[0]: object missing required field `op`",
-    ),
     "unknown-block": (
         document(lambda g: g.check.update(block="fc2")),
         "expected the name of a block",
-    ),
-    "field-of-another-op": (
-        document(lambda g: g.check.update(exp=2)),
-        "checks[0]: object contains unknown field `exp`",
-    ),
-    "negative-tolerance": (
-        document(lambda g: g.check.update(rtol=-1)),
-        "checks[0].rtol: expected `float` >= 0.0, got -1",
     ),
     "factor-of-another-block": (
         document(
@@ -348,28 +234,11 @@ DAMAGED = {
         "has no factor 'block'",
     ),
     "missing-tensor": (tensor(G, None), f"{G}' is missing"),
-    "missing-answer": (tensor("expected.r1", None), "expected.r1' is missing"),
     "wrong-shape": (tensor(X, np.zeros((5, 4))), "expected shape (N, ..., 3)"),
     "other-batch": (tensor(G, np.zeros((1, 4, 2))), "expected shape (1, 5, 2)"),
-    "no-sources-axis": (tensor(G, np.zeros((5, 2))), "expected shape (M, 5, 2)"),
-    "answer-of-another-shape": (
-        tensor("expected.r0.bias", np.zeros(3)),
-        "expected.r0.bias: expected shape (2,)",
-    ),
-    "vector-for-a-scalar": (
-        tensor("expected.r1", np.zeros(1)),
-        "expected.r1: expected shape ()",
-    ),
     "nan": (tensor(X, NAN), "expected finite values"),
-    "infinite-answer": (tensor("expected.r1", np.inf), "expected finite values"),
-    "empty-tensor": (tensor(X, np.zeros((0, 3))), "is empty"),
     "integers-as-inputs": (tensor(X, np.ones((5, 3), np.int64)), "expected a dtype"),
-    "half-an-answer": (tensor("expected.r1", np.float16(1)), "expected a dtype"),
     "mask-of-a-half": (tensor("update.0.fc.mask", np.full(5, 0.5)), "expected 0 or 1"),
-    "mask-of-another-shape": (
-        tensor("update.0.fc.mask", np.ones(4)),
-        "expected shape (5,)",
-    ),
     "shared-axes-change": (
         document(
             lambda g: g.tensors.update(
@@ -424,14 +293,6 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, name):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["folder", "absent"])
-def test_what_is_no_file_is_refused(tmp_path, name):
-    """A folder and a name without a file are refused like a damaged file."""
-    (tmp_path / "folder").mkdir()
-
-    refused(tmp_path / name)
-
-
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     """Something that would block a reader is no regular file."""
     import os
@@ -481,16 +342,6 @@ def test_a_small_file_gets_no_large_arrays(tmp_path, layer, approximation):
 
     assert "memory limit" in message
     assert peak < 8 * path.stat().st_size + 2**20
-
-
-def test_a_larger_limit_lets_a_trusted_file_through(tmp_path):
-    """The limit is a default, and not part of the format."""
-    path = write(tmp_path, "large", lonely(in_features=4_000).bytes())
-    refused(path)
-
-    record = read_record(path, memory_limit=2**28)
-
-    assert record.blocks["fc"].block.layer.in_features == 4_000
 
 
 @pytest.mark.parametrize(
@@ -545,42 +396,3 @@ def test_long_sequences_of_ids_are_no_way_around_the_limit(tmp_path, approximati
     message = refused(write(tmp_path, "ids", good.bytes()))
 
     assert "memory limit" in message
-
-
-@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.int64, np.float32])
-def test_masks_may_have_any_dtype(tmp_path, kind):
-    """A mask is what is 0 or 1, and is read as booleans."""
-    good = Good()
-    good.tensors["update.0.fc.mask"] = np.asarray([1, 0, 1, 1, 0], kind)
-
-    seen = read_record(write(tmp_path, "masked", good.bytes())).blocks["fc"].updates
-
-    assert seen[0].mask.tolist() == [True, False, True, True, False]
-    assert seen[1].mask is None
-
-
-def test_a_tensor_that_nothing_names_is_ignored(tmp_path):
-    """Other tensors may be empty, not finite and oddly named."""
-    good = Good()
-    good.tensors["../../etc"] = np.full(3, np.nan)
-    good.tensors["update.9.fc.inputs"] = np.zeros((0, 1))
-
-    read_record(write(tmp_path, "extra", good.bytes()))
-
-
-@pytest.mark.parametrize("package", ["msgspec", "safetensors"])
-def test_without_a_package_the_error_says_what_to_install(package):
-    """Records are an extra, and the rest of the kit does without."""
-    program = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "import kfac_core_conformance\n"
-        "try: import kfac_core_conformance.records\n"
-        "except ImportError as error: print(error)\n"
-    )
-
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-
-    assert package in done.stdout
-    assert "pip install 'kfac-core[records]'" in done.stdout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 
 import numpy as np
 import pytest
@@ -75,15 +73,6 @@ def test_all_agree(run, backend):
     assert max(map(len, lines[1:])) <= 80
 
 
-def test_answers_that_agree_are_one_line_together(run):
-    """And with ``-q`` nothing: the exit code tells."""
-    code, [line], errors = run(path_of(AGREEING), path_of(AGREEING))
-
-    assert (code, errors) == (0, [])
-    assert "answers in 2 files agree (numpy, float64)" in line
-    assert run(path_of(AGREEING), "-q") == (0, [], [])
-
-
 def test_one_differs(run, differing):
     """Exit code 1, its table alone, and the total."""
     code, [*lines, total], errors = run(path_of(AGREEING), differing)
@@ -96,17 +85,6 @@ def test_one_differs(run, differing):
     assert run(differing, "--quiet") == (1, [], [])
     assert lines[-1].split()[:2] == ["fc", "trace"]
     assert lines[-1].endswith("  differs")
-
-
-def test_a_bad_file_does_not_stop_the_others(run, differing, damaged):
-    """Exit code 2 outweighs 1, and what can be checked is checked."""
-    code, lines, errors = run(damaged, path_of(AGREEING), differing)
-
-    assert code == 2
-    assert len(errors) == 1
-    assert errors[0].startswith(f"{UNREADABLE}{damaged}: ")
-    assert sum(" agree" in line and ".safetensors" in line for line in lines) == 1
-    assert lines[-1].endswith("; 1 not read")
 
 
 def test_damaged_files_give_one_line_each_and_nothing_else(run, tmp_path):
@@ -122,41 +100,6 @@ def test_damaged_files_give_one_line_each_and_nothing_else(run, tmp_path):
     for path, error in zip(paths, errors, strict=True):
         assert error.startswith(f"{UNREADABLE}{path}: ")
     assert not (tmp_path / "executed").exists()
-
-
-def test_a_defect_found_by_one_file_does_not_stop_the_others(
-    run, differing, monkeypatch
-):
-    """An exception that nobody foresaw is one line like any other."""
-
-    def broken(path, **options):
-        if "differing" in str(path):
-            raise ZeroDivisionError("a defect\nof two lines")
-        return original(path, **options)
-
-    original = records.read_record
-    monkeypatch.setattr(records, "read_record", broken)
-
-    code, lines, errors = run(differing, path_of(AGREEING))
-
-    assert code == 2
-    assert len(errors) == 1
-    assert "ZeroDivisionError: a defect\\nof two lines" in errors[0]
-    assert " agree" in lines[0]
-
-
-def test_file_names_are_shown_on_one_line(run, tmp_path):
-    """A name with a newline or an escape sequence cannot write to the terminal."""
-    path = tmp_path / "a\n\x1b[31mb.safetensors"
-    try:
-        path.write_bytes(b"")
-    except OSError:
-        pytest.skip("this file system has no such names")
-
-    _, _, errors = run(path)
-
-    assert len(errors) == 1
-    assert errors[0].isprintable()
 
 
 def test_json_for_programs(run, differing, damaged):
@@ -195,43 +138,6 @@ def test_json_has_no_infinities(run, tmp_path):
     assert not record["agrees"]
 
 
-def test_the_precision_can_be_chosen(run):
-    """In float32 the tolerances are those of float32."""
-    code, lines, _ = run("--json", "--dtype", "float32", path_of(AGREEING))
-
-    (record,) = json.loads("\n".join(lines))["records"]
-    assert code == 0
-    assert min(check["tolerance"] for check in record["checks"]) >= 1e-4
-    assert max(check["error"] for check in record["checks"]) > 1e-9
-
-
-def test_the_memory_limit_can_be_chosen(run, tmp_path):
-    """A smaller limit refuses what the default lets through."""
-    code, _, errors = run("--memory-limit", 1, path_of(AGREEING))
-    assert (code, errors) == (0, [])
-
-    good = Good()
-    good.layer.update(in_features=1000)
-    for u in range(2):
-        good.tensors[f"update.{u}.fc.inputs"] = np.ones((5, 1000))
-    code, _, errors = run("--memory-limit", 1, write(tmp_path, "wide", good.bytes()))
-
-    assert code == 2
-    assert "8 MiB" in errors[0]
-
-
-def test_a_record_without_checks_is_refused(run, tmp_path):
-    """Nothing to check is no agreement."""
-    good = Good()
-    good.document["checks"] = []
-    path = write(tmp_path, "mute", good.bytes())
-
-    code, lines, errors = run(path)
-
-    assert (code, lines) == (2, [])
-    assert "checks: expected at least one, got none" in errors[0]
-
-
 @pytest.mark.parametrize(
     ("tolerance", "message"),
     [
@@ -257,23 +163,6 @@ def test_a_record_that_tolerates_everything_is_refused(
 
     assert (code, lines) == (2, [])
     assert message in errors[0]
-
-
-def test_a_tolerance_of_a_tenth_is_the_largest(run, tmp_path):
-    """Relative to the answer that is expected, however small or large that is."""
-    for scale in (1e-30, 1e30):
-        good = Good()
-        for name in ANSWER:
-            good.tensors[name] = scale * good.tensors[name]
-        expected = np.sqrt(sum(np.sum(good.tensors[name] ** 2) for name in ANSWER))
-        good.document["checks"] = good.document["checks"][:1]
-        good.document["checks"][0]["atol"] = 0.099 * expected
-        path = write(tmp_path, "small", good.bytes())
-
-        code, _, errors = run(path)
-
-        # Read and compared: the answers of the record are wrong by that scale.
-        assert (code, errors) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -312,60 +201,6 @@ def test_a_wrong_number_is_named(run, rng, tmp_path, scale, sentence):
     assert sentence in said(lines)
 
 
-@pytest.mark.parametrize(
-    ("checked", "advice"),
-    [
-        ((), "add the checks `factor` and `damping_split`"),
-        (("factor",), "add the check `damping_split`"),
-        (("factor", "damping_split"), None),
-    ],
-)
-def test_what_would_find_the_cause_of_a_wrong_inverse_is_said(
-    run, rng, tmp_path, checked, advice
-):
-    """Here pi is upside down: the factors agree, and the damping that is added does not."""
-    x, g = rng.normal(size=(32, 4)), 0.1 * rng.normal(size=(32, 3))
-    A, G, r = x.T @ x / 32, g.T @ g / 32, np.sqrt(0.1)
-    pi = np.sqrt((np.trace(G) / 3) / (np.trace(A) / 4))
-    V = rng.normal(size=(4, 3))
-    U = (
-        np.linalg.inv(A + pi * r * np.eye(4))
-        @ V
-        @ np.linalg.inv(G + r / pi * np.eye(3))
-    )
-    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
-    writer = records.RecordWriter(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        loss="sum",
-        producer="another library",
-    )
-    writer.update({"fc": kc.Batch(x, g)})
-    writer.check("fc", "multiply_inverse", vector={"weight": V}, expected={"weight": U})
-    if "factor" in checked:
-        writer.check("fc", "factor", factor="input", expected=A)
-        writer.check("fc", "factor", factor="output", expected=G)
-    if "damping_split" in checked:
-        writer.check("fc", "damping_split", expected=np.array([pi * r, r / pi]))
-    path = tmp_path / "upside_down.safetensors"
-    writer.save(path)
-
-    code, lines, _ = run(path)
-
-    assert code == 1
-    differing = [line.split()[1] for line in lines if line.endswith("  differs")]
-    assert ("damping_split" in differing) == ("damping_split" in checked)
-    assert "factor" not in differing
-    found = [line for line in lines if line.startswith("  fc: ")]
-    if advice is None:
-        assert found == []
-    else:
-        assert len(found) == 1
-        assert advice in said(lines)
-
-
 def test_a_transposed_answer_is_named(run, rng, tmp_path):
     """Where no number explains a square matrix."""
     x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 3))
@@ -389,34 +224,6 @@ def test_a_transposed_answer_is_named(run, rng, tmp_path):
 
     assert code == 1
     assert "transposed" in said(lines)
-
-
-def test_an_unusable_backend_is_an_error_of_the_call(run, differing):
-    """Nothing is checked with another backend than was asked for."""
-    with pytest.raises(kc.UnknownBackendError, match="nowhere"):
-        run("--backend", "nowhere", differing)
-
-
-def test_without_the_package_the_call_says_what_to_install(run, differing, monkeypatch):
-    """The missing extra is said once, and not once a file."""
-    monkeypatch.setitem(sys.modules, "msgspec", None)
-    for name in [n for n in sys.modules if n.startswith(records.__name__)]:
-        monkeypatch.delitem(sys.modules, name)
-
-    code, lines, errors = run(differing, differing)
-
-    assert (code, lines) == (2, [])
-    [error] = errors
-    assert "pip install 'kfac-core[records]'" in error
-
-
-def test_nothing_is_left_behind(run, differing, tmp_path):
-    """Verifying writes no file."""
-    before = sorted(os.listdir(tmp_path))
-
-    run(differing)
-
-    assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize(

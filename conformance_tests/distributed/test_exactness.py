@@ -20,11 +20,13 @@ from conformance_tests.builders.shards import (
     shard,
 )
 from conformance_tests.builders.tolerances import tolerance
-from kfac_core.distributed import Distributed, DistributedExecutor, run_ranks
+from kfac_core.distributed import Distributed, run_ranks
 from kfac_core.distributed.placement import divisors
 
 HOST = types.SimpleNamespace(asarray=np.asarray, to_numpy=np.asarray)
 LIMIT = tolerance("inverse", "float64")
+# Primes, squares and products, whose ranks are divided in every way.
+SIZES = (1, 2, 3, 5, 6, 8, 12, 16)
 
 
 def estimator_of(blocks, communicator=None, /, *, like=None, options=None, **more):
@@ -50,7 +52,7 @@ def both(backend, rng, blocks, size, /, *, options=None, schedule=None, **more):
     return alone, run_ranks(size, run)
 
 
-@pytest.mark.parametrize("size", range(1, 17))
+@pytest.mark.parametrize("size", SIZES)
 def test_every_approximation_is_that_of_one_process(size):
     """Unequal and empty shards, ragged masks, burn-in; any number of ranks and holders."""
     _require_exact(HOST, size)
@@ -119,7 +121,7 @@ def test_every_strategy_gives_the_same(holders, reduce):
         assert error < LIMIT, where
 
 
-@pytest.mark.parametrize("size", range(1, 17))
+@pytest.mark.parametrize("size", [1, 3, 6, 8])
 def test_the_placement_changes_no_bit(size):
     """Sums are in the order of the ranks, whoever owns a block and whoever holds it.
 
@@ -157,37 +159,6 @@ def test_the_placement_changes_no_bit(size):
     alone = schedule.run(backend, estimator_of(blocks), None, gradients)
     error, where = largest_difference(found[0], alone)
     assert error < LIMIT, where
-
-
-@pytest.mark.parametrize("bias", ["joint", "separate"])
-@pytest.mark.parametrize("rule", ["factored", "exact"])
-def test_holders_multiply_with_the_same_bits(bias, rule):
-    """Arrays arrive in the order in memory in which their owner has them.
-
-    Eigenvectors come from LAPACK by columns, and products round by the order.
-    """
-    rng = np.random.default_rng(0)
-    layer = kc.Dense(in_features=24, out_features=17, bias=True, weight_layout="io")
-    blocks = {"a": kc.Block(layer, kc.Kronecker(bias=bias))}
-    x, g = rng.normal(size=(40, 24)), rng.normal(size=(40, 17))
-    vectors = [
-        {"a": {"weight": rng.normal(size=(24, 17)), "bias": rng.normal(size=17)}}
-        for _ in range(5)
-    ]
-
-    def run(communicator):
-        options = {"holders": "all"}
-        made = estimator_of(blocks, communicator, options=options, damping_rule=rule)
-        made.update({"a": kc.Batch(x, g)})
-        made.refresh()
-        found = [made.precondition(V)["a"] for V in vectors]
-        found += [made.apply("multiply_matpower", V, -0.5)["a"] for V in vectors]
-        return np.stack([direction["weight"] for direction in found])
-
-    first, *others = run_ranks(3, run)
-
-    for found in others:
-        assert np.array_equal(found, first)
 
 
 def test_shards_without_the_whole_count_are_wrong():
@@ -262,7 +233,7 @@ def test_gradients_of_a_mean_are_scaled(reduction, loss):
         assert error < LIMIT, where
 
 
-@pytest.mark.parametrize("size", range(1, 17))
+@pytest.mark.parametrize("size", [1, 3, 6, 8])
 def test_sharing_and_chains(size):
     """A shared factor is sent once; a chain is one block.  The placement changes no bit."""
     backend = HOST
@@ -301,44 +272,6 @@ def test_sharing_and_chains(size):
             error, where = largest_difference(directions, alone)
             assert error < LIMIT, where
             assert largest_difference(directions, first)[0] == 0.0
-
-
-def test_other_products_and_background_refreshes():
-    """A product whose factorization was not prepared, and a refresh in a thread."""
-    backend = HOST
-    rng = np.random.default_rng(3)
-    blocks = _several()
-    values = {name: batch_of(rng, block, 9) for name, block in blocks.items()}
-    gradients = gradients_of(backend, rng, blocks)
-    cuts = [0, 2, 2, 9]
-
-    def run(estimator, start, stop):
-        fed = {n: shard(backend, v, start, stop) for n, v in values.items()}
-        estimator.update(fed if stop > start else {})
-        pending = estimator.start_refresh()
-        estimator.update(fed if stop > start else {})
-        pending.install()
-        made = estimator.apply("multiply_matpower", gradients, -0.5)
-        return [
-            {
-                name: {key: backend.to_numpy(x) for key, x in own.items()}
-                for name, own in made.items()
-            }
-        ]
-
-    alone = run(estimator_of(blocks), 0, 9)
-    like = backend.asarray(np.zeros(1))
-    found = run_ranks(
-        3,
-        lambda c: run(
-            estimator_of(blocks, c, like=like, options={"holders": 1}),
-            *cuts[c.rank :][:2],
-        ),
-    )
-
-    for directions in found:
-        error, where = largest_difference(directions, alone)
-        assert error < LIMIT, where
 
 
 @pytest.mark.parametrize("loaded_by", [1, 2, 3])
@@ -435,15 +368,6 @@ def test_what_is_not_sent_is_not_rounded():
         assert not any(np.array_equal(x, x.astype(np.float32)) for x in floats)
 
 
-def test_a_dtype_that_the_library_lacks_is_refused():
-    """NumPy has no bfloat16; the message says what to take."""
-    rng = np.random.default_rng(0)
-    options = {"holders": 1, "directions_dtype": "bfloat16"}
-
-    with pytest.raises(kc.UnsupportedError, match=r"bfloat16.*numpy.*'float32'"):
-        both(HOST, rng, _several(), 2, options=options)
-
-
 def test_what_cannot_be_reduced_is_refused_by_name():
     """KFOC, centered moments, and whatever does not say."""
 
@@ -482,27 +406,3 @@ def _described(state):
     parts = {name: part["layer"] for name, part in state["blocks"].items()}
     paths = {name: sorted(part["values"]) for name, part in state["blocks"].items()}
     return json.dumps([parts, paths, state["settings"], state["conventions"]])
-
-
-def test_a_network_takes_the_executor_itself():
-    """Without an estimator: the pure functions, with a state of one's own."""
-    rng = np.random.default_rng(7)
-    blocks = _several()
-    summed = kc.Conventions(reduction="sum", sources="sum")
-    network = kc.Network(blocks, conventions=summed)
-    values = {name: batch_of(rng, block, 6) for name, block in blocks.items()}
-    gradients = gradients_of(HOST, rng, blocks)
-
-    def run(start, stop, **options):
-        fed = {name: shard(HOST, v, start, stop) for name, v in values.items()}
-        state = network.update(network.empty(), fed, decay=0.9, **options)
-        state = network.refresh(state, damping=0.1, **options)
-        return [network.precondition(state, gradients, **options)]
-
-    def on_a_rank(communicator):
-        options = Distributed(communicator=communicator, holders=1)
-        executor = DistributedExecutor(network, options)
-        return run(*[0, 2, 6][communicator.rank :][:2], executor=executor)
-
-    for found in run_ranks(2, on_a_rank):
-        assert largest_difference(found, run(0, 6))[0] < LIMIT

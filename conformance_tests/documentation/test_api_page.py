@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import typing
@@ -71,37 +70,6 @@ def test_every_name_is_documented(api_groups, names):
             assert found.__doc__
     assert set(api_groups.DATA) <= {name.path for name in names}
     assert set(api_groups.ALSO_CALLED) <= {name.path for name in names}
-
-
-def test_the_integrations_have_pages(api_groups):
-    """Each module of `kfac_core_shims` that is public is in a group."""
-    shims = importlib.import_module("kfac_core_shims")
-    modules = {entry.name for entry in pkgutil.iter_modules(shims.__path__)}
-    listed = {name for group in api_groups.GROUPS for name in group.packages}
-
-    for name in modules:
-        assert name.startswith("_") or f"kfac_core_shims.{name}" in listed, name
-
-
-def test_every_public_package_is_listed(api_groups):
-    """Whatever the top of `kfac_core` offers as a module, but files and errors."""
-    modules = {entry.name for entry in pkgutil.iter_modules(kfac_core.__path__)}
-    source = (Path(kfac_core.__path__[0]) / "__init__.pyi").read_text(encoding="utf-8")
-    offered = set(re.findall(r"^    (\w+) as \1,$", source, re.M)) & modules
-
-    # Their public names are all at the top.
-    at_the_top = {"checkpoint", "errors"}
-    packages = set(api_groups.core_packages())
-    assert {f"kfac_core.{name}" for name in offered - at_the_top} <= packages
-
-
-def test_no_public_name_is_that_of_a_module():
-    """A name would become its module as soon as anything imports that."""
-    modules = {found.name for found in pkgutil.iter_modules(kfac_core.__path__)}
-
-    assert not modules & set(kfac_core.__all__)
-    importlib.import_module("kfac_core.posterior.spectra")
-    assert inspect.isfunction(kfac_core.posterior.spectral_blocks)
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)

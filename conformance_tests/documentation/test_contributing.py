@@ -22,8 +22,8 @@ def test_each_equation_is_where_the_table_says(name):
         assert defined.__module__ == module
 
 
-def test_the_table_has_twenty_lines():
-    assert TABLE.count("\n| ") == 2 + 20
+def test_the_table_fits_on_a_screen():
+    assert 20 <= TABLE.count("\n| ") - 2 <= 25
 
 
 @pytest.mark.parametrize(

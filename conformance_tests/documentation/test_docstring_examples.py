@@ -14,78 +14,6 @@ pytestmark = pytest.mark.skipif(
     not DOCS.is_dir(), reason="the documentation is not here"
 )
 
-# What a reader of the quick starts and the concepts meets.
-SHOWN = [
-    "Averaging",
-    "Batch",
-    "Block",
-    "BlockTridiagonal",
-    "Chain",
-    "Conv",
-    "Conventions",
-    "CurvatureOperator",
-    "DampingError",
-    "Dense",
-    "Diagonal",
-    "Eigen",
-    "Embedding",
-    "Estimator",
-    "Execution",
-    "FactorizationError",
-    "Full",
-    "GradientBatch",
-    "KFOC",
-    "Kronecker",
-    "Network",
-    "NetworkState",
-    "NotFiniteError",
-    "NotReadyError",
-    "Parameters",
-    "Posterior",
-    "Precision",
-    "Refreshing",
-    "ScaleShift",
-    "ScaledIdentity",
-    "Series",
-    "Sharing",
-    "Statistics",
-    "Status",
-    "TNT",
-    "array.map_structure",
-    "array.replaced",
-    "asarray",
-    "damping.factored_shifts",
-    "enable_float64",
-    "factors.Average",
-    "layers.choose_patches",
-    "layers.steps_of",
-    "layers.unfold_time",
-    "levenberg_marquardt",
-    "linalg.kronecker_multiply",
-    "linalg.damped_matrix",
-    "load_checkpoint",
-    "losses.Bernoulli",
-    "losses.Categorical",
-    "losses.Gaussian",
-    "losses.drawn_vectors",
-    "losses.noise_spec",
-    "losses.source_reduction_of",
-    "losses.vectors",
-    "operators.FactoredKronecker",
-    "operators.SpectralOperator",
-    "posterior.Evidence",
-    "posterior.functional_variance",
-    "roots.refreshed_basis",
-    "save_checkpoint",
-    "steps.curvature_of_outputs",
-    "steps.inner_product",
-    "steps.kl_clip",
-    "steps.linear_combination",
-    "structure",
-    "to_numpy",
-    "use_backend",
-]
-
 
 def documented():
     """Every public object of the packages with pages, by its path."""
@@ -116,9 +44,3 @@ def test_an_example_prints_what_it_says(path):
 
     assert result.attempted > 0
     assert not result.failed, "".join(report)
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_a_name_of_the_first_pages_has_an_example(name):
-    """A reader who looks it up sees it used."""
-    assert f"kfac_core.{name}" in OBJECTS

@@ -1,7 +1,6 @@
 """Tables that programs write into pages: each is found, and a wrong number is seen."""
 
 import importlib
-import re
 import sys
 from pathlib import Path
 
@@ -48,34 +47,6 @@ def test_the_benchmark_page_shows_the_measurements_that_are_kept(tables):
     assert names
     for name in names:
         assert tables.TABLES[name].program() == tables.shown(name), name
-
-
-def test_no_table_of_measurements_is_written_by_hand(tables):
-    """A table with a column of decimals stands between marks."""
-    for path in (DOCS.parent / "README.md", *DOCS.glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        outside = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
-        for found in re.findall(r"^\|.*?\|$(?=\n[^|]|\Z)", outside, re.M | re.DOTALL):
-            assert not measured(found), (path.name, found)
-
-
-def measured(table):
-    """Whether half of the cells of a column, below its head, are decimals."""
-    if "| default |" in table.splitlines()[0]:
-        return False  # options
-    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
-    columns = zip(*rows, strict=False)
-    decimal = re.compile(r"\s*~?[-−]?\d[\d,]*\.\d+(e-?\d+)?%?( ms| s)?\s*")
-    return any(
-        2 * sum(bool(decimal.fullmatch(cell)) for cell in cells) >= len(cells)
-        for cells in columns
-    )
-
-
-def test_a_table_of_measurements_is_recognized():
-    """By its decimals, and not by whole numbers or prose."""
-    assert measured("| a | b |\n| --- | --- |\n| x | 1.25 |\n| y | ~2.50 |")
-    assert not measured("| a | b |\n| --- | --- |\n| x | 3 |\n| y | $2n^3$ |")
 
 
 def test_a_wrong_number_is_seen(tables):

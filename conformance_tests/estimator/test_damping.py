@@ -7,7 +7,6 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.finite import is_plain
-from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError
 
 from ..builders import reference
@@ -142,13 +141,6 @@ def test_a_zero_trace_gives_equal_shifts(backend, dtype, factors, k):
     assert_close(got, [0.045 ** (1 / k)] * k, "roundoff", dtype)
 
 
-def test_unit_pi_ignores_the_traces(backend, dtype, factors):
-    """With unit pi every factor is shifted alike."""
-    got = shifts_of(backend, dtype, factors[:2], 0.09, unit_pi=True)
-
-    assert_close(got, [0.3, 0.3], "roundoff", dtype)
-
-
 def test_extreme_traces_do_not_overflow(backend, dtype):
     """Traces whose product is outside the range of float32 are balanced all the same."""
     factors = [1e30 * np.eye(2), 1e30 * np.eye(3), 1e-30 * np.eye(2)]
@@ -156,24 +148,6 @@ def test_extreme_traces_do_not_overflow(backend, dtype):
     got = shifts_of(backend, dtype, factors, 1.0)
 
     assert_close(got, [1e20, 1e20, 1e-40], "identity", dtype)
-
-
-@pytest.mark.parametrize("unit_pi", [False, True])
-def test_no_damping_gives_no_shift(backend, dtype, factors, unit_pi):
-    """Zero damping is split into zeros."""
-    got = shifts_of(backend, dtype, factors, 0.0, unit_pi=unit_pi)
-
-    assert got == [0.0, 0.0, 0.0]
-
-
-def test_the_damping_may_be_an_array(backend, dtype, factors):
-    """A 0-d array is split like the number that it holds."""
-    damping = backend.asarray(0.09, dtype)
-
-    got = shifts_of(backend, dtype, factors[:2], damping)
-
-    expected = shifts_of(backend, dtype, factors[:2], 0.09)
-    assert_close(got, expected, "roundoff", dtype)
 
 
 @pytest.mark.parametrize(
@@ -197,71 +171,6 @@ def test_levenberg_marquardt_follows_the_table(ratio, expected):
     got = kc.levenberg_marquardt(1.0, ratio, decay=0.5)
 
     assert got == expected
-
-
-@pytest.mark.parametrize(("ratio", "expected"), [(1.0, 0.8), (0.0, 1.1), (0.5, 1.0)])
-def test_levenberg_marquardt_stays_within_bounds(ratio, expected):
-    """The bounds hold whichever way the damping goes."""
-    got = kc.levenberg_marquardt(1.0, ratio, decay=0.5, minimum=0.8, maximum=1.1)
-
-    assert got == expected
-
-
-def test_levenberg_marquardt_takes_other_thresholds():
-    """The thresholds are arguments."""
-    got = [
-        kc.levenberg_marquardt(1.0, ratio, decay=0.5, lower=0.1, upper=0.4)
-        for ratio in (0.05, 0.2, 0.5)
-    ]
-
-    assert got == [2.0, 1.0, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("damping", "options"),
-    [
-        (-1.0, {"decay": 0.5}),
-        (math.nan, {"decay": 0.5}),
-        (math.inf, {"decay": 0.5}),
-        (1.0, {"decay": 0.0}),
-        (1.0, {"decay": 1.5}),
-        (1.0, {"decay": math.nan}),
-        (1.0, {"decay": 0.5, "minimum": 2.0, "maximum": 1.0}),
-        (1.0, {"decay": 0.5, "minimum": -1.0}),
-        (1.0, {"decay": 0.5, "lower": 0.9, "upper": 0.1}),
-    ],
-)
-def test_levenberg_marquardt_refuses_what_makes_no_sense(damping, options):
-    """A bad damping, decay or pair of bounds is an error."""
-    with pytest.raises(DampingError):
-        kc.levenberg_marquardt(damping, 1.0, **options)
-
-
-@pytest.mark.parametrize("ratio", ["0.5", None, np.ones(2)], ids=repr)
-def test_a_ratio_is_one_number(ratio):
-    """A ratio of text or of several numbers is refused, and not adapted to."""
-    with pytest.raises(DampingError, match="`reduction_ratio`"):
-        kc.levenberg_marquardt(1.0, ratio, decay=0.5)
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.9])
-def test_a_decay_of_one_adapts_nothing(ratio):
-    """The decay lies in (0, 1], as it is documented."""
-    assert kc.levenberg_marquardt(2.0, ratio, decay=1.0) == 2.0
-
-
-@pytest.mark.parametrize("damping", [-1e-9, math.nan, math.inf, -math.inf, -1])
-def test_a_bad_damping_is_refused_by_name(damping):
-    """A number that is negative or not finite is an error that names the argument."""
-    with pytest.raises(DampingError, match="`lam`"):
-        require_damping(damping, name="lam")
-
-
-@pytest.mark.parametrize("damping", [np.float32(-1.0), np.int64(-1), np.float64("nan")])
-def test_numpy_scalars_are_numbers(damping):
-    """A NumPy scalar is looked at like a Python number."""
-    with pytest.raises(DampingError):
-        require_damping(damping)
 
 
 @pytest.mark.parametrize("rho", [1.0, 0.75, 0.5, 0.25, 0.1, -math.inf, math.nan])

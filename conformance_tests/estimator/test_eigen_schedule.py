@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.approximations.options import UpdateOptions
-from kfac_core.array.structure import map_structure
 
 from ..builders import reference
 from ..builders.estimators import make_estimator
-from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close, assert_differs
 
 N, IN, OUT, STEPS = 9, 3, 2, 4
@@ -169,31 +166,6 @@ def test_moments_are_carried_over_as_the_old_block_has_them(backend, rng):
     assert_differs(got, old)
 
 
-def test_bases_descend_and_carry_their_certificates(backend, dtype, rng):
-    """Eigenvalues are those of the factor, the largest first, with a small residual."""
-    x, g = draw(rng)
-    block = dense()
-    batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
-
-    made = kc.rebase_block(block, statistics, "zero", "raise")
-
-    for side, factor in zip(("input", "output"), factors(x, g), strict=True):
-        basis = made.bases[side]
-        values = backend.to_numpy(basis.eigenvalues)
-        expected = np.linalg.eigvalsh(factor)[::-1]
-        assert_close(values, expected, "eigenvalues", dtype)
-        assert np.all(np.diff(values) <= 0)
-        Q = backend.to_numpy(basis.eigenvectors)
-        assert_close((Q * values) @ Q.T, factor, "product", dtype)
-        assert 0 <= float(basis.residual) < 1e-3
-
-
 def test_an_operator_waits_for_bases_and_moments(backend, rng):
     """Never the diagonal of the coordinates in silence, nor nothing at all."""
     estimator = make(dense())
@@ -328,81 +300,6 @@ def test_an_embedding_has_a_block_whose_input_basis_is_the_ids(backend, rng, bag
     damped = expected + DAMPING * np.eye(V * m)
     solution = np.linalg.solve(damped, whole.ravel()).reshape(V, m)
     assert_close(backend.to_numpy(result.rows), solution[indices], "inverse", "float64")
-
-
-def test_a_full_input_factor_of_an_embedding_is_refused():
-    with pytest.raises(kc.UnsupportedError, match=r"Eigen\(input='diagonal'\)"):
-        kc.Block(
-            kc.Embedding(num_embeddings=3, features=2, weight_layout="io"), kc.Eigen()
-        )
-
-
-def test_the_state_goes_on_where_it_was(backend, rng):
-    """Bases, moments and their ages survive, and one further step is the same."""
-    x, g = draw(rng)
-    first = make(dense(moment_decay=0.5))
-    first.update({"a": batch_of(backend, x, g)})
-    first.rebase(moments="carried")
-    first.update({"a": batch_of(backend, x, g)})
-    first.refresh()
-    state = first.state_dict()
-    second = make(dense(moment_decay=0.5))
-
-    second.load_state_dict(state)
-
-    for estimator in (first, second):
-        y, h = draw(np.random.default_rng(5))
-        estimator.update({"a": batch_of(backend, y, h)})
-        estimator.refresh()
-    assert differences(frozen(first.state_dict()), frozen(second.state_dict())) == []
-    assert second.state["a"].basis_age == 2
-    state["blocks"]["a"]["values"]["basis_age"] = -2
-    with pytest.raises(kc.StateError, match="basis_age"):
-        make(dense(moment_decay=0.5)).load_state_dict(state)
-
-
-def test_parts_of_a_batch_merge_to_the_whole(backend, rng):
-    """Micro-batches give the moments of the batch, with the decay of their own."""
-    x, g = draw(rng)
-    block = dense(moment_decay=0.5)
-    whole = batch_of(backend, x, g)
-    start = kc.update_block(
-        block,
-        block.initial(whole.like),
-        whole,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
-    start = kc.rebase_block(block, start, "kronecker", "raise")
-    cut = [
-        batch_of(backend, x[rows], g[rows]) for rows in (slice(0, 4), slice(4, None))
-    ]
-    # In the same bases: parts of a batch are statistics of their own.
-    options = UpdateOptions(conventions=SUM, decay=0.0, weight=None, xp=backend.xp)
-    parts = [
-        block.approximation.updated(
-            _emptied(start), block.rows(part), block.layer, options
-        )
-        for part in cut
-    ]
-
-    merged = kc.absorb_block(block, start, parts[0].merged(parts[1]), 0.9)
-
-    expected = kc.update_block(
-        block, start, whole, kc.UpdateOptions(conventions=SUM, decay=0.9)
-    )
-    for name in ("input", "output", "block"):
-        got, value = (s.averages[name].value(debias=True) for s in (merged, expected))
-        if name != "block":
-            got, value = got.full(), value.full()
-        assert_close(backend.to_numpy(got), backend.to_numpy(value), "gram", "float64")
-
-
-def _emptied(statistics):
-    nothing = {
-        name: map_structure(lambda x: x * 0, average)
-        for name, average in statistics.averages.items()
-    }
-    return kc.Statistics(nothing, statistics.status, statistics.bases)
 
 
 def test_gradients_of_the_examples_are_never_all_formed():

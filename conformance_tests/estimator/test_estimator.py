@@ -75,39 +75,6 @@ def test_some_blocks_are_fed_and_refreshed_alone(backend, rng):
     )
 
 
-def test_burn_in_is_a_plain_mean(backend, rng):
-    """The first updates are averaged plainly, the ones after with the decay."""
-    data = [draw(rng) for _ in range(4)]
-    estimator = make({"a": dense()}, decay=0.5, burn_in=3)
-    for x, g in data:
-        estimator.update({"a": batch_of(backend, x, g)})
-
-    got = estimator.state["a"].statistics.averages["input"].value(debias=True)
-
-    each = [reference.kronecker_factors(x, g[None], bias=False)[0] for x, g in data]
-    expected = (0.5 * sum(each[:3]) + each[3]) / (0.5 * 3 + 1)
-    assert_close(backend.to_numpy(got.full()), expected, "gram", "float64")
-
-
-def test_damping_may_be_given_for_each_block(backend, rng):
-    """Each block is inverted with its own damping, which can be changed."""
-    estimator = make({"a": dense(), "b": dense()}, damping={"a": 0.1, "b": 2.0})
-    x, g = draw(rng)
-    V = rng.normal(size=(4, 3))
-    estimator.update({name: batch_of(backend, x, g) for name in "ab"})
-    estimator.refresh()
-
-    got = {name: precondition(backend, estimator, name, V) for name in "ab"}
-
-    assert_close(got["a"], solved(x, g, V, damping=0.1), "inverse", "float64")
-    assert_close(got["b"], solved(x, g, V, damping=2.0), "inverse", "float64")
-    with pytest.raises(kc.DampingError, match=r"\['b'\] have none"):
-        estimator.damping = {"a": 1.0}
-    with pytest.raises(kc.UnknownBlockError, match="'c'"):
-        estimator.damping = {"a": 1.0, "b": 1.0, "c": 1.0}
-    assert estimator.damping == {"a": 0.1, "b": 2.0}
-
-
 @pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
 def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
     """The taker's block is made of the giver's A and of its own G."""
@@ -204,22 +171,6 @@ def test_a_flagged_refresh_is_counted_as_failed(backend, rng):
         counts = held.age, held.refreshes, held.failures
         assert (*counts, held.damping) == (1, 1, 1, DAMPING)
         assert estimator.report()["a"].damping == DAMPING
-
-
-@pytest.mark.parametrize("scalar", [np.float64, np.float32])
-@pytest.mark.parametrize("check", ["raise", "status"])
-def test_a_scalar_of_numpy_is_a_damping_on_every_library(backend, rng, scalar, check):
-    """It is a number where arrays are of another library, at each of several refreshes."""
-    x, g = draw(rng)
-    V = rng.normal(size=(4, 3))
-    estimator = make({"a": dense()}, damping=scalar(0.25))
-    estimator.update({"a": batch_of(backend, x, g)})
-
-    for _ in range(3):
-        estimator.refresh(check=check)
-
-    found = precondition(backend, estimator, "a", V)
-    assert_close(found, solved(x, g, V, damping=0.25), "inverse", "float64")
 
 
 def test_a_first_refresh_that_fails_raises(backend, rng):

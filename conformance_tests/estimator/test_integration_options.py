@@ -7,7 +7,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.integration import RowLoss, interval_at, row_loss, value_at
-from kfac_core.losses import Bernoulli, Categorical, Gaussian
+from kfac_core.losses import Bernoulli, Categorical, Gaussian, SquaredError
 
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
@@ -29,9 +29,13 @@ def test_likelihoods_have_names():
     assert row_loss("categorical").likelihood == Categorical()
     assert row_loss("bernoulli").likelihood == Bernoulli()
     assert row_loss("gaussian").likelihood == Gaussian(variance=1.0)
-    assert row_loss(Categorical()).weight(10) == 1.0
+    assert row_loss(Categorical()).multiple(10) == 1.0
     mean = RowLoss(likelihood=Gaussian(variance=1.0), mean_over_outputs=True)
-    assert row_loss(mean).weight(10) == 0.1
+    assert row_loss(mean).multiple(10) == 0.1
+    squares = row_loss(SquaredError(scale=1.0))
+    assert squares == RowLoss(likelihood=Gaussian(variance=1.0), factor=2.0)
+    with pytest.raises(kc.ConventionError, match="factor"):
+        RowLoss(likelihood=Categorical(), factor=0.0)
     for bad in ("softmax", None, Categorical, 3.0):
         with pytest.raises(kc.ConventionError, match=r"'categorical'.*Gaussian"):
             row_loss(bad)

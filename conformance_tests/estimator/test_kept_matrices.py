@@ -1,15 +1,13 @@
 """Operators that keep inverses alone: their products, their files, and what they refuse."""
 
 import gc
-import math
 import weakref
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import leaves, replaced
-from kfac_core.linalg.damped import FactorizedMatrix
+from kfac_core.array.structure import leaves
 
 from ..builders import reference
 from ..builders.block_kinds import DENSE, PAIRS, fed
@@ -61,7 +59,7 @@ def test_directions_are_those_of_the_dense_block(backend, rng, dtype, solving, r
     found = product(backend, estimator, V.astype(dtype))
     assert_close(found.ravel(), np.linalg.solve(F, V.ravel()), "inverse", dtype)
     sides = estimator.operator("a").parts().values()
-    assert all(isinstance(side, FactorizedMatrix) for side in sides)
+    assert all(not side.keeps_matrix for side in sides)
 
 
 def test_triangular_products_stay_where_they_were_prepared(backend, rng):
@@ -127,29 +125,6 @@ def test_what_needs_the_matrices_is_refused_by_name(backend, rng, approximation)
     assert_close(dense, F, "gram", "float64")
 
 
-@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.Full()])
-def test_damping_may_be_relative_to_the_mean_eigenvalue(backend, rng, approximation):
-    """The trace that it takes is that of the statistics, which have their matrices."""
-    x, g, A, G = moments(rng)
-    V = rng.normal(size=(N, M))
-    estimator = refreshed(
-        backend, x, g, approximation=approximation, damping_scaling="mean_eigenvalue"
-    )
-
-    F = np.kron(A, G)
-    if approximation.name == "full":
-        D = (x[:, :, None] * g[:, None, :]).reshape(len(x), -1)
-        F = D.T @ D / len(x)
-    damping = DAMPING * np.trace(F) / (N * M)
-    damped = F + damping * np.eye(N * M)
-    if approximation.name == "kronecker":
-        damped = reference.damped_block(A, G, 1.0, damping=damping, rule="factored")
-    found = product(backend, estimator, V)
-    assert_close(
-        found.ravel(), np.linalg.solve(damped, V.ravel()), "inverse", "float64"
-    )
-
-
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_block_takes_the_option(backend, rng, pair):
     """Directions are the same to the bit, and the report has what can be known."""
@@ -181,26 +156,6 @@ def test_every_block_takes_the_option(backend, rng, pair):
         assert lean.residual < 1e-10
 
 
-def test_the_report_of_factors_that_are_gone(backend, rng):
-    """The condition is the product of the dense factors', in the 1-norm."""
-    x, g, A, G = moments(rng)
-    report = refreshed(backend, x, g).report()["a"]
-
-    pi = math.sqrt((np.trace(A) / N) / (np.trace(G) / M))
-    shifts = {"input": pi * DAMPING**0.5, "output": DAMPING**0.5 / pi}
-    sides = {"input": A, "output": G}
-    expected = {
-        side: np.linalg.cond(sides[side] + shifts[side] * np.eye(len(sides[side])), 1)
-        for side in sides
-    }
-    for side, condition in expected.items():
-        found = report.factors[side]
-        assert_close(found.condition, condition, "inverse", "float64")
-        assert_close(found.shift, shifts[side], "product", "float64")
-    assert_close(report.condition, math.prod(expected.values()), "inverse", "float64")
-    assert 0.0 <= report.residual < 1e-10
-
-
 def test_nothing_holds_the_matrices(backend, rng):
     """The sums that an operator was made of are let go of by the next update."""
     x, g, _, _ = moments(rng)
@@ -209,7 +164,7 @@ def test_nothing_holds_the_matrices(backend, rng):
         held = estimator.state["a"].statistics.averages["input"].sum
         old = weakref.ref(held)
         paths = dict(leaves(estimator.operator("a")))
-        assert any("problem" in path for path in paths) == keep
+        assert any("problem.matrix" in path for path in paths) == keep
         del held
         x_new, g_new = backend.asarray(x), backend.asarray(g)
         estimator.update({"a": kc.Batch(x_new, g_new)})
@@ -238,76 +193,3 @@ def test_states_are_read_by_either(backend, rng, written, read):
     np.testing.assert_array_equal(
         product(backend, reader, V), product(backend, writer, V)
     )
-
-
-def test_a_damaged_inverse_is_refused(backend, rng):
-    """As of an operator with its matrices: nothing else would say what size it has."""
-    x, g, _, _ = moments(rng)
-    state = refreshed(backend, x, g).state_dict()
-    values = state["blocks"]["a"]["values"]
-    reader = make({"a": kc.Block(DENSE, kc.Kronecker())})
-    for path, bad in {
-        "operator.input.inverse.matrix": np.ones((2, 2)),
-        "operator.input.norm": np.full((), np.nan),
-        "operator.input.shift": np.ones(3),
-    }.items():
-        damaged = {**values, path: backend.asarray(bad)}
-        blocks = {"a": {**state["blocks"]["a"], "values": damaged}}
-        with pytest.raises(kc.StateError, match="block 'a'"):
-            reader.load_state_dict({**state, "blocks": blocks})
-
-
-def test_equal_blocks_and_shared_factors(backend, rng):
-    """Of stacks, and of blocks that read the same inputs: each as the dense one."""
-    xs = rng.normal(size=(12, N))
-    gs = {name: rng.normal(size=(12, M)) for name in "abcdefgh"}
-    block = kc.Block(DENSE, kc.Kronecker())
-    for shared in (False, True):
-        sharing = kc.Sharing(
-            factors={f"{name}/input": "a/input" for name in gs if name != "a"}
-            if shared
-            else {}
-        )
-        estimator = make(dict.fromkeys(gs, block), sharing=sharing)
-        x = backend.asarray(xs)
-        batches = {name: kc.Batch(x, backend.asarray(g)) for name, g in gs.items()}
-        estimator.update(batches)
-        estimator.refresh()
-        V = {name: rng.normal(size=(N, M)) for name in gs}
-        found = estimator.precondition(
-            {name: {"weight": backend.asarray(v)} for name, v in V.items()}
-        )
-        for name, g in gs.items():
-            A, G, _ = reference.kronecker_factors(xs, g[None], bias=False)
-            F = reference.damped_block(A, G, 1.0, damping=DAMPING, rule="factored")
-            expected = np.linalg.solve(F, V[name].ravel()).reshape(N, M)
-            got = backend.to_numpy(found[name]["weight"])
-            assert_close(got, expected, "inverse", "float64")
-
-
-def test_a_failed_refresh_keeps_the_operator(backend, rng):
-    """Reported in the status, where a sum is not finite."""
-    x, g, _, _ = moments(rng)
-    V = rng.normal(size=(N, M))
-    estimator = refreshed(backend, x, g)
-    before = product(backend, estimator, V)
-    statistics = estimator.state["a"].statistics
-    average = statistics.averages["input"]
-    spoiled = replaced(average, sum=average.sum.scaled(math.nan))
-    statistics = replaced(statistics, averages=statistics.averages | {"input": spoiled})
-    broken = replaced(estimator.state["a"], statistics=statistics)
-    estimator.state = estimator.state.updated({"a": broken})
-
-    estimator.refresh(check="status")
-
-    assert int(estimator.state["a"].status)
-    np.testing.assert_array_equal(product(backend, estimator, V), before)
-
-
-@pytest.mark.parametrize(
-    "factorizations", [(), ("eigenbasis",), ("inverse", "eigenbasis")]
-)
-def test_options_that_contradict_each_other(factorizations):
-    """Nothing kept at all, and powers without the matrix."""
-    with pytest.raises(kc.ConventionError, match="keep_matrices=True"):
-        kc.Refreshing(keep_matrices=False, factorizations=factorizations)

@@ -154,27 +154,6 @@ def test_a_bad_step_changes_nothing_and_says_why(backend, rng):
     assert driver.estimator.state["one"].updates == 1
 
 
-def test_a_loaded_state_goes_on_where_it_was(backend, rng):
-    """Steps and statistics; a state that does not fit changes nothing."""
-    x, g, V = (
-        backend.asarray(rng.normal(size=shape)) for shape in ((6, 3), (6, 2), (3, 2))
-    )
-    first, second = (natural(update_every=2, refresh_every=3) for _ in range(2))
-    for _ in range(3):
-        first.directions({"one": {"weight": V}}, [call_of(x, g)], rows=6)
-    second.load_state_dict(first.state_dict())
-
-    found = [d.directions({"one": {"weight": V}}, [], rows=6) for d in (first, second)]
-
-    left, right = (backend.to_numpy(f["one"]["weight"]) for f in found)
-    assert np.array_equal(left, right)
-    with pytest.raises(kc.StateError, match="steps"):
-        second.load_state_dict({"estimator": first.estimator.state_dict()})
-    assert second.steps == 4
-    with pytest.raises(kc.ConventionError, match="reduction"):
-        natural(loss="average")
-
-
 def test_vectors_are_drawn_from_a_seed(backend, rng):
     """Those of the same noise by hand; signs only where rows share an example."""
     z, loss = backend.asarray(rng.normal(size=(4, 5, 3))), SquaredError(scale=0.5)

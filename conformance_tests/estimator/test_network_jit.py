@@ -157,33 +157,6 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
     assert bool(state.is_good())
 
 
-def test_stages_are_programs_of_their_own(jax, jax_backend, rng):
-    """Each compiled alone and donated: one program, and operators outlive statistics."""
-    network = estimator_of({"a": KRONECKER}).network
-    stages = [
-        Traced(functools.partial(network.update, **STATUS)),
-        Traced(functools.partial(network.refresh, **STATUS)),
-        Traced(network.precondition),
-    ]
-    update, refresh = (jax.jit(stage, donate_argnums=0) for stage in stages[:2])
-    precondition = jax.jit(stages[2])
-    state, V = first(network, jax_backend), gradients(jax_backend, rng, "a")
-    for i in range(3):
-        state = update(state, draw(jax_backend, rng, "a"), decay=0.9 - 0.1 * i)
-        state = refresh(state, damping=0.1 + i)
-        before = precondition(state, V)
-        state = update(state, draw(jax_backend, rng, "a"), decay=0.5)
-        assert_same_vectors(precondition(state, V), before)
-
-    assert [stage.traces for stage in stages] == [1, 1, 1]
-    assert int(state["a"].updates) == 6
-
-
-def assert_same_vectors(found, expected):
-    for role, x in expected["a"].items():
-        np.testing.assert_array_equal(found["a"][role], x)
-
-
 def test_what_an_estimator_held_can_be_donated(jax, jax_backend, rng):
     """Its operators may have arrays of its statistics; a state in form has its own."""
     held = estimator_of({"a": kc.Eigen()}, "exact")
@@ -277,18 +250,3 @@ def test_states_are_mapped_over(jax, jax_backend, rng):
         _, expected = alone(start, batches, dampings[i])
         for role, x in expected["a"].items():
             assert_close(found["a"][role][i], x, "inverse", "float64")
-
-
-def test_a_stage_may_be_a_part_of_another_program(jax, jax_backend, rng):
-    """With operators as inputs or as constants, it gives what the stage alone gives."""
-    held, V = estimator_of({"a": KRONECKER}), gradients(jax_backend, rng, "a")
-    held.update(draw(jax_backend, rng, "a"))
-    held.refresh()
-
-    alone = held.precondition(V)["a"]
-    part = jax.jit(lambda vectors: held.precondition(vectors)["a"])(V)
-    constant = jax.jit(lambda: held.precondition(V)["a"])()
-
-    for found in (part, constant):
-        for name, expected in alone.items():
-            assert_close(found[name], expected, "inverse", "float64")

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import combinable, leaves
+from kfac_core.array.structure import leaves
 
-from ..builders.block_kinds import KINDS, fed, stages_of
-from ..builders.block_kinds import network_of as network_of_kind
 from ..builders.estimators import make_estimator
 from ..builders.reference import damped_block, kronecker_factors
 from ..builders.states import wholes
@@ -137,53 +135,6 @@ def test_a_damping_may_differ_by_block(backend, rng):
     assert_directions(backend, "float64", own, [rows], vectors, 0.2)
 
 
-def test_a_flagged_batch_changes_nothing_but_the_status(backend, rng):
-    """One bad block keeps all of them from moving, and is named by its flag."""
-    network = network_of()
-    good = updated(
-        network,
-        network.initial(like(backend, "float64"), damping=0.2),
-        batches(backend, "float64", rows_of(rng)),
-    )
-    rows = rows_of(rng)
-    rows["b"][0][1, 2] = np.nan
-
-    bad = updated(network, good, batches(backend, "float64", rows))
-
-    assert not bool(bad.is_good())
-    assert int(bad["a"].status) == kc.Status.OK
-    assert int(bad["b"].status) == kc.Status.INPUTS_NOT_FINITE
-    assert int(bad["a"].updates) == 1
-    for name in NAMES:
-        averages = [s[name].statistics.averages for s in (good, bad)]
-        for side in averages[0]:
-            assert same(backend, averages[0][side], averages[1][side])
-    again = updated(network, bad, batches(backend, "float64", rows_of(rng)))
-    assert bool(again.is_good())
-    assert int(again["a"].updates) == 2
-
-
-def test_a_failed_refresh_keeps_the_operator(backend, rng):
-    """A damping that is no number is flagged, and what was there goes on."""
-    network = network_of()
-    rows, vectors = rows_of(rng), gradients(backend, "float64", rng)
-    state = network.initial(like(backend, "float64"), damping=0.2)
-    state = refreshed(
-        network, updated(network, state, batches(backend, "float64", rows))
-    )
-
-    failed = refreshed(network, state, damping={"a": backend.asarray(np.nan), "b": 0.9})
-
-    assert int(failed["a"].status) != 0
-    assert int(failed["b"].status) == 0
-    assert float(failed["a"].damping) == pytest.approx(0.2)
-    got = network.precondition(failed, vectors)
-    a = dense_direction(backend, [rows["a"]], vectors["a"], 0.2)
-    b = dense_direction(backend, [rows["b"]], vectors["b"], 0.9)
-    assert_close(backend.to_numpy(got["a"]["weight"]), a[:-1], "inverse", "float64")
-    assert_close(backend.to_numpy(got["b"]["weight"]), b[:-1], "inverse", "float64")
-
-
 @pytest.mark.parametrize("n", [n, 150])
 def test_a_refresh_that_fails_at_first_keeps_the_first_operator(backend, rng, n):
     """Also where statistics have one triangle by now, and the operator has two."""
@@ -221,59 +172,6 @@ def test_it_goes_to_an_estimator_and_back(backend, rng, n):
     assert same(backend, back, state)
 
 
-def test_a_state_of_another_form_is_refused(backend, rng):
-    """A state without operators, or with those of a fallback, is refused."""
-    network, held = network_of(), estimator_of()
-    start = network.initial(like(backend, "float64"), damping=0.2)
-    assert same(backend, held.state.in_form_of(start), start)
-
-    held.update(batches(backend, "float64", rows_of(rng)))
-    with pytest.raises(kc.StateError, match=r"'a'.*no operator"):
-        held.state.in_form_of(start)
-    other = estimator_of(damping_rule="exact")
-    other.update(batches(backend, "float64", rows_of(rng)))
-    other.refresh(check="status")
-    with pytest.raises(kc.StateError, match=r"'a'.*form"):
-        other.state.in_form_of(start)
-    held.refresh(check="status")
-    assert int(held.state.in_form_of(start)["b"].refreshes) == 1
-
-
-def test_bases_are_renewed_in_the_state(backend, rng):
-    """Rebase, update and refresh give what an estimator's do, and count alike."""
-    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
-    blocks = {name: kc.Block(layer, kc.Eigen()) for name in NAMES}
-    held = make_estimator(
-        blocks, reduction="sum", decay=DECAY, damping=0.2, damping_rule="exact"
-    )
-    network = held.network
-    state = network.initial(like(backend, "float64"), damping=0.2)
-    ages = [int(state["a"].basis_age)]
-    for step in range(3):
-        fed = batches(backend, "float64", rows_of(rng))
-        held.update(fed)
-        state = updated(network, state, fed)
-        if step == 1:
-            held.rebase(moments="kronecker")
-            state = network.rebase(state, moments="kronecker", check="status")
-        ages.append(int(state["a"].basis_age))
-    held.refresh()
-    state = refreshed(network, state)
-    vectors = gradients(backend, "float64", rng)
-
-    got, expected = network.precondition(state, vectors), held.precondition(vectors)
-
-    assert ages == [-1, -1, 0, 1]
-    assert held.state["a"].basis_age == 1
-    for name in NAMES:
-        assert_close(
-            backend.to_numpy(got[name]["weight"]),
-            backend.to_numpy(expected[name]["weight"]),
-            "inverse",
-            "float64",
-        )
-
-
 def test_products_are_zero_before_the_first_refresh(backend, rng):
     """Traced code cannot say that there is no operator yet; it moves nothing."""
     network, vectors = network_of(), gradients(backend, "float64", rng)
@@ -297,42 +195,6 @@ def test_no_array_is_twice_in_a_first_state(backend):
 
     arrays = [x for _, x in leaves(state)]
     assert len({id(x) for x in arrays}) == len(arrays)
-
-
-def form(structure):
-    """Return the path, shape and dtype of each array."""
-    return [(path, tuple(x.shape), str(x.dtype)) for path, x in leaves(structure)]
-
-
-@pytest.mark.parametrize(("pair", "rule"), KINDS)
-def test_every_stage_returns_the_form_that_it_was_given(backend, rng, pair, rule):
-    """Whatever the approximation and the rule; under tracers see the tests of JAX."""
-    if backend.name == "jax":
-        pytest.skip("it would compile each operation alone")
-    network = network_of_kind(pair, rule)
-    batch = fed(backend, rng, network.blocks["a"].layer)
-    start = network.initial(like(backend, "float64"), damping=0.1)
-
-    state = start
-    for stage in stages_of(network, batch):
-        state = stage(state)
-        assert combinable(state, start)
-        assert form(state) == form(start)
-
-
-def test_burn_in_is_a_plain_mean(backend, rng):
-    """The first updates do not decay, as in the estimator."""
-    network = network_of(burn_in=2)
-    state, xs = network.initial(like(backend, "float64"), damping=0.2), []
-    for _ in range(3):
-        rows = rows_of(rng)
-        xs.append(rows["a"][1])
-        state = updated(network, state, batches(backend, "float64", rows))
-
-    means = [g.T @ g / len(g) for g in xs]
-    expected = DECAY * (means[0] + means[1]) + means[2]
-    G = state["a"].statistics.averages["output"].sum
-    assert_close(backend.to_numpy(G.full()), expected, "gram", "float64")
 
 
 # ---------------------------------------------------------------------- the wiring
@@ -460,3 +322,21 @@ def test_a_state_of_another_network_is_refused(backend, rng):
     ):
         with pytest.raises(kc.StateError, match=r"'a'.*'b'.*'c'"):
             call()
+
+
+def test_a_state_of_another_form_is_refused(backend, rng):
+    """A state without operators, or with those of a fallback, is refused."""
+    network, held = network_of(), estimator_of()
+    start = network.initial(like(backend, "float64"), damping=0.2)
+    assert same(backend, held.state.in_form_of(start), start)
+
+    held.update(batches(backend, "float64", rows_of(rng)))
+    with pytest.raises(kc.StateError, match=r"'a'.*no operator"):
+        held.state.in_form_of(start)
+    other = estimator_of(damping_rule="exact")
+    other.update(batches(backend, "float64", rows_of(rng)))
+    other.refresh(check="status")
+    with pytest.raises(kc.StateError, match=r"'a'.*form"):
+        other.state.in_form_of(start)
+    held.refresh(check="status")
+    assert int(held.state.in_form_of(start)["b"].refreshes) == 1

@@ -259,15 +259,6 @@ def test_a_mapping_of_dampings_is_a_copy():
     assert made.damping == {"fc1": 0.1, "fc2": 0.2}
 
 
-@pytest.mark.parametrize(
-    "blocks", [None, [1], {"a": 3}, {3: kc.Block(DENSE, kc.Full())}]
-)
-def test_blocks_are_a_mapping_of_names(blocks):
-    """Anything else is refused where it is given."""
-    with pytest.raises(kc.KFACError, match="`blocks`"):
-        kc.Estimator(blocks, reduction="sum")
-
-
 def moments_of_another_size():
     """Return statistics of a block of other sizes."""
     layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
@@ -277,59 +268,37 @@ def moments_of_another_size():
 
 CALLS = {
     "update nothing": lambda e: e.update(None),
-    "update a batch": lambda e: e.update(BATCH),
     "update a name": lambda e: e.update("fc1"),
-    "update None": lambda e: e.update({"fc1": None}),
-    "update a number": lambda e: e.update({"fc1": 3}),
-    "update a mapping": lambda e: e.update({"fc1": {"fc1": BATCH}}),
+    "update no uses": lambda e: e.update({"fc1": []}),
     "update arrays": lambda e: e.update({"fc1": (np.ones((N, n)), np.ones((N, m)))}),
     "update the second": lambda e: e.update({"fc1": BATCH, "fc2": None}),
-    "update a number's name": lambda e: e.update({3: BATCH}),
     "update check": lambda e: e.update({"fc1": BATCH}, check="Raise"),
-    "update check of None": lambda e: e.update({"fc1": BATCH}, check=None),
     "absorb nothing": lambda e: e.absorb(None),
-    "absorb None": lambda e: e.absorb({"fc1": None}),
     "absorb a number": lambda e: e.absorb({"fc1": 3}),
-    "absorb a batch": lambda e: e.absorb({"fc1": BATCH}),
     "absorb other sizes": lambda e: e.absorb({"fc1": moments_of_another_size()}),
     "refresh a string": lambda e: e.refresh("fc1"),
-    "refresh a number": lambda e: e.refresh(3),
     "refresh numbers": lambda e: e.refresh([3]),
-    "refresh an array": lambda e: e.refresh(np.asarray(0.0)),
-    "refresh lists": lambda e: e.refresh([["fc1"]]),
     "refresh check": lambda e: e.refresh(check="x"),
-    "refresh check of 1": lambda e: e.refresh(check=1),
     "start check": lambda e: e.start_refresh(check="x"),
-    "start names": lambda e: e.start_refresh("fc1"),
     "rebase moments": lambda e: e.rebase(moments="x"),
-    "rebase moments of None": lambda e: e.rebase(moments=None),
     "rebase names": lambda e: e.rebase(3, moments="zero"),
     "precondition nothing": lambda e: e.precondition(None),
     "precondition a number": lambda e: e.precondition({"fc1": 3}),
-    "precondition two numbers": lambda e: e.precondition({"fc1": 3, "fc2": 3}),
-    "precondition an array": lambda e: e.precondition({"fc1": np.ones((n, m))}),
     "apply a number": lambda e: e.apply(3, {}),
-    "apply a list": lambda e: e.apply([], {}),
     "power without exponent": lambda e: e.apply("multiply_matpower", {}),
+    "product with exponent": lambda e: e.apply("multiply", {}, exponent=0.5),
+    "two exponents": lambda e: e.apply("multiply_matpower", {}, 0.5, 1.0),
     "operator of a number": lambda e: e.operator(3),
-    "operator of a list": lambda e: e.operator([]),
     "load nothing": lambda e: e.load_state_dict(None),
     "save to a number": lambda e: kc.save_checkpoint(3, e),
-    "save to None": lambda e: kc.save_checkpoint(None, e),
     "save to NUL": lambda e: kc.save_checkpoint("a\0b", e),
-    "save to bytes with NUL": lambda e: kc.save_checkpoint(b"a\0b", e),
-    "save a number": lambda e: kc.save_checkpoint("unused", 3),
     "save parts": lambda e: kc.save_checkpoint("unused", e, parts=["all"]),
-    "load NUL": lambda e: kc.load_checkpoint("a\0b", e),
     "load None": lambda e: kc.load_checkpoint(None, e),
-    "load into a number": lambda e: kc.load_checkpoint("unused", 3),
     "load layouts": lambda e: kc.load_checkpoint("unused", e, layouts=None),
     "load names": lambda e: kc.load_checkpoint("unused", e, names="fc1"),
     "header of NUL": lambda e: kc.read_header("a\0b"),
     "set a damping": lambda e: setattr(e, "damping", "x"),
-    "set dampings": lambda e: setattr(e, "damping", {"fc1": "x", "fc2": 1.0}),
     "set a decay": lambda e: setattr(e, "decay", None),
-    "set an array for a decay": lambda e: setattr(e, "decay", np.asarray(0.5)),
 }
 
 
@@ -346,14 +315,6 @@ def test_statistics_begin_in_a_floating_dtype(code):
     """Of other arrays they were of that dtype, or an error without a name."""
     with pytest.raises(kc.DtypeError, match="`like`"):
         BLOCK.initial(np.ones(3).astype(code))
-
-
-def test_names_may_be_a_generator():
-    """An iterable that can be read once is read once."""
-    held = trained(BATCH.inputs, BATCH.output_grads)
-    held.refresh(name for name in ("fc1", "fc2"))
-
-    assert held.state["fc2"].refreshes == 2
 
 
 @pytest.mark.parametrize(
@@ -406,34 +367,23 @@ BAD_VECTORS = {
     "missing": (
         lambda b: {"weight": vectors(b)["weight"]},
         kc.ShapeError,
-        r"Block 'fc2'.*\['bias', 'weight'\], got \['weight'\]",
+        r"Block 'fc2'.*`parameters`.*missing \['bias'\]",
     ),
     "unknown": (
         lambda b: vectors(b) | {"scale": vectors(b)["bias"]},
         kc.ShapeError,
-        r"Block 'fc2'.*got \['bias', 'scale', 'weight'\]",
+        r"Block 'fc2'.*`parameters`.*unknown \['scale'\]",
     ),
     "weight": (
         lambda b: vectors(b, weight=(m, n)),
         kc.ShapeError,
         r"Block 'fc2'.*`weight` to have shape \(4, 3\), got \(3, 4\)",
     ),
-    "bias": (
-        lambda b: vectors(b, bias=(m, 1)),
-        kc.ShapeError,
-        r"Block 'fc2'.*`bias` to have shape \(3,\), got \(3, 1\)",
-    ),
     "integers": (
         lambda b: vectors(b, dtype="int32"),
         kc.DtypeError,
         "`weight`.*floating.*int32",
     ),
-    "list": (
-        lambda b: vectors(b) | {"bias": [1.0, 1.0, 1.0]},
-        kc.DtypeError,
-        "`bias` to be an array, got list",
-    ),
-    "number": (lambda b: vectors(b) | {"bias": 1.0}, kc.DtypeError, "`bias`"),
     "none": (lambda b: vectors(b) | {"bias": None}, kc.DtypeError, "`bias`"),
 }
 
@@ -482,7 +432,6 @@ BAD = {
         kc.ShapeError,
         r"`output_grads` to have shape \(6, 2, 3\)",
     ),
-    "one_axis": (lambda b, x, g: kc.Batch(x[0, :], g), kc.ShapeError, "`inputs`"),
     "empty": (
         lambda b, x, g: kc.Batch(x[:0, :], g[:0, :]),
         kc.ShapeError,
@@ -493,25 +442,10 @@ BAD = {
         kc.ShapeError,
         r"`output_grads`.*say so with `sources`",
     ),
-    "sources_mismatch": (
-        lambda b, x, g: kc.Batch(x, ones(b, 2, N, m), sources=3),
-        kc.ShapeError,
-        r"`output_grads` to have shape \(3, 6, 3\)",
-    ),
-    "sources_without_axis": (
-        lambda b, x, g: kc.Batch(x, g, sources=1),
-        kc.ShapeError,
-        r"`output_grads` to have shape \(1, 6, 3\)",
-    ),
     "integer_inputs": (
         lambda b, x, g: kc.Batch(ones(b, N, n, dtype="int32"), g),
         kc.DtypeError,
         "`inputs`.*floating.*int32.*astype",
-    ),
-    "integer_output_grads": (
-        lambda b, x, g: kc.Batch(x, ones(b, N, m, dtype="int32")),
-        kc.DtypeError,
-        "`output_grads`.*floating.*int32.*astype",
     ),
     "complex_inputs": (
         lambda b, x, g: kc.Batch(ones(b, N, n, dtype="complex64"), g),
@@ -527,27 +461,6 @@ BAD = {
         lambda b, x, g: kc.Batch(x, g, ones(b, N - 1, dtype="bool")),
         kc.ShapeError,
         r"`mask` to have shape \(6,\), got \(5,\)",
-    ),
-    "list_inputs": (
-        lambda b, x, g: kc.Batch([[1.0] * n] * N, g),
-        kc.DtypeError,
-        "`inputs` to be an array, got list.*asarray",
-    ),
-    "number_output_grads": (
-        lambda b, x, g: kc.Batch(x, 1.0),
-        kc.DtypeError,
-        "`output_grads` to be an array, got float",
-    ),
-    "string_mask": (
-        lambda b, x, g: kc.Batch(x, g, "all"),
-        kc.DtypeError,
-        "`mask` to be an array, got str",
-    ),
-    "no_inputs": (lambda b, x, g: kc.Batch(None, g), kc.DtypeError, "`inputs`"),
-    "no_output_grads": (
-        lambda b, x, g: kc.Batch(x, None),
-        kc.DtypeError,
-        "`output_grads`",
     ),
 }
 
@@ -691,26 +604,9 @@ def test_the_meta_device_is_refused(requires_backend):
     ("layer", "approximation"),
     [
         (DENSE, kc.Kronecker()),
-        (DENSE, kc.Full()),
         (kc.ScaleShift(scale_shape=(n,), shift_shape=None), kc.Full()),
-        (
-            kc.Embedding(num_embeddings=n, features=m, weight_layout="io"),
-            kc.Kronecker(input="diagonal"),
-        ),
-        (
-            kc.Conv(
-                in_channels=n,
-                out_channels=m,
-                kernel_size=(1,),
-                padding="valid",
-                bias=False,
-                weight_layout="oi_spatial",
-                data_layout="channels_first",
-            ),
-            kc.Kronecker(),
-        ),
     ],
-    ids=["kronecker", "full", "scale", "embedding", "conv"],
+    ids=["kronecker", "scale"],
 )
 def test_gradients_alone_are_refused_where_inputs_are_needed(
     backend, layer, approximation
@@ -746,29 +642,8 @@ def test_a_mean_over_rows_needs_rows(backend, rng):
     np.testing.assert_allclose(got, D.T @ D / N, rtol=1e-10)
 
 
-@pytest.mark.parametrize("layer", ["chain", "series"])
-def test_exact_damping_of_a_chain_is_refused_in_one_sentence(backend, rng, layer):
-    """The block was named twice."""
-    T = 3 if layer == "series" else 1
-    shape = (N, T) if T > 1 else (N,)
-    wide = kc.Dense(in_features=n, out_features=n, bias=True, weight_layout="io")
-    if layer == "series":
-        blocks = {"a": kc.Block(wide, kc.Series(variant="infinite"))}
-        sharing = kc.Sharing()
-    else:
-        blocks = {name: kc.Block(wide, kc.Kronecker()) for name in "ab"}
-        sharing = kc.Sharing(chains={"c": ("a", "b")})
-    made = kc.Estimator(blocks, reduction="sum", damping_rule="exact", sharing=sharing)
-    rows = [backend.asarray(rng.normal(size=(*shape, n))) for _ in range(2)]
-    made.update({name: kc.Batch(*rows) for name in blocks})
-    with pytest.raises(kc.UnsupportedError, match="'factored'") as caught:
-        made.refresh()
-    assert str(caught.value).count("Block ") == 1
-
-
 Z = np.ones((3, 2))
 VECTOR = {"fc": {"weight": np.ones((2, 2))}}
-POSTERIOR = {"blocks": {"a": kc.Block(DENSE, kc.Kronecker())}, "statistics": {}}
 # What a function refuses: a good call, and bad values of its options.
 FUNCTIONS = {
     "levenberg_marquardt": (

@@ -92,45 +92,6 @@ def test_a_compiled_step_is_the_step(torch, tensors, rule, kind):
         assert_close(got[product], value, "inverse", "float64")
 
 
-def test_compiled_steps_follow_each_other(torch, tensors):
-    """Statistics that one compiled call returns are what the next one takes."""
-    x, g, V = tensors
-    one = compiler_of("torch")(lambda *a: step(*a, "factored"))
-    start = BLOCK.initial(x)
-
-    got, _, _ = one(start, x, g, V, 0.1, 0.9)
-    _, got, _ = one(got, 2.0 * x, g, V, 0.1, 0.9)
-
-    expected, _, _ = step(start, x, g, V, 0.1, 0.9, "factored")
-    _, expected, _ = step(expected, 2.0 * x, g, V, 0.1, 0.9, "factored")
-    assert_close(got["inverse"], expected["inverse"], "inverse", "float64")
-
-
-@pytest.mark.parametrize(
-    ("poison", "flag"),
-    [(0, kc.Status.INPUTS_NOT_FINITE), (1, kc.Status.OUTPUT_GRADS_NOT_FINITE)],
-)
-def test_a_compiled_bad_update_is_a_flag_and_changes_nothing(
-    torch, tensors, poison, flag
-):
-    """Under ``torch.compile`` rows that are not finite set a flag and keep the sums."""
-    x, g, V = tensors
-    start, _, _ = step(BLOCK.initial(x), x, g, V, 0.1, 0.9, "factored")
-    bad = [x.clone(), g.clone()]
-    bad[poison][0, 0] = torch.nan
-
-    got, _, flags = compiler_of("torch")(lambda *a: step(*a, "factored"))(
-        start, *bad, V, 0.1, 0.9
-    )
-
-    assert int(flags) == flag
-    for name, average in start.averages.items():
-        kept = got.averages[name]
-        assert torch.equal(kept.weight, average.weight)
-        if name != "repeats":
-            assert torch.equal(kept.sum.array, average.sum.array)
-
-
 def test_looking_at_a_value_breaks_the_graph(torch, tensors):
     """The row that must fail: ``check="raise"`` looks at values and cannot be traced."""
     x, g, _ = tensors
@@ -190,76 +151,6 @@ def test_the_first_call_of_a_process_may_be_compiled(torch, rule):
     assert done.stdout.split() == ["True", "0"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_vmap_is_a_loop(torch, tensors, rule):
-    """A whole step under ``torch.vmap`` over batches is a loop over them."""
-    x, g, V = tensors
-    start = BLOCK.initial(x)
-    xs, vectors = torch.stack([x, 2.0 * x]), torch.stack([V, V + 1.0])
-
-    got = torch.vmap(lambda x, V: step(start, x, g, V, 0.1, 0.9, rule)[1])(xs, vectors)
-
-    for i in range(2):
-        _, expected, _ = step(start, xs[i], g, vectors[i], 0.1, 0.9, rule)
-        for product, value in expected.items():
-            assert_close(got[product][i], value, "inverse", "float64")
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("data_layout", ["channels_first", "channels_last"])
-def test_vmap_of_a_convolution_is_a_loop(torch, rng, groups, data_layout):
-    """Its rows and its coordinates in the eigenbasis, under ``torch.func.vmap``."""
-    image, channels = (4, 4), (4, 2)
-    shapes = [(2, N, *image, c) for c in channels]
-    if data_layout == "channels_first":
-        shapes = [(2, N, c, *image) for c in channels]
-    layer = kc.Conv(
-        in_channels=4,
-        out_channels=2,
-        kernel_size=(3, 3),
-        strides=(1, 1),
-        padding="same",
-        dilation=(1, 1),
-        groups=groups,
-        bias=True,
-        weight_layout="oi_spatial",
-        data_layout=data_layout,
-    )
-    block = kc.Block(layer, kc.Kronecker())
-    xs, gs = (torch.tensor(rng.normal(size=shape)) for shape in shapes)
-    vectors = torch.tensor(rng.normal(size=(2, *layer.matrix_shape)))
-
-    def products(x, g, V):
-        statistics = kc.update_block(
-            block,
-            block.initial(x),
-            kc.Batch(x, g),
-            kc.UpdateOptions(conventions=SUMMED, decay=0.9, check="status"),
-        )
-        operator = kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(
-                damping=0.1,
-                rule="factored",
-                factorizations=("inverse", "eigenbasis"),
-                check="status",
-            ),
-        )
-        spectral = operator.spectral()
-        coordinates = spectral.to_basis(V)
-        scaled = spectral.from_basis(coordinates * spectral.spectrum)
-        return operator.multiply_inverse(V), scaled, spectral.from_basis(coordinates)
-
-    got = torch.func.vmap(products)(xs, gs, vectors)
-
-    for i in range(2):
-        expected = products(xs[i], gs[i], vectors[i])
-        for product, value in zip(got, expected, strict=True):
-            assert_close(product[i], value, "inverse", "float64")
-        assert_close(got[2][i], vectors[i], "inverse", "float64")
-
-
 def estimator(rule="factored"):
     """Return an estimator of the one block."""
     return kc.Estimator(
@@ -292,21 +183,6 @@ def test_statistics_hold_no_graph(torch, tensors, rule, leaf):
     found = list(arrays_in(kept.state_dict()))
     assert len(found) > 5
     assert not any(t.requires_grad or t.grad_fn is not None for t in found)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_results_hold_no_graph(torch, tensors, rule):
-    """What `precondition` returns for tensors without a graph has none either."""
-    x, g, V = tensors
-    kept = estimator(rule)
-    kept.update({"fc": kc.Batch(x.requires_grad_(), g.requires_grad_())})
-    kept.refresh()
-    gradients = {"weight": V[:-1].T, "bias": V[-1]}
-
-    result = kept.precondition({"fc": gradients})
-
-    assert len(list(arrays_in(result))) == 2
-    assert not any(t.requires_grad for t in arrays_in(result))
 
 
 def test_results_of_parameters_hold_no_graph(torch, tensors):

@@ -89,29 +89,6 @@ def test_a_block_that_was_reset_stays_reset(backend, rng):
     assert_close(block_of(backend, estimator), expected, "product", "float64")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_several_blocks_are_those_of_a_refresh_in_the_foreground(backend, rng, workers):
-    """As a stack or on threads, beside steps that use the estimator's own."""
-    V = {"weight": backend.asarray(rng.normal(size=(4, 3)))}
-    given = dict.fromkeys("abc", V)
-    kept = [make("abc", workers=w) for w in (1, workers)]
-    for _ in range(2):
-        batches = {name: draw(backend, rng)[2] for name in "abc"}
-        for estimator in kept:
-            estimator.update(batches)
-    kept[0].refresh()
-    kept[1].refresh(["a"])
-    refresh = kept[1].start_refresh()
-    kept[1].precondition({"a": V})
-    refresh.install()
-
-    expected, got = (estimator.precondition(given) for estimator in kept)
-
-    for name in "abc":
-        pair = (backend.to_numpy(made[name]["weight"]) for made in (got, expected))
-        assert_close(*pair, "inverse", "float64")
-
-
 def test_steps_go_on_while_a_refresh_is_under_way(backend, rng, monkeypatch):
     """The old operator answers until `install`, whether the new one is done or not."""
     estimator = make()

@@ -161,21 +161,3 @@ def test_what_numpy_cannot_see_pytorch_computes(on_one_thread, asked, rng):  # n
         dense = (e.operator("fc").to_dense() for e in (usual, traced))
         pair = (on_one_thread.to_numpy(matrix.detach()) for matrix in dense)
         assert_close(*pair, "product", "float64")
-
-
-def test_a_failure_raises_and_keeps_what_was(on_one_thread, asked, rng):  # noqa: F811
-    """As PyTorch alone: the message names the block, and the old operator multiplies."""
-    x, g = (on_one_thread.asarray(rng.normal(size=(N, k)), "float64") for k in (n, m))
-    estimator = estimator_of({"fc": dense_block()}, decay=0.0)
-    estimator.update({"fc": kc.Batch(x, g)})
-    estimator.refresh()
-    kept = estimator.operator("fc")
-    estimator.damping = 0.0
-    asked.clear()
-    estimator.update({"fc": kc.Batch(x, g * 0.0)})
-
-    with pytest.raises(kc.FactorizationError, match="fc/"):
-        estimator.refresh()
-
-    assert asked
-    assert estimator.operator("fc") is kept

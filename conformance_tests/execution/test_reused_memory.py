@@ -31,15 +31,6 @@ def address(x):
     return x.__array_interface__["data"][0]
 
 
-def test_an_array_is_like_any_other():
-    """In Fortran order, writeable, of the shape and dtype; small ones too."""
-    for shape in (SHAPE, (3, 2), (0, 5)):
-        x = empty(shape, DTYPE)
-        assert (x.shape, x.dtype) == (shape, DTYPE)
-        assert x.flags.f_contiguous
-        assert x.flags.writeable
-
-
 def test_memory_comes_back_when_the_last_view_is_gone(store):
     """Not before: a view of a view holds it, and so does what shares the buffer."""
     others = empty(SHAPE, DTYPE), empty(SHAPE, DTYPE)

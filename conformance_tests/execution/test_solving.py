@@ -53,34 +53,3 @@ def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation
     for result in found.values():
         got = np.concatenate([result["weight"], result["bias"][None]])
         assert_close(got, expected, "inverse", dtype)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_factorizations_alone_are_stacked_and_shared_out_too(backend, rng, workers):
-    """Equal small blocks, a larger one and one with another approximation."""
-    blocks = {
-        **{name: block(6, 5) for name in "ab"},
-        "wide": block(70, 3),
-        "tnt": block(approximation=kc.TNT()),
-    }
-    batches, vectors = {}, {}
-    for name, of in blocks.items():
-        n, m = of.layer.matrix_shape
-        x, g = rng.normal(size=(90, n - 1)), rng.normal(size=(90, m))
-        batches[name] = kc.Batch(backend.asarray(x), backend.asarray(g))
-        V = {"weight": rng.normal(size=(n - 1, m)), "bias": rng.normal(size=m)}
-        vectors[name] = {k: backend.asarray(v) for k, v in V.items()}
-    results = []
-    for options in ({}, {"solving": "triangular", "workers": workers}):
-        estimator = make_estimator(blocks, **SETTINGS, **options)
-        estimator.update(batches)
-        estimator.refresh()
-        results.append(estimator.precondition(vectors))
-    for name in blocks:
-        part = estimator.operator(name).input
-        assert part.inverse is None
-        assert part.cholesky is not None
-        assert part.solving == "triangular"
-        for k, expected in results[0][name].items():
-            got = backend.to_numpy(results[1][name][k])
-            assert_close(got, backend.to_numpy(expected), "inverse", "float64")

@@ -187,71 +187,6 @@ def test_a_stack_gives_each_block_its_own_average(
             assert_close(backend.to_numpy(average.weight), weight, "roundoff", dtype)
 
 
-def test_several_sources_and_an_array_as_decay_are_stacked(backend, dtype, rng):
-    """One array that all blocks have is not given an axis."""
-    network = network_of({name: block_of() for name in NAMES})
-    batches = {
-        name: batch_of(
-            *(backend, dtype, rng.normal(size=(4, 3)), rng.normal(size=(2, 4, 2))),
-            sources=2,
-        )
-        for name in NAMES
-    }
-    decay, inner = backend.asarray(DECAY, dtype), Seen()
-    states = []
-    for executor in (plain, Stacked(inner, fewest=2)):
-        state = network.empty()
-        for _ in range(2):
-            state = network.update(state, batches, decay=decay, executor=executor)
-        states.append(state)
-
-    assert inner.taken() == [3, 3]
-    assert_same_statistics(backend, dtype, states[1], states[0])
-
-
-def test_what_a_stack_leaves_has_the_form_of_one(backend, rng):
-    """Weights and statuses are 0-d arrays of the library, and files take them."""
-    network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
-    gradients = gradients_of(backend, "float64", rng, network)
-    states = []
-    for executor in (plain, Stacked(fewest=2)):
-        state = fed(backend, "float64", network, seen, executor)
-        state = network.refresh(state, damping=0.1, executor=executor)
-        network.precondition(state, gradients, executor=executor)
-        states.append(state)
-
-    kind = type(gradients["a"]["weight"])
-    for name in NAMES:
-        for part in ("statistics", "operator"):
-            reference, ours = (getattr(state[name], part) for state in states)
-            assert forms(ours) == forms(reference)
-            assert {type(x) for _, x in leaves(ours)} == {kind}
-
-
-def test_the_bad_block_of_a_stack_is_named(backend, rng):
-    """A batch that is not finite is refused by name, and changes no block."""
-    estimator = kc.Estimator({name: block_of() for name in NAMES}, reduction="sum")
-    seen = data(rng)
-    estimator.update({n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES})
-    before = estimator.state
-    sums = {
-        n: backend.to_numpy(dense(before[n].statistics.averages["input"]))
-        for n in NAMES
-    }
-    g = seen["b"][1][1].copy()
-    g[0, 1, 0] = np.inf
-    spoilt = seen | {"b": [None, (seen["b"][1][0], g)]}
-    batches = {n: batch_of(backend, "float64", *spoilt[n][1]) for n in NAMES}
-
-    with pytest.raises(kc.NotFiniteError, match="Block 'b': `output_grads`"):
-        estimator.update(batches)
-
-    assert estimator.state is before
-    for name in NAMES:
-        average = before[name].statistics.averages["input"]
-        assert_close(backend.to_numpy(dense(average)), sums[name], "exact", "float64")
-
-
 def test_a_status_is_of_the_bad_block_alone(backend, rng):
     """With ``check="status"`` it is flagged, and no block of the batch moves."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
@@ -273,15 +208,6 @@ def test_a_status_is_of_the_bad_block_alone(backend, rng):
             pair = (s[name].statistics.averages[side] for s in (kept, state))
             got, before = (backend.to_numpy(dense(average)) for average in pair)
             assert_close(got, before, "exact", "float64")
-
-
-def test_a_wrong_shape_in_every_block_of_a_stack_is_named(backend, rng):
-    """Blocks that are wrong in the same way are refused as one would be."""
-    estimator = kc.Estimator({name: block_of() for name in NAMES}, reduction="sum")
-    seen = data(rng, n=4)
-
-    with pytest.raises(kc.ShapeError, match=r"Block 'a'.*`inputs`"):
-        estimator.update({n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES})
 
 
 def test_only_equals_are_stacked(backend, rng):
@@ -437,22 +363,6 @@ def test_each_operator_is_that_of_its_block(backend, dtype, rng, rule, debias):
             assert_close(*map(backend.to_numpy, pair), "power", dtype)
 
 
-def test_an_array_as_damping_is_every_blocks(backend, dtype, rng):
-    """It is not stacked, and never read."""
-    network, inner = network_of({name: block_of() for name in NAMES}), Seen()
-    state = fed(backend, dtype, network, data(rng))
-    gradients = gradients_of(backend, dtype, rng, network)
-    products = []
-    for executor in (plain, Stacked(inner, fewest=2)):
-        made = network.refresh(
-            state, damping=backend.asarray(0.3, dtype), executor=executor
-        )
-        products.append(network.precondition(made, gradients, executor=executor))
-
-    assert inner.taken() == [3, 3]
-    assert_same_products(backend, dtype, products[1], products[0])
-
-
 def replaced_entry(backend, statistics, value):
     """Return statistics with another first entry of the input factor."""
 
@@ -521,63 +431,6 @@ def test_a_block_that_needs_a_fallback_gets_it_alone(backend, rng):
         V = backend.asarray(rng.normal(size=(4, 2)), "float64")
         pair = (made[name].operator.multiply_inverse(V) for made in (got, expected))
         assert_close(*map(backend.to_numpy, pair), "inverse", "float64")
-
-
-def test_a_singular_block_is_reported(backend, rng):
-    """Where no fallback holds, the error is of the block and not of the stack."""
-    network = network_of({name: block_of() for name in NAMES})
-    state = fed(backend, "float64", network, data(rng))
-    empty = network.blocks["b"].initial(state["b"].statistics.like)
-    state = state.updated({"b": kc.BlockState(statistics=empty)})
-
-    with pytest.raises(kc.FactorizationError, match="b/") as raised:
-        network.refresh(state, damping=0.0, executor=Stacked(fewest=2))
-
-    assert "equal" not in str(raised.value)
-    with pytest.raises(kc.DampingError):
-        network.refresh(state, damping=-1.0, executor=Stacked(fewest=2))
-
-
-def test_products_of_a_stack_are_those_of_each(backend, dtype, rng):
-    """Of all, of some in another order, of one, and with a dtype of its own."""
-    network = network_of({n: block_of() for n in NAMES} | {"w": block_of(m=1)})
-    seen = data(rng) | data(rng, ("w",), m=1)
-    executor, inner = None, Seen()
-    executor = Stacked(inner, fewest=2)
-    state = fed(backend, dtype, network, seen, executor)
-    state = network.refresh(state, damping=0.1, executor=executor)
-    given = gradients_of(backend, dtype, rng, network)
-    inner.taken()
-
-    for names, sizes in (
-        ((*NAMES, "w"), [1, 3]),
-        (("c", "a"), [2]),
-        (("b",), [1]),
-        (NAMES, [3]),
-    ):
-        asked = {name: given[name] for name in names}
-        got = network.precondition(state, asked, executor=executor)
-        assert tuple(got) == names
-        assert inner.taken() == sizes
-        expected = network.precondition(state, asked)
-        assert_same_products(backend, dtype, got, expected)
-
-
-@pytest.mark.parametrize("shape", [(4, 2), (2, 3)])
-def test_a_gradient_that_does_not_fit_is_refused(backend, rng, shape):
-    """Whether its block is in a stack or all of the stack are wrong."""
-    network = network_of({name: block_of() for name in NAMES})
-    executor = Stacked(fewest=2)
-    state = fed(backend, "float64", network, data(rng), executor)
-    state = network.refresh(state, damping=0.1, executor=executor)
-    given = gradients_of(backend, "float64", rng, network)
-    bad = backend.asarray(rng.normal(size=shape), "float64")
-
-    one = given | {"b": given["b"] | {"weight": bad}}
-    every = {name: given[name] | {"weight": bad} for name in NAMES}
-    for name, wrong in (("b", one), ("a", every)):
-        with pytest.raises(kc.ShapeError, match=rf"Block '{name}'.*weight"):
-            network.precondition(state, wrong, executor=executor)
 
 
 def test_pieces_of_a_stack_are_recognized(backend, rng, copies):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.errors import DecayError
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import reference
@@ -157,30 +156,6 @@ def test_a_shard_of_padding_counts_its_examples(backend, dtype, rng, sharing):
     assert_same(values(backend, merged), expected, dtype)
 
 
-def test_absorbing_moments_is_one_update(backend, dtype, rng):
-    """Moments of a whole batch, absorbed, are what one update with it gives."""
-    made, first, second = block(), data(rng), data(rng, 5)
-    fed = batch(backend, dtype, *second)
-    options = {"decay": 0.8, "weight": 2.0}
-    start = kc.update_block(
-        made,
-        made.initial(fed.inputs),
-        batch(backend, dtype, *first),
-        kc.UpdateOptions(conventions=SUM, decay=0.8),
-    )
-
-    updated = kc.update_block(
-        made, start, fed, kc.UpdateOptions(conventions=SUM, **options)
-    )
-    absorbed = kc.absorb_block(
-        made, start, kc.batch_moments(made, fed, conventions=SUM), *options.values()
-    )
-
-    for debias in (True, False):
-        expected = values(backend, updated, debias=debias)
-        assert_same(values(backend, absorbed, debias=debias), expected, dtype)
-
-
 @pytest.mark.parametrize("kind", [np.float64, np.float32, float])
 def test_the_dtype_of_coefficients_changes_no_dtype(backend, dtype, rng, kind):
     """Decay and weight as NumPy scalars leave statistics in their own dtype."""
@@ -264,27 +239,3 @@ def test_burn_in_is_a_plain_mean(backend, dtype, rng):
 
     assert_close(at_3, sum(seen[:3]) / 3, "gram", dtype)
     assert_close(at_4, (0.5 * sum(seen[:3]) + 0.5 * seen[3]) / 2.0, "gram", dtype)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"decay": -0.1},
-        {"decay": 1.1},
-        {"decay": float("nan")},
-        {"decay": 0.9, "weight": 0.0},
-        {"decay": 0.9, "weight": -1.0},
-        {"decay": 0.9, "weight": float("inf")},
-    ],
-)
-def test_bad_coefficients_are_refused(backend, dtype, rng, options):
-    """A decay outside [0, 1] or a weight that is not positive is an error."""
-    made, fed = block(), batch(backend, dtype, *data(rng))
-    start = made.initial(fed.inputs)
-
-    with pytest.raises(DecayError):
-        kc.update_block(made, start, fed, kc.UpdateOptions(conventions=SUM, **options))
-    with pytest.raises(DecayError):
-        kc.absorb_block(
-            made, start, kc.batch_moments(made, fed, conventions=SUM), *options.values()
-        )

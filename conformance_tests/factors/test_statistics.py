@@ -5,7 +5,6 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.structure import leaves, static_fields
-from kfac_core.errors import ConventionError, DtypeError, NotFiniteError, ShapeError
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
@@ -94,30 +93,6 @@ def test_factors_are_the_definition(backend, dtype, rng, bias, sharing, shared, 
     assert_factors(backend, got, *expected, dtype)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("combine", ["sum", "mean"])
-@pytest.mark.parametrize("sources", [1, 3])
-def test_sources_are_summed_or_averaged(backend, dtype, rng, sources, combine, sharing):
-    """Outer products of M sources add up, or are averaged; a factor of M apart."""
-    x, g = data(rng, (2,), sources)
-
-    got = statistics_of(
-        backend,
-        block(sharing=sharing),
-        backend.asarray(x, dtype),
-        backend.asarray(g, dtype),
-        sources=sources,
-        combine=combine,
-    )
-
-    A, G, S = reference.kronecker_factors(x, g, bias=True, sharing=sharing)
-    over = sources if combine == "mean" else 1
-    assert_factors(backend, got, A, G / over, S, dtype)
-    if sources > 1:
-        other = 1 if combine == "mean" else sources
-        assert_differs(factor(backend, got, "output"), G / other)
-
-
 def test_expand_and_reduce_differ(backend, dtype, rng):
     """With shared positions the two sharings are two approximations."""
     x, g = data(rng, (3,))
@@ -131,68 +106,6 @@ def test_expand_and_reduce_differ(backend, dtype, rng):
     for side in ("input", "output"):
         expected = factor(backend, reduce, side)
         assert_differs(factor(backend, expand, side), expected)
-
-
-def test_without_sharing_expand_and_reduce_agree(backend, dtype, rng):
-    """With one position there is nothing to expand or to reduce."""
-    x, g = data(rng, ())
-    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
-
-    expand, reduce = (
-        statistics_of(backend, block(sharing=sharing), *fed)
-        for sharing in ("expand", "reduce")
-    )
-
-    for side in ("input", "output"):
-        expected = factor(backend, reduce, side)
-        assert_close(factor(backend, expand, side), expected, "gram", dtype)
-
-
-@pytest.mark.parametrize(
-    ("input_kind", "output_kind"),
-    [("diagonal", "full"), ("full", "diagonal"), ("diagonal", "diagonal")],
-)
-@pytest.mark.parametrize("masked", [False, True])
-def test_diagonal_factors_are_the_diagonals(
-    backend, dtype, rng, input_kind, output_kind, masked
-):
-    """A diagonal factor is the diagonal of the full one, its bias entry included."""
-    x, g = data(rng, (2,))
-    mask = rng.uniform(size=(N, 2)) < 0.6 if masked else None
-
-    got = statistics_of(
-        backend,
-        block(input=input_kind, output=output_kind),
-        backend.asarray(x, dtype),
-        backend.asarray(g[0], dtype),
-        mask=None if mask is None else backend.asarray(mask),
-    )
-
-    expected = reference.kronecker_factors(x, g, bias=True, mask=mask)
-    assert (factor(backend, got, "input").ndim == 1) == (input_kind == "diagonal")
-    assert (factor(backend, got, "output").ndim == 1) == (output_kind == "diagonal")
-    assert_factors(backend, got, *expected, dtype)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
-def test_the_loss_convention_undoes_the_mean(backend, dtype, rng, loss, masked):
-    """Gradients of a mean loss, declared as such, give the factor of the summed loss."""
-    x, g = data(rng, (2,))
-    mask = rng.uniform(size=(N, 2)) < 0.6 if masked else np.ones((N, 2), bool)
-    rows = {"sum": 1, "mean": N, "mean_rows": int(mask.sum())}[loss]
-    fed = backend.asarray(x, dtype), backend.asarray(g[0] / rows, dtype)
-    options = {"mask": backend.asarray(mask) if masked else None}
-
-    declared = statistics_of(backend, block(), *fed, loss=loss, **options)
-    undeclared = statistics_of(backend, block(), *fed, loss="sum", **options)
-
-    expected = reference.kronecker_factors(x, g, bias=True, mask=mask)
-    assert_factors(backend, declared, *expected, dtype)
-    if loss != "sum":
-        got = factor(backend, undeclared, "output")
-        assert_close(got * rows**2, expected[1], "gram", dtype)
-        assert_differs(got, expected[1])
 
 
 def test_the_three_losses_differ_by_squares(backend, dtype, rng):
@@ -309,52 +222,3 @@ def test_the_first_update_is_the_batch_itself(backend, dtype, rng, decay, weight
 
     expected = reference.kronecker_factors(x, g, bias=True)
     assert_factors(backend, got, *expected, dtype)
-
-
-@pytest.mark.parametrize("argument", ["inputs", "output_grads"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_are_not_finite_are_refused_by_name(
-    backend, dtype, rng, argument, bad
-):
-    """NaN or infinity in rows that count is an error that names block and argument."""
-    x, g = data(rng)
-    (x if argument == "inputs" else g[0])[2, 1] = bad
-    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
-
-    with pytest.raises(NotFiniteError, match=f"`{argument}`"):
-        statistics_of(backend, block(), *fed)
-
-
-@pytest.mark.parametrize(
-    ("x", "g", "options", "error"),
-    [
-        ((5, 3), (5, 3), {}, ShapeError),
-        ((5, 4), (5, 4), {}, ShapeError),
-        ((5, 4), (4, 3), {}, ShapeError),
-        ((5, 2, 4), (5, 3, 3), {}, ShapeError),
-        ((4,), (3,), {}, ShapeError),
-        ((0, 4), (0, 3), {}, ShapeError),
-        ((5, 4), (2, 5, 3), {}, ShapeError),
-        ((5, 4), (2, 5, 3), {"sources": 3}, ShapeError),
-        ((5, 4), (5, 3), {"mask": np.ones(4, bool)}, ShapeError),
-        ((5, 4), (5, 3), {"mask": np.ones(5, int)}, DtypeError),
-    ],
-)
-def test_batches_that_do_not_fit_are_refused(backend, x, g, options, error):
-    """A wrong shape or a mask of integers is an error, an empty batch too."""
-    fed = backend.asarray(np.ones(x)), backend.asarray(np.ones(g))
-    if "mask" in options:
-        options = {"mask": backend.asarray(options["mask"])}
-
-    with pytest.raises(error):
-        statistics_of(backend, block(), *fed, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"reduction": "average", "sources": "sum"}, {"reduction": "sum", "sources": None}],
-)
-def test_unknown_conventions_are_refused(options):
-    """A convention that nobody knows is an error that lists the known ones."""
-    with pytest.raises(ConventionError, match="'sum'"):
-        kc.Conventions(**options)

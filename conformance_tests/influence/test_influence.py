@@ -284,49 +284,6 @@ def test_the_damping_is_a_fraction_of_the_mean_eigenvalue(case):
     assert_close(same, got, "exact", case.dtype)
 
 
-def test_a_fraction_out_of_range_is_refused_by_its_name(plain):
-    """The error named an argument of a function below."""
-    with pytest.raises(kc.DampingError, match="`damping_fraction`"):
-        influence_of(plain, damping_fraction=-0.1)
-
-
-def test_none_and_one(plain):
-    """No queries and no examples give empty scores; one of each gives one."""
-    queries, examples, _, G_n = queries_and_examples(plain)
-    influence = influence_of(plain)
-    stack = plain.parameters(plain.matrices(G_n))
-    none = {"0": {name: x[:0, ...] for name, x in stack.items()}}
-    one = {"0": {name: x[:1, ...] for name, x in stack.items()}}
-    stored = precondition(influence, {"0": queries})
-
-    assert tuple(scores(influence, stored, none).shape) == (EXAMPLES, 0)
-    empty = precondition(influence, none)
-    assert tuple(scores(influence, empty, {"0": examples}).shape) == (0, EXAMPLES)
-    own = influence.self_scores(none, reduction="sum", max_elements=PLENTY)
-    assert tuple(own.shape) == (0,)
-    got = plain.backend.to_numpy(scores(influence, precondition(influence, one), one))
-    assert_close(got, G_n[:1] @ dense_of(plain) @ G_n[:1].T, "inverse", "float64")
-
-
-def test_progress_is_told(plain):
-    """Pairs of queries and examples that are done, up to all there are."""
-    queries, examples, *_ = queries_and_examples(plain)
-    influence, told = influence_of(plain), []
-    stored = precondition(influence, {"0": queries})
-
-    scores(
-        influence,
-        stored,
-        {"0": examples},
-        budget=150,
-        progress=lambda done, total: told.append((done, total)),
-    )
-
-    assert len(told) > 2
-    assert told[-1] == (EXAMPLES**2, EXAMPLES**2)
-    assert told == sorted(told)
-
-
 def test_a_block_that_saw_nothing_is_refused(plain):
     """Zero curvature and no damping has no inverse; a status says so instead."""
     block, nothing = plain.block, plain.batch(np.zeros((EXAMPLES, 3)))
@@ -346,40 +303,6 @@ def test_a_block_that_saw_nothing_is_refused(plain):
     assert int(made.status()) == int(Status.NOT_POSITIVE)
     good = Influence.of_statistics(*given, damping=0.1, check="status")
     assert int(good.status()) == 0
-
-
-def test_what_does_not_fit_is_refused(plain):
-    """Options without a value, several sources, unequal examples, missing blocks."""
-    queries, examples, *_ = queries_and_examples(plain)
-    influence = influence_of(plain)
-    stored = precondition(influence, {"0": queries})
-    given = {"0": plain.block}, {"0": plain.statistics}
-    short = {"0": plain.batch(plain.derivatives, sources=2)}
-    stack = plain.parameters(plain.matrices(plain.jacobians[:, 0]))
-    uneven = {"0": stack | {"bias": stack["bias"][:2, ...]}}
-    # One input more than output gradients, which must not be passed over.
-    longer = plain.backend.xp.concat([examples.inputs, examples.inputs[:1, ...]])
-
-    with pytest.raises(kc.ConventionError, match="exactly one"):
-        Influence.of_statistics(*given)
-    with pytest.raises(kc.ConventionError, match="exactly one"):
-        Influence.of_statistics(*given, damping=0.1, damping_fraction=0.1)
-    with pytest.raises(kc.DampingError, match="fraction"):
-        Influence.of_statistics(*given, damping_fraction=-0.1)
-    with pytest.raises(kc.DampingError, match="damping"):
-        Influence.of_statistics(*given, damping=np.inf)
-    with pytest.raises(kc.ConventionError, match="storage"):
-        precondition(influence, {"0": queries}, storage="int8")
-    with pytest.raises(kc.UnsupportedError, match="one gradient"):
-        scores(influence, stored, short)
-    with pytest.raises(kc.ShapeError, match="examples in front"):
-        scores(influence, stored, uneven)
-    with pytest.raises(kc.ShapeError, match="examples in front"):
-        scores(influence, stored, {"0": replaced(examples, inputs=longer)})
-    with pytest.raises(kc.UnknownBlockError, match="gradients"):
-        scores(influence, stored, {"1": examples})
-    with pytest.raises(kc.ConventionError, match="mean_rows"):
-        scores(influence, stored, {"0": stack}, loss="mean_rows")
 
 
 def test_gradients_that_are_not_finite_are_refused(plain):
@@ -422,3 +345,37 @@ def test_scores_can_be_traced(requires_backend):
     expected = G_q @ dense_of(plain) @ G_n.T
     for got in traced(queries, examples, stack):
         assert_close(backend.to_numpy(got), expected, "roundoff", "float32")
+
+
+def test_what_does_not_fit_is_refused(plain):
+    """Options without a value, several sources, unequal examples, missing blocks."""
+    queries, examples, *_ = queries_and_examples(plain)
+    influence = influence_of(plain)
+    stored = precondition(influence, {"0": queries})
+    given = {"0": plain.block}, {"0": plain.statistics}
+    short = {"0": plain.batch(plain.derivatives, sources=2)}
+    stack = plain.parameters(plain.matrices(plain.jacobians[:, 0]))
+    uneven = {"0": stack | {"bias": stack["bias"][:2, ...]}}
+    # One input more than output gradients, which must not be passed over.
+    longer = plain.backend.xp.concat([examples.inputs, examples.inputs[:1, ...]])
+
+    with pytest.raises(kc.ConventionError, match="exactly one"):
+        Influence.of_statistics(*given)
+    with pytest.raises(kc.ConventionError, match="exactly one"):
+        Influence.of_statistics(*given, damping=0.1, damping_fraction=0.1)
+    with pytest.raises(kc.DampingError, match="fraction"):
+        Influence.of_statistics(*given, damping_fraction=-0.1)
+    with pytest.raises(kc.DampingError, match="damping"):
+        Influence.of_statistics(*given, damping=np.inf)
+    with pytest.raises(kc.ConventionError, match="storage"):
+        precondition(influence, {"0": queries}, storage="int8")
+    with pytest.raises(kc.UnsupportedError, match="one gradient"):
+        scores(influence, stored, short)
+    with pytest.raises(kc.ShapeError, match=r"to have shape \(\d, \.\.\.\)"):
+        scores(influence, stored, uneven)
+    with pytest.raises(kc.ShapeError, match=r"to have shape \(\d, \.\.\.\)"):
+        scores(influence, stored, {"0": replaced(examples, inputs=longer)})
+    with pytest.raises(kc.UnknownBlockError, match="gradients"):
+        scores(influence, stored, {"1": examples})
+    with pytest.raises(kc.ConventionError, match="mean_rows"):
+        scores(influence, stored, {"0": stack}, loss="mean_rows")

@@ -7,7 +7,7 @@ import pytest
 
 import kfac_core as kc
 
-from ..builders.tolerances import assert_close, assert_differs
+from ..builders.tolerances import assert_close
 
 
 def make_conv(**options):
@@ -114,6 +114,14 @@ def test_a_budget_below_one_example_is_refused(backend, rng):
         )
 
 
+def test_gradients_of_examples_have_no_patches_to_bound():
+    """The error says which option to leave out."""
+    batch = kc.GradientBatch({"weight": np.ones((2, 3))}, batch_size=2)
+    parts = kc.Block(make_conv(), kc.Kronecker()).row_parts(batch, max_patch_elements=9)
+    with pytest.raises(kc.ArgumentError, match="`max_patch_elements` to be None"):
+        next(parts)
+
+
 @pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
 def test_selected_rows_keep_the_batchs_scale(backend, rng, loss):
     """Factors of selected rows estimate the batch's: no factor of N or of S is missing."""
@@ -162,20 +170,3 @@ def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
         kc.update_block(
             block, start, some, kc.UpdateOptions(conventions=conventions, decay=0.0)
         )
-
-
-def test_only_a_convolution_has_rows_to_choose(rng):
-    """Chosen rows of a dense layer are an error, not passed over."""
-    layer = kc.Dense(in_features=2, out_features=2, bias=False, weight_layout="io")
-    batch = kc.Batch(np.ones((3, 2)), np.ones((3, 2)), row_indices=np.array([[0]]))
-
-    with pytest.raises(kc.UnsupportedError, match="row_indices"):
-        layer.rows(batch)
-
-
-def test_the_seed_decides_which_rows_are_selected(rng):
-    """One seed gives one choice; another, or another step, gives another."""
-    first = kc.layers.choose_patches((9, 9), keep=(4, 3), seed=5)
-
-    assert np.array_equal(first, kc.layers.choose_patches((9, 9), keep=(4, 3), seed=5))
-    assert_differs(first, kc.layers.choose_patches((9, 9), keep=(4, 3), seed=(5, 1)))

@@ -8,7 +8,6 @@ from kfac_core.linalg.certificate import (
     cholesky_residual,
     eigen_residual,
     inverse_residual,
-    probe,
     probe_of,
     relative_norm,
 )
@@ -155,33 +154,6 @@ def test_residuals_do_not_depend_on_the_scale(backend, dtype, rng, scale):
     scaled, ordinary = residuals(scale), residuals(1.0)
 
     np.testing.assert_allclose(scaled, ordinary, rtol=0.01)
-
-
-def test_a_stack_has_a_residual_for_each_matrix(backend, dtype, rng):
-    """One bad inverse in a stack does not hide, and does not spoil the others."""
-    A = np.stack([reference.spd(rng, N) for _ in range(3)])
-    X = np.linalg.inv(A)
-    X[1] *= 1.05
-
-    residual = inverse_residual(
-        SymmetricMatrix(backend.asarray(X, dtype), full_storage=True),
-        *image(backend, dtype, A),
-        xp=backend.xp,
-    )
-
-    bad = backend.to_numpy(residual) > RESIDUAL_LIMIT
-    assert bad.tolist() == [False, True, False]
-
-
-def test_the_probe_sees_every_coordinate(backend, dtype):
-    """No entry of the probe is close to zero for the sizes of small factors."""
-    for n in (1, 2, 7, 64):
-        z = probe(n, dtype=backend.dtype(dtype), device=backend.device, xp=backend.xp)
-
-        values = np.abs(backend.to_numpy(z))
-        assert values.shape == (n, 1)
-        assert values.min() > 1e-2
-        assert values.max() < 2.0
 
 
 @pytest.mark.parametrize(

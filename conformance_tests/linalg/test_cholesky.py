@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from kfac_core.linalg.cholesky import (
-    add_to_diagonal,
     cholesky_inverse,
     damped_cholesky,
     inverse_from_cholesky,
@@ -74,21 +73,6 @@ def test_native_factors_agree_with_the_definitions(backend, dtype, rng, n):
     assert_close(backend.to_numpy(X.full()), expected, "inverse", dtype)
 
 
-def test_the_shift_may_be_an_array(backend, dtype, rng):
-    """A 0-d array is added to the diagonal as the number is, and A is not changed."""
-    A = reference.spd(rng, 4)
-    array = backend.asarray(A, dtype)
-    shift = backend.asarray(0.3, dtype)
-
-    L = damped_cholesky(SymmetricMatrix(array, full_storage=True), shift, xp=backend.xp)
-    damped = add_to_diagonal(array, shift, xp=backend.xp)
-
-    M = A + 0.3 * np.eye(4)
-    assert_close(backend.to_numpy(L), np.linalg.cholesky(M), "cholesky", dtype)
-    assert_close(backend.to_numpy(damped), M, "roundoff", dtype)
-    assert_close(backend.to_numpy(array), np.asarray(A, dtype), "exact", dtype)
-
-
 def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng):
     """Leading axes are independent matrices, each with its own shift."""
     A = np.stack([reference.spd(rng, 4) for _ in range(3)])
@@ -151,16 +135,3 @@ def test_garbage_is_no_factor(backend, dtype, rng, place, value):
     )
 
     assert backend.to_numpy(flags).tolist() == [True, False]
-
-
-def test_a_bad_matrix_in_a_stack_is_found(backend, dtype, rng):
-    """The flag of the matrix that failed is false, wherever in a stack it stands."""
-    A = np.stack([reference.spd(rng, 4), -np.eye(4), reference.spd(rng, 4)])
-
-    L = damped_cholesky(
-        SymmetricMatrix(backend.asarray(A, dtype), full_storage=True),
-        0.0,
-        xp=backend.xp,
-    )
-
-    assert not backend.to_numpy(is_positive_factor(L, xp=backend.xp))[1]

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kfac_core as kc
-from kfac_core.errors import DtypeError, MixedArraysError, ShapeError
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
@@ -63,20 +62,6 @@ def test_two_factors_are_a_sandwich(backend, dtype, rng):
     assert_differs(got, A.T @ V @ G)
 
 
-def test_products_multiply_factor_by_factor(backend, dtype, rng):
-    """(A (x) G)(B (x) H) = AB (x) GH, as products with a vector show."""
-    A, B = rng.normal(size=(2, 3, 3))
-    G, H = rng.normal(size=(2, 2, 2))
-    V = backend.asarray(rng.normal(size=(3, 2)), dtype)
-
-    inner = kc.linalg.kronecker_multiply(factors_of(backend, dtype, [B, H]), V)
-    twice = kc.linalg.kronecker_multiply(factors_of(backend, dtype, [A, G]), inner)
-    once = kc.linalg.kronecker_multiply(factors_of(backend, dtype, [A @ B, G @ H]), V)
-
-    expected = backend.to_numpy(once)
-    assert_close(backend.to_numpy(twice), expected, "identity", dtype)
-
-
 @pytest.mark.parametrize("exponent", [0.5, -0.25, -0.5, -1.0])
 def test_powers_are_powers_of_the_factors(backend, dtype, rng, exponent):
     """A6: ``(A (x) G)^p = A^p (x) G^p``."""
@@ -115,17 +100,6 @@ def test_trace_norm_and_logdet_multiply(backend, dtype, rng):
     assert_close(np.linalg.slogdet(dense)[1], logdet, "logdet", dtype)
 
 
-def test_views_give_what_copies_give(backend, dtype, rng):
-    """The memory layout of factors and vector does not matter."""
-    A, G, V = (rng.normal(size=s) for s in ((3, 3), (2, 2), (3, 2)))
-    transpose = backend.xp.matrix_transpose
-    views = [transpose(x) for x in factors_of(backend, dtype, [A.T, G.T, V.T])]
-
-    got = kc.linalg.kronecker_multiply(views[:2], views[2])
-
-    assert_close(backend.to_numpy(got), A @ V @ G.T, "product", dtype)
-
-
 @settings(deadline=None, max_examples=50)
 @given(sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=4))
 def test_every_shape_is_the_dense_product(sizes):
@@ -140,48 +114,3 @@ def test_every_shape_is_the_dense_product(sizes):
     expected = (functools.reduce(np.kron, matrices) @ v.ravel()).reshape(got.shape)
     assert got.shape == tuple(m for m, _ in sizes)
     assert_close(got, expected, "product", "float64")
-
-
-@pytest.mark.parametrize(
-    ("factors", "v", "named"),
-    [
-        ([(3, 3), (2, 2)], (2, 3), "v"),
-        ([(3, 3), (2, 2)], (3, 2, 1), "v"),
-        ([(3, 3), (2, 2)], (6,), "v"),
-        ([(3, 3), (2,)], (3, 2), r"factors\[1\]"),
-    ],
-)
-def test_misshapen_arguments_are_named(backend, factors, v, named):
-    """A shape that does not fit is an error that names the argument."""
-    made = [backend.asarray(np.ones(shape)) for shape in factors]
-
-    with pytest.raises(ShapeError, match=f"`{named}`"):
-        kc.linalg.kronecker_multiply(made, backend.asarray(np.ones(v)))
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2, 2)])
-def test_dense_form_of_what_is_no_matrix_is_an_error(backend, shape):
-    """A factor that is no matrix is named by the dense form too."""
-    factors = [backend.asarray(np.ones((3, 3))), backend.asarray(np.ones(shape))]
-
-    with pytest.raises(ShapeError, match=r"`factors\[1\]`"):
-        kc.linalg.kronecker_dense(factors)
-
-
-def test_lists_are_no_arrays(backend):
-    """A list in the place of a factor is an error that names it."""
-    v = backend.asarray(np.ones((2, 2)))
-
-    with pytest.raises(DtypeError, match=r"factors\[1\]"):
-        kc.linalg.kronecker_multiply([v, [[1.0, 0.0], [0.0, 1.0]]], v)
-
-
-def test_arrays_of_two_libraries_are_refused(backend):
-    """A factor of another library is an error that names both arguments."""
-    other = np.eye(2)
-    if backend.name == "numpy":
-        other = pytest.importorskip("array_api_strict").asarray(other)
-    local = backend.asarray(np.eye(2))
-
-    with pytest.raises(MixedArraysError, match=r"factors\[1\]"):
-        kc.linalg.kronecker_multiply([local, other], local)

@@ -7,8 +7,7 @@ import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.array.structure import leaves, replaced
-from kfac_core.errors import ConventionError, NotFiniteError, ShapeError
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.errors import NotFiniteError
 from kfac_core.roots.orthogonal_iteration import (
     OrderedBasis,
     _quotients,
@@ -176,19 +175,6 @@ def test_a_basis_in_any_order_is_put_into_descending_order(backend, rng):
     assert_close(w, np.diag(new.T @ A @ new), "product", "float64")
 
 
-def test_eigenvalues_may_cross(backend, rng):
-    """What was the largest direction may become the smallest."""
-    Q, _ = np.linalg.qr(rng.normal(size=(8, 8)))
-    w = np.geomspace(1.0, 0.01, 8)
-    basis = ordered_basis(backend.asarray((Q * w) @ Q.T))
-    A = (Q * w[::-1]) @ Q.T
-
-    made = refreshed_basis(basis, backend.asarray(A))
-
-    assert_close(backend.to_numpy(made.eigenvalues), w, "product", "float64")
-    assert dense_ratio(A, backend.to_numpy(made.eigenvectors)) < 1e-12
-
-
 def test_a_step_contracts_by_the_ratio_of_eigenvalues(backend, rng):
     """Between eigenvalues 1 and 1/4 each step divides the tangent of the angle by four."""
     angle = 0.01
@@ -207,23 +193,6 @@ def test_a_step_contracts_by_the_ratio_of_eigenvalues(backend, rng):
         first = R.T @ backend.to_numpy(made.eigenvectors)[:, 0]
         tangent = np.abs(first[1] / first[0])
         assert_close(tangent, np.tan(angle) * 0.25**steps, "inverse", "float64")
-
-
-def test_a_new_basis_is_an_eigenbasis(backend, dtype, rng):
-    """Descending quotients, orthonormal columns, a product that is A."""
-    A = reference.spd(rng, 8)
-
-    made = ordered_basis(backend.asarray(A, dtype))
-
-    Q, w = map(backend.to_numpy, (made.eigenvectors, made.eigenvalues))
-    assert np.all(np.diff(w) <= 0)
-    assert_close(Q.T @ Q, np.eye(8), "roundoff", dtype)
-    assert_close((Q * w) @ Q.T, A, "roundoff", dtype)
-    assert float(made.off_diagonal) < (1e-5 if dtype == "float32" else 1e-13)
-    V = rng.normal(size=(8, 3))
-    got = made.multiply_matpower(backend.asarray(V, dtype), -0.25, damping=0.1)
-    expected = reference.matrix_power(A + 0.1 * np.eye(8), -0.25) @ V
-    assert_close(backend.to_numpy(got), expected, "product", dtype)
 
 
 def test_the_ratio_is_summed_off_the_diagonal(backend, rng):
@@ -264,23 +233,6 @@ def test_a_refresh_that_raises_the_ratio_is_refused(backend, rng):
     assert_close(backend.to_numpy(made.eigenvalues), quotients, "product", "float64")
 
 
-@pytest.mark.usefixtures("compiles_long")
-def test_a_refusal_is_of_one_matrix_of_a_stack(backend, rng):
-    """Its neighbors are refreshed."""
-    R, _ = np.linalg.qr(rng.normal(size=(4, 4)))
-    A = np.stack([(R * w) @ R.T for w in ([4, 2, 1, 0.5], [0.5, 0.3, 0.2, -1.0])])
-    Q, _ = np.linalg.qr(R + 0.01 * rng.normal(size=(4, 4)))
-    start = ordered_basis(backend.asarray(np.stack([np.eye(4)] * 2)))
-    basis = basis_of(backend, np.stack([Q, Q]), start)
-
-    made = refreshed_basis(basis, backend.asarray(A))
-
-    ratios = dense_ratio(A, backend.to_numpy(made.eigenvectors))
-    assert backend.to_numpy(made.refused).tolist() == [False, True]
-    assert ratios[0] < dense_ratio(A[0], Q)
-    assert_close(ratios[1], dense_ratio(A[1], Q), "inverse", "float64")
-
-
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_rank_deficient_matrices(backend, dtype, rng, rank):
     """The columns stay orthonormal, and the power of a damped zero is what it is."""
@@ -295,30 +247,6 @@ def test_rank_deficient_matrices(backend, dtype, rng, rank):
     X = made.multiply_matpower(eye, -1.0, damping=0.1)
     expected = np.linalg.inv(A + 0.1 * np.eye(8))
     assert_close(backend.to_numpy(X), expected, "identity", dtype, condition=100)
-
-
-@pytest.mark.usefixtures("compiles_long")
-def test_a_number_has_a_basis(backend):
-    """Width 1, of any size."""
-    basis = ordered_basis(backend.asarray([[3.0]]))
-
-    made = refreshed_basis(basis, backend.asarray([[1e-30]]))
-
-    assert abs(float(made.eigenvectors[0, 0])) == 1.0
-    assert float(made.eigenvalues[0]) == pytest.approx(1e-30)
-    assert float(made.off_diagonal) == 0.0
-
-
-def test_the_lower_triangle_is_enough(backend, rng):
-    """A matrix may be kept in one triangle."""
-    A = reference.spd(rng, 8)
-    noise = np.triu(rng.normal(size=(8, 8)), k=1)
-    half = SymmetricMatrix(backend.asarray(np.tril(A) + noise), full_storage=False)
-
-    made = refreshed_basis(ordered_basis(half), half)
-
-    Q, w = map(backend.to_numpy, (made.eigenvectors, made.eigenvalues))
-    assert_close((Q * w) @ Q.T, A, "product", "float64")
 
 
 def test_a_matrix_that_is_not_finite_changes_nothing(backend, rng):
@@ -339,16 +267,6 @@ def test_a_matrix_that_is_not_finite_changes_nothing(backend, rng):
     for field in ("eigenvectors", "eigenvalues", "off_diagonal"):
         old, new = (backend.to_numpy(getattr(b, field)) for b in (basis, made))
         assert np.array_equal(old, new)
-
-
-def test_arguments_that_do_not_fit_are_named(backend):
-    """The shape, and the number of steps."""
-    eye = backend.asarray(np.eye(8))
-    basis = ordered_basis(eye)
-    with pytest.raises(ShapeError, match=r"fc1.*\(8, 8\).*\(2, 2\)"):
-        refreshed_basis(basis, backend.asarray(np.eye(2)), name="fc1")
-    with pytest.raises(ConventionError, match="steps"):
-        refreshed_basis(basis, eye, steps=0)
 
 
 @pytest.mark.parametrize("library", ["jax", "torch"])

@@ -14,7 +14,7 @@ from kfac_core.linalg.cholesky import (
     inverse_from_cholesky,
     is_positive_factor,
 )
-from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
 from ..builders import reference
@@ -36,10 +36,9 @@ def test_sums_may_be_wider_than_rows(rng):
 
     got = updated_gram(
         SymmetricMatrix(old, full_storage=False),
-        narrow,
-        tail=tail,
-        decay=0.75,
-        scale=0.5,
+        HomogeneousRows(narrow, tail),
+        0.75,
+        0.5,
         xp=array_api_compat.numpy,
     )
 
@@ -65,10 +64,9 @@ def test_rows_are_read_in_any_order(dtype, rng, order, total):
 
     got = updated_gram(
         SymmetricMatrix(old, full_storage=True) if total else None,
-        rows,
-        tail=tail,
-        decay=0.75,
-        scale=0.5,
+        HomogeneousRows(rows, tail),
+        0.75,
+        0.5,
         xp=array_api_compat.numpy,
     )
 
@@ -87,9 +85,8 @@ def test_an_update_makes_nothing_larger_than_the_factor(requires_adapters, rng):
     old = SymmetricMatrix(np.eye(61), full_storage=True)
 
     def update():
-        return updated_gram(
-            old, rows, tail=tail, decay=0.9, scale=0.1, xp=array_api_compat.numpy
-        )
+        x = HomogeneousRows(rows, tail)
+        return updated_gram(old, x, 0.9, 0.1, xp=array_api_compat.numpy)
 
     update()
     tracemalloc.start()
@@ -105,16 +102,17 @@ def test_an_update_by_panels_is_the_dense_update(backend, dtype, rng, with_tail)
     """Panels meet without gap or overlap, the border included; the old sum stays."""
     rows, tail = rng.normal(size=(5, N)), rng.uniform(size=5)
     extended = np.column_stack([rows, tail]) if with_tail else rows
+    x = backend.asarray(rows, dtype)
+    x = HomogeneousRows(x, backend.asarray(tail, dtype)) if with_tail else x
     old = rng.normal(size=(extended.shape[1],) * 2)
     old = old + old.T
     stored = backend.asarray(lower_only(old), dtype)
 
     got = updated_gram(
         SymmetricMatrix(stored, full_storage=False),
-        backend.asarray(rows, dtype),
-        tail=backend.asarray(tail, dtype) if with_tail else None,
-        decay=0.75,
-        scale=0.5,
+        x,
+        0.75,
+        0.5,
         xp=backend.xp,
     )
 

@@ -7,10 +7,9 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
-from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import solve_triangular
-from kfac_core.stages import plain
 
 from ..builders.tolerances import assert_close
 
@@ -80,7 +79,7 @@ def test_a_matrix_from_statistics_to_solution(on_one_thread, calls, dtype, rng, 
     before = [t.clone() for t in (rows, tail, total, V)]
     held = SymmetricMatrix(total, full_storage=False)
 
-    A = updated_gram(held, rows, tail=tail, decay=0.5, scale=0.1, xp=xp)
+    A = updated_gram(held, HomogeneousRows(rows, tail), 0.5, 0.1, xp=xp)
     S = A.scaled(2.0)
     L = damped_cholesky(A, 0.3, xp=xp)
     inverse = inverse_from_cholesky(L, xp=xp)
@@ -114,35 +113,6 @@ def test_what_is_not_positive_is_not_finite(on_one_thread, calls, dtype, rng):
 
     assert calls == ["damped_cholesky"]
     assert not np.isfinite(on_one_thread.to_numpy(L)).all()
-
-
-def test_an_estimator_gives_what_numpys_gives(on_one_thread, calls, dtype, rng):
-    """Updates, refreshes by inverses and by solves, and products."""
-    layer = kc.Dense(in_features=N, out_features=N - 9, bias=True, weight_layout="io")
-    V = {"weight": rng.normal(size=(N, N - 9)), "bias": rng.normal(size=N - 9)}
-    fed = [(rng.normal(size=(60, N)), rng.normal(size=(60, N - 9))) for _ in range(3)]
-    found = {}
-    for solving in ("inverse", "triangular"):
-        for make in (np.asarray, lambda a, d: on_one_thread.asarray(a, d)):
-            estimator = kc.Estimator(
-                {"fc": kc.Block(layer, kc.Kronecker())},
-                decay=0.9,
-                damping=0.5,
-                damping_rule="factored",
-                reduction="sum",
-                refreshing=kc.Refreshing(solving=solving),
-                execution=plain,
-            )
-            for x, g in fed:
-                estimator.update({"fc": kc.Batch(make(x, dtype), make(g, dtype))})
-                estimator.refresh()
-            gradient = {name: make(values, dtype) for name, values in V.items()}
-            got = estimator.precondition({"fc": gradient})["fc"]["weight"]
-            found.setdefault(solving, []).append(kc.to_numpy(got))
-
-    assert {"gram_update", "cholesky_inverse"} <= set(calls)
-    for ours, reference in found.values():
-        assert_close(reference, ours.astype(np.float64), "inverse", dtype)
 
 
 def test_several_threads_or_a_gradient_keep_it_in_pytorch(on_one_thread, calls, rng):

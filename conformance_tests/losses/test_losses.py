@@ -190,30 +190,6 @@ def test_log_probability_is_that_of_the_likelihood(backend, dtype, rng, case, le
     assert_close(backend.to_numpy(got), expected, "roundoff", dtype)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
-def test_probabilities_of_all_targets_add_up_to_one(backend, dtype, rng, case):
-    """The probabilities are normalized."""
-    z = case.natural(rng, 6)
-    some = [y for _, y in case.targets(z[0])]
-    natural = backend.asarray(z, dtype)
-
-    total = sum(
-        np.exp(
-            backend.to_numpy(
-                case.loss.log_probability(
-                    natural,
-                    targets_array(
-                        backend, case, np.broadcast_to(y, (6, *y.shape)), dtype
-                    ),
-                )
-            )
-        )
-        for y in some
-    )
-
-    assert_close(total, np.ones(6), "roundoff", dtype)
-
-
 def test_references_are_those_of_scipy(rng):
     """The likelihoods that the tests compare with agree with SciPy's."""
     z, y = rng.normal(size=3), rng.normal(size=3)
@@ -317,46 +293,6 @@ def test_learned_variance_has_no_ggn(backend, dtype, rng):
 
     assert min(np.linalg.eigvalsh(h)[0] for h in H) < -0.1
     assert_differs(H[0], H[1])
-
-
-@pytest.mark.parametrize("lead", [(5,), (3, 2), (4, 4)], ids=str)
-def test_learned_variance_has_an_inner_space_as_wide_as_its_outputs(
-    backend, dtype, rng, lead
-):
-    """The inner shape keeps the leading axes; TensorFlow's was the last axis alone."""
-    natural = backend.asarray(rng.normal(size=(*lead, 6)), dtype)
-    loss = GaussianLearnedVariance()
-
-    inner = loss.inner_shape(natural)
-    made = loss.fisher_factor_multiply(natural, backend.asarray(np.ones(inner), dtype))
-
-    assert inner == (*lead, 6)
-    assert tuple(made.shape) == (*lead, 6)
-    assert loss.noise_shape(natural) == (*lead, 3)
-    assert loss.output_size(3) == 6
-
-
-@every_case
-def test_extra_axes_in_front_are_so_many_calls(backend, dtype, rng, case):
-    """Several vectors, targets or noises at once give what one at a time gives."""
-    z = case.natural(rng, 4)
-    natural = backend.asarray(z, dtype)
-    v = rng.normal(size=(3, *z.shape))
-    u = rng.uniform(size=(3, *case.loss.noise_shape(natural)))
-
-    for function, given in (
-        (case.loss.fisher_multiply, v),
-        (case.loss.fisher_factor_multiply, v),
-        (case.loss.fisher_factor_transpose_multiply, v),
-        (case.loss.sample, u),
-        (case.loss.sampled_gradient, u),
-    ):
-        together = backend.to_numpy(function(natural, backend.asarray(given, dtype)))
-        apart = [
-            backend.to_numpy(function(natural, backend.asarray(one, dtype)))
-            for one in given
-        ]
-        assert_close(together, np.array(apart), "roundoff", dtype)
 
 
 @every_case
@@ -546,19 +482,6 @@ def test_rows_of_probabilities_are_mixtures_of_labels(backend, dtype, rng):
     assert_close(log_p, expected, "roundoff", dtype)
 
 
-@pytest.mark.parametrize("kind", ["bool", "int64"])
-def test_bernoulli_targets_may_be_booleans_or_integers(backend, dtype, rng, kind):
-    """Bits of any dtype are bits."""
-    natural = backend.asarray(rng.normal(size=(5, 3)), dtype)
-    bits = rng.integers(2, size=(5, 3))
-
-    got = Bernoulli().gradient(natural, backend.asarray(bits, kind))
-
-    expected = Bernoulli().gradient(natural, backend.asarray(bits, dtype))
-    got, expected = backend.to_numpy(got), backend.to_numpy(expected)
-    assert_close(got, expected, "exact", dtype)
-
-
 @every_case
 def test_half_precision_is_widened(backend, rng, case):
     """Outputs of 16 bits are computed with in float32, and give float32."""
@@ -575,29 +498,6 @@ def test_half_precision_is_widened(backend, rng, case):
     assert_close(backend.to_numpy(got), expected, "exact", "float32")
 
 
-@pytest.mark.parametrize("scale", [0.5, 1.0, 0.25])
-def test_squared_error_is_a_gaussian(backend, dtype, rng, scale):
-    """Its gradient is 2 scale (z - y), its curvature 2 scale: two for a plain sum."""
-    z, y = rng.normal(size=(2, 4, 3))
-    natural, targets = backend.asarray(z, dtype), backend.asarray(y, dtype)
-    loss = SquaredError(scale=scale)
-
-    gradient = backend.to_numpy(loss.gradient(natural, targets))
-    product = backend.to_numpy(loss.ggn_multiply(natural, targets))
-
-    assert_close(gradient, 2 * scale * (z - y), "roundoff", dtype)
-    assert_close(product, 2 * scale * y, "roundoff", dtype)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, np.inf, np.nan, "1", None])
-def test_variances_and_scales_are_positive_numbers(value):
-    """A variance that is none is refused where it is written."""
-    with pytest.raises(kc.ConventionError, match="`variance`"):
-        Gaussian(variance=value)
-    with pytest.raises(kc.ConventionError, match="`scale`"):
-        SquaredError(scale=value)
-
-
 @pytest.mark.parametrize("kind", [float, bool])
 def test_labels_that_are_no_integers_are_refused_as_labels(backend, kind):
     """They were taken for rows of probabilities of another shape."""
@@ -606,6 +506,14 @@ def test_labels_that_are_no_integers_are_refused_as_labels(backend, kind):
     for function in (Categorical().gradient, Categorical().log_probability):
         with pytest.raises(kc.DtypeError, match=r"`targets` to be integer labels"):
             function(z, labels)
+
+
+def test_learned_variance_refuses_an_odd_number_of_outputs(backend):
+    """Means and log-variances come in equal numbers."""
+    with pytest.raises(kc.ShapeError, match="multiple of 2"):
+        GaussianLearnedVariance().gradient(
+            backend.asarray(np.zeros((4, 5))), backend.asarray(np.zeros((4, 2)))
+        )
 
 
 @every_case
@@ -631,11 +539,3 @@ def test_errors_name_the_argument(backend, rng, case):
             getattr(loss, f"fisher_{product}")(natural, wrong)
         with pytest.raises(kc.DtypeError, match="`v`"):
             getattr(loss, f"fisher_{product}")(natural, backend.asarray(z.astype(int)))
-
-
-def test_learned_variance_refuses_an_odd_number_of_outputs(backend):
-    """Means and log-variances come in equal numbers."""
-    with pytest.raises(kc.ShapeError, match="multiple of 2"):
-        GaussianLearnedVariance().gradient(
-            backend.asarray(np.zeros((4, 5))), backend.asarray(np.zeros((4, 2)))
-        )

@@ -18,14 +18,6 @@ BLOCKS = {
     "full": (kc.Full(), "exact"),
     "diagonal": (kc.Diagonal(), "exact"),
 }
-PRODUCTS = {
-    "multiply": {},
-    "multiply_inverse": {},
-    "multiply_cholesky": {},
-    "multiply_cholesky_inverse": {},
-    "sample": {},
-    "multiply_matpower": {"exponent": -0.25},
-}
 
 
 def refreshed(backend, block, *, dtype="float64", damping=0.1, scale=1.0):
@@ -47,27 +39,6 @@ def given(backend, value, *, dtype="float64"):
     v = np.ones((n, m))
     v[1, 2] = value
     return {"fc": {"weight": backend.asarray(v, dtype)}}
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_vector_that_is_not_finite_is_refused(backend, block, product, value):
-    """By every product, also from an estimator; where nobody looks, it shows."""
-    estimator = refreshed(backend, block)
-    operator = estimator.operator("fc")
-    if product in operator.unsupported_products:
-        pytest.skip("the operator has no such product")
-    vectors = given(backend, value)
-    options = [*PRODUCTS[product].values()]
-
-    with np.errstate(all="ignore"):
-        if looks_at_values(backend):
-            with pytest.raises(kc.NotFiniteError, match="the vector"):
-                estimator.apply(product, vectors, *options)
-            return
-        found = estimator.apply(product, vectors, *options)
-    assert not np.all(np.isfinite(backend.to_numpy(found["fc"]["weight"])))
 
 
 @pytest.mark.parametrize(

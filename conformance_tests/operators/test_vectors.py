@@ -102,22 +102,3 @@ def test_the_cholesky_factor_of_a_spectrum_is_the_dense_one(
     assert_close(L, expected, "cholesky", dtype)
     assert_close(L_t, expected.T, "cholesky", dtype)
     assert_close(inverse @ expected, np.eye(IN * OUT), "cholesky", dtype)
-
-
-@pytest.mark.parametrize(
-    "approximation",
-    [
-        *(kc.Kronecker(), kc.Eigen(), kc.Diagonal(), kc.Full()),
-    ],
-    ids=lambda made: made.name,
-)
-def test_an_operator_says_what_it_is_in_a_few_lines(backend, rng, approximation):
-    """Its kind, shape, dtype, damping and what is prepared; no array is printed."""
-    operator = operator_of(backend, "float64", rng, approximation, rule="factored")
-
-    said = repr(operator)
-
-    assert said.startswith(f"{type(operator).__name__}(vector_shape=(4, 6), dtype=")
-    assert "damping=" in said
-    assert "inverse" in said
-    assert len(said) < 300

@@ -287,13 +287,3 @@ def test_samples_are_the_mean_and_a_root_of_the_covariance(backend):
         bias = backend.to_numpy(samples[name]["bias"])
         assert_close(weight, expected[..., :3, :], "power", "float64")
         assert_close(bias, expected[..., 3, :], "power", "float64")
-
-
-def test_blocks_must_agree_on_examples_and_outputs(backend):
-    """Jacobians of different shapes are refused, and not broadcast."""
-    net = Net(backend, kc.Kronecker(), kind="ce")
-    J = {name: net.jacobian_stack(name) for name in NAMES}
-    J["last"] = {key: x[:1, ...] for key, x in J["last"].items()}
-
-    with pytest.raises(kc.ShapeError, match="same examples"):
-        net.posterior(0.5).functional_covariance(J)

@@ -220,25 +220,6 @@ def test_masked_rows_add_nothing(backend):
         assert_close(got, expected, "identity", "float64")
 
 
-def test_no_data_is_the_prior(plain, rng):
-    """With N = 0 the covariance is ``I / tau``; with a huge tau it nearly is."""
-    V = plain.array(rng.normal(size=plain.shape))
-    none = posterior_of(plain, examples=0, prior_precision=4.0)
-    strong = posterior_of(plain, prior_precision=1e12)
-
-    for posterior, tau in ((none, 4.0), (strong, 1e12)):
-        got = plain.backend.to_numpy(posterior.multiply_inverse(V))
-        assert_close(
-            got, plain.backend.to_numpy(V) / tau, "identity", "float64", condition=1e3
-        )
-    assert_close(
-        plain.backend.to_numpy(none.logdet()),
-        plain.backend.to_numpy(none.logdet_prior()),
-        "identity",
-        "float64",
-    )
-
-
 def test_a_block_of_rank_one_has_a_posterior(backend, dtype):
     """One example: the curvature is singular, and the prior makes up for it."""
     layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
@@ -290,33 +271,6 @@ def test_stacks_of_parameters_are_stacks_of_matrices(request, backend, rng, kind
         )
 
 
-def test_the_dtype_of_vectors_comes_back(plain, rng):
-    """Samples and products have the vector's dtype; computing is the posterior's."""
-    Z = rng.normal(size=plain.shape)
-    narrow = plain.backend.asarray(Z, "float32")
-
-    got = posterior_of(plain).sample(narrow)
-
-    assert got.dtype == plain.backend.dtype("float32")
-    wide = plain.backend.to_numpy(posterior_of(plain).sample(plain.array(Z)))
-    assert_close(plain.backend.to_numpy(got), wide, "roundoff", "float32")
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
-def test_a_prior_precision_is_positive(plain, bad):
-    """Python numbers and 0-d arrays alike; the message names the argument."""
-    good = posterior_of(plain)
-
-    for value in (bad, plain.array(bad)):
-        with pytest.raises(kc.DampingError, match="prior_precision"):
-            posterior_of(plain, prior_precision=value)
-        with pytest.raises(kc.DampingError, match="prior_precision"):
-            good.with_prior(value)
-    if bad != 0.0:
-        with pytest.raises(kc.DampingError, match="examples"):
-            good.with_examples(bad)
-
-
 def test_a_status_tells_of_bad_numbers(plain):
     """With ``check="status"`` a traced tau cannot raise, and is reported."""
     posterior = posterior_of(plain, prior_precision=plain.array(1.0), check="status")
@@ -325,70 +279,6 @@ def test_a_status_tells_of_bad_numbers(plain):
     assert int(posterior.status()) == 0
     assert int(bad.status()) == int(Status.BAD_DAMPING)
     assert int(bad.with_prior(plain.array(2.0)).status()) == 0
-
-
-def test_what_does_not_fit_is_refused(plain):
-    """Shapes, libraries, operators without a basis, and blocks that are missing."""
-    posterior = posterior_of(plain)
-    stack = plain.parameters(np.ones((2, *plain.shape)))
-    uneven = stack | {"bias": stack["bias"][0, ...]}
-    batch = plain.batch(plain.derivatives, sources=OUTPUTS)
-    some = replaced(batch, row_indices=np.zeros((1, 1), int))
-    blocks, statistics = {"a": plain.block}, {"a": plain.statistics}
-    network = Posterior.of_statistics(
-        blocks, statistics, examples=N, prior_precision=TAU
-    )
-
-    with pytest.raises(kc.ShapeError, match=r"\(\.\.\., 4, 3\)"):
-        posterior.multiply(plain.array(np.ones((3, 4))))
-    with pytest.raises(kc.DtypeError, match="vectors"):
-        posterior.multiply([[1.0]])
-    with pytest.raises(kc.UnknownBlockError, match="would count as zero"):
-        network.functional_variance({})
-    with pytest.raises(kc.UnknownBlockError, match="prior_precision"):
-        network.with_prior({"b": 1.0})
-    with pytest.raises(kc.ShapeError, match="same leading axes"):
-        network.functional_variance({"a": uneven})
-    with pytest.raises(kc.UnsupportedError, match="row_indices"):
-        network.functional_variance({"a": some})
-
-
-def test_a_mean_is_of_the_parameters_shapes_and_no_integers(plain):
-    """A mean that would be broadcast or would round its samples is refused."""
-    blocks, statistics = {"a": plain.block}, {"a": plain.statistics}
-    network = Posterior.of_statistics(
-        blocks, statistics, examples=N, prior_precision=TAU
-    )
-    noise = {"a": plain.parameters(np.ones((2, *plain.shape)))}
-    mean = plain.parameters(np.ones(plain.shape))
-    row = plain.backend.asarray(np.ones((1, *mean["weight"].shape[1:])))
-    xp = plain.backend.xp
-    whole = {name: xp.ones(tuple(x.shape), dtype=xp.int32) for name, x in mean.items()}
-
-    with pytest.raises(kc.ShapeError, match="`weight`"):
-        network.sample({"a": mean | {"weight": row}}, noise)
-    with pytest.raises(kc.ShapeError, match="'bias', 'weight'"):
-        network.sample({"a": {"weight": mean["weight"]}}, noise)
-    with pytest.raises(kc.DtypeError, match="`weight`"):
-        network.sample({"a": whole}, noise)
-    with pytest.raises(kc.ShapeError, match="`prior_mean`"):
-        network.evidence(0.0, {"a": mean}, prior_mean=mean["bias"])
-
-
-def test_every_block_has_as_many_samples(plain):
-    """Noise with other leading axes is refused, and the message has those of each block."""
-    blocks = {"a": plain.block, "b": plain.block}
-    network = Posterior.of_statistics(
-        blocks,
-        dict.fromkeys(blocks, plain.statistics),
-        examples=N,
-        prior_precision=TAU,
-    )
-    mean = dict.fromkeys(blocks, plain.parameters(np.ones(plain.shape)))
-    two, three = (plain.parameters(np.ones((k, *plain.shape))) for k in (2, 3))
-
-    with pytest.raises(kc.ShapeError, match=r"`noise`.*'a': \(2,\), 'b': \(3,\)"):
-        network.sample(mean, {"a": two, "b": three})
 
 
 @pytest.mark.parametrize(
@@ -437,3 +327,29 @@ def test_a_posterior_can_be_traced(requires_backend, rng):
     )
     assert int(status) == 0
     assert int(of_prior(posterior, plain.array(-0.7), J)[2]) == int(Status.BAD_DAMPING)
+
+
+def test_what_does_not_fit_is_refused(plain):
+    """Shapes, libraries, operators without a basis, and blocks that are missing."""
+    posterior = posterior_of(plain)
+    stack = plain.parameters(np.ones((2, *plain.shape)))
+    uneven = stack | {"bias": stack["bias"][0, ...]}
+    batch = plain.batch(plain.derivatives, sources=OUTPUTS)
+    some = replaced(batch, row_indices=np.zeros((1, 1), int))
+    blocks, statistics = {"a": plain.block}, {"a": plain.statistics}
+    network = Posterior.of_statistics(
+        blocks, statistics, examples=N, prior_precision=TAU
+    )
+
+    with pytest.raises(kc.ShapeError, match=r"\(\.\.\., 4, 3\)"):
+        posterior.multiply(plain.array(np.ones((3, 4))))
+    with pytest.raises(kc.DtypeError, match="vectors"):
+        posterior.multiply([[1.0]])
+    with pytest.raises(kc.UnknownBlockError, match=r"jacobians.*missing"):
+        network.functional_variance({})
+    with pytest.raises(kc.UnknownBlockError, match="prior_precision"):
+        network.with_prior({"b": 1.0})
+    with pytest.raises(kc.ShapeError, match="`bias` to have shape"):
+        network.functional_variance({"a": uneven})
+    with pytest.raises(kc.UnsupportedError, match="row_indices"):
+        network.functional_variance({"a": some})

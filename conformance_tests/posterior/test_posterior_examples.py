@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,44 +19,6 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_influence_predicts_retraining():
-    """The exact Gauss-Newton ranks best, and every curvature better than none."""
-    pytest.importorskip("sklearn", reason="the example reads scikit-learn's digits")
-    example = load("influence")
-
-    found = example.correlations(examples=16, queries=6)
-
-    rho = {name: value for name, (value, _) in found.items()}
-    exact = rho["Gauss-Newton, whole network"]
-    assert exact > 0.8
-    for name in ("EKFAC", "K-FAC"):
-        assert 0.5 < rho[name] <= exact
-        assert rho[name] > rho["gradients alone"]
-    _, slope = found["Gauss-Newton, whole network"]
-    assert 0.5 < slope < 5.0
-
-
-def test_laplace_prefers_a_middling_prior_and_widens_off_the_data():
-    """The evidence has a maximum inside the grid; bands are wider where no data are."""
-    example = load("laplace")
-    taus = (1e-3, 0.5, 1e3)
-
-    points, grid, evidence, bands = example.run(examples=30, hidden=6, taus=taus)
-
-    assert set(evidence) == {"K-FAC", "EKFAC", "whole blocks", "whole network"}
-    for name, values in evidence.items():
-        assert np.argmax(values) == 1, name
-        tau, _, deviation = bands[name]
-        inside = np.interp(1.25, grid, deviation)
-        assert tau == 0.5
-        assert inside < np.interp(0.0, grid, deviation)
-        assert inside < np.interp(4.0, grid, deviation)
-        assert inside > np.sqrt(example.NOISE)
-    # The layers of the whole network are not independent, and lose evidence as blocks.
-    assert evidence["whole network"][1] > evidence["whole blocks"][1]
-    assert len(points[0]) == 30
 
 
 def numbers_of(page, first):
@@ -92,23 +53,6 @@ def test_the_tables_of_the_page_on_posteriors_are_what_is_computed():
         np.testing.assert_allclose(found, printed[kind], rtol=0, atol=5.01e-4)
 
 
-def test_the_modes_of_laplace_do_not_amplify_roundoff(monkeypatch):
-    """Data that are off by 1e-9 move no evidence by more than 1e-4."""
-    example = load("laplace")
-    sizes = {"examples": 60, "hidden": 16, "taus": (0.03, 0.3, 3.0)}
-    _, _, evidence, _ = example.run(**sizes)
-    data, rng = example.data, np.random.default_rng(2)
-
-    def disturbed(count, seed):
-        return [a * (1.0 + 1e-9 * rng.normal(size=a.shape)) for a in data(count, seed)]
-
-    monkeypatch.setattr(example, "data", disturbed)
-    _, _, other, _ = example.run(**sizes)
-
-    for name, values in evidence.items():
-        np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-4)
-
-
 def test_the_table_of_the_page_on_influence_is_what_is_computed():
     """To the digits that it shows: five seeds, each with sixty trainings."""
     pytest.importorskip("sklearn", reason="the example reads scikit-learn's digits")
@@ -123,21 +67,6 @@ def test_the_table_of_the_page_on_influence_is_what_is_computed():
     assert np.shape(printed) == np.shape(found)
     np.testing.assert_allclose(np.subtract(found, printed)[:, 0], 0, atol=5.01e-4)
     np.testing.assert_allclose(np.subtract(found, printed)[:, 1], 0, atol=5.01e-3)
-
-
-def test_laplace_draws_a_picture(tmp_path, monkeypatch, capsys):
-    """The program prints its table, and writes a picture where one is asked for."""
-    pytest.importorskip("matplotlib", reason="the example draws with Matplotlib")
-    example = load("laplace")
-    small = example.run(examples=20, hidden=4, taus=(0.3, 3.0))
-    monkeypatch.setattr(example, "run", lambda **_: small)
-    path = tmp_path / "bands.png"
-    monkeypatch.setattr(sys, "argv", ["laplace.py", "--output", str(path)])
-
-    example.main()
-
-    assert "log-marginal likelihood" in capsys.readouterr().out
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("page", ["posteriors", "influence"])

@@ -86,19 +86,3 @@ def test_a_solve_has_a_derivative_at_equal_eigenvalues(differentiating, request)
 
     expected = derivatives.differences(twice)
     assert np.linalg.norm(found - expected) <= 1e-7 * np.linalg.norm(expected)
-
-
-def test_forward_mode_agrees(requires_backend):
-    """`jax.jvp` along a direction."""
-    backend = requires_backend("jax", adapter=True)
-    import jax
-
-    case = FUNCTIONS["inverse_root"]
-    along = np.cos(np.arange(case.point.size)).reshape(case.point.shape)
-
-    _, found = jax.jvp(
-        case.function, (backend.asarray(case.point),), (backend.asarray(along),)
-    )
-
-    expected = np.sum(derivatives.differences(case) * along)
-    assert abs(float(found) - expected) <= 1e-7 * abs(expected)

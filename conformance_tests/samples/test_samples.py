@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.samples import Jacobian, damped_kernel, sample_curvature, sample_gram
+from kfac_core.samples import (
+    Jacobian,
+    damped_kernel,
+    nystrom_kernel,
+    sample_curvature,
+    sample_gram,
+)
 
 from ..builders.spectral_cases import EXAMPLES, OUTPUTS, case_of, make_case
 from ..builders.tolerances import assert_close, assert_differs
@@ -204,6 +210,45 @@ def test_another_damping_needs_no_other_gram_matrix(backend):
     expected = sample_curvature(J, damping=0.7).direction(r)["a"]["weight"]
     got, expected = backend.to_numpy(again), backend.to_numpy(expected)
     assert_close(got, expected, "exact", "float64")
+
+
+@pytest.mark.parametrize("rank", [1, 6])
+def test_conjugate_gradients_solve_as_the_factorization_does(backend, rank):
+    """Without K; the residual says how well."""
+    cases = [make_case(backend, "float64", kind) for kind in ("kronecker", "shared")]
+    problem = Problem(backend, "float64", cases, [rows_of(case) for case in cases])
+    rng = np.random.default_rng(9)
+    R = EXAMPLES * OUTPUTS
+    probes = backend.asarray(rng.normal(size=(R, rank)), "float64")
+    r = backend.asarray(rng.normal(size=SHAPE), "float64")
+
+    F = damped_kernel(problem.J, nystrom_kernel(problem.J, probes), damping=DAMPING)
+
+    expected = sample_curvature(problem.J, damping=DAMPING)
+    w = F.solve_kernel(r)
+    got, solution = backend.to_numpy(w), backend.to_numpy(expected.solve_kernel(r))
+    assert np.linalg.norm(got - solution) < 1e-7 * np.linalg.norm(solution)
+    assert float(F.residual(r, w)) < 1e-9
+    assert float(F.residual(r, 1.1 * w)) > 1e-2
+    flat = problem.flat(F.direction(r)), problem.flat(expected.direction(r))
+    assert np.linalg.norm(flat[0] - flat[1]) < 1e-7 * np.linalg.norm(flat[1])
+    with pytest.raises(kc.UnsupportedError, match="sample_gram"):
+        F.logdet()
+
+
+def test_a_nystrom_approximation_of_full_rank_is_the_gram_matrix(backend):
+    case = make_case(backend, "float64", "kronecker")
+    J = Jacobian.of({"a": case.block.layer}, {"a": rows_of(case)})
+    R = EXAMPLES * OUTPUTS
+    probes = np.random.default_rng(0).normal(size=(R, R))
+
+    approximation = nystrom_kernel(J, backend.asarray(probes, "float64"))
+
+    U, eigenvalues = map(
+        backend.to_numpy, (approximation.vectors, approximation.eigenvalues)
+    )
+    dense = case.jacobians.reshape(R, -1)
+    assert_close((U * eigenvalues) @ U.T, dense @ dense.T, "inverse", "float64")
 
 
 def test_uses_of_one_weight_and_masks_add_up(backend):

@@ -372,26 +372,6 @@ def test_what_is_pulled_back_is_a_tree_like_the_outputs(rng):
     pull({"one": z["one"], "other": jnp.zeros_like(z["other"])}, reduction="sum")
 
 
-def test_other_parameters_than_those_of_the_network_are_refused(rng):
-    """A layer's leaf was looked up by its number among others."""
-    params = {"m": rng.normal(size=(D, H)), "n": rng.normal(size=(H, H))}
-    x = jnp.asarray(rng.normal(size=(N, D)))
-    network = shim.Network(lambda p, x: jnp.tanh(x @ p["m"]) @ p["n"], params, x)
-    with pytest.raises(kc.ConventionError, match=r"got 3; \['a'\] are in one"):
-        network.vjp(params | {"a": params["n"]}, x)
-
-
-def test_what_is_no_array_and_no_pair_is_refused_by_name():
-    """They were an AttributeError of a float, and a TypeError of a shape."""
-    params, x = {"W": jnp.ones((D, H)), "s": 1.0}, jnp.ones((N, D))
-    with pytest.raises(kc.ArgumentError, match=r"a float at \['s'\]"):
-        shim.Network(lambda p, x: x @ p["W"] * p["s"], params, x)
-    params = {"W": params["W"]}
-    for function in (lambda p, x: x @ p["W"], lambda p, x: (x @ p["W"], x, x)):
-        with pytest.raises(kc.ConventionError, match="a pair"):
-            shim.Network(function, params, x, has_aux=True)
-
-
 def test_rows_that_a_later_batch_merges_are_refused(shared):
     """With one time in each example, a roll of merged rows was one of the examples."""
     params, x, _, _ = shared
@@ -567,11 +547,13 @@ def stepped(trained):
     return kfac, step(params, kfac.init(params), x, LABELS)
 
 
-def step_of(network, kfac):
+def step_of(network, kfac, axis_name=None):
     def step(params, state, x, y):
         z, pull = network.vjp(params, x)
         gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
         gradients = jax.tree.map(lambda g: g / len(x), gradients)
+        if axis_name is not None:
+            gradients = jax.lax.pmean(gradients, axis_name)
         return *kfac.update(gradients, state, captured=captured), gradients
 
     return step
@@ -612,34 +594,10 @@ def test_a_step_takes_a_damping_for_each_block(trained, compiled):
     expected = own.update(gradients, own.init(params), captured=captured)[0]
     for name, leaf in expected.items():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-9)
-    with pytest.raises(kc.DampingError, match=r"every block, but \['V'\]"):
+    with pytest.raises(kc.DampingError, match=r"missing \['V'\]"):
         update({"W": 0.5})
     with pytest.raises(kc.UnknownBlockError, match="'Z'"):
         update({**given, "Z": 1.0})
-
-
-def test_a_partition_gives_each_transformation_its_own_gradients(trained, stepped):
-    """K-FAC of one layer and gradient descent of the other, in one optax partition."""
-    optax = pytest.importorskip("optax")
-    network, params, x, options = trained
-    _, (direction, _, gradients) = stepped
-    kfac = shim.KFAC(network, refresh_every=1, **options)
-    both = {"kfac": kfac.optax(), "descent": optax.sgd(1.0)}
-    labels = {"W": "descent", "b": "descent", "V": "kfac"}
-    optimizer = optax.partition(both, labels)
-
-    @jax.jit
-    def step(params, x, y):
-        z, pull = network.vjp(params, x)
-        gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
-        gradients = jax.tree.map(lambda g: g / len(x), gradients)
-        state = optimizer.init(params)
-        return optimizer.update(gradients, state, params, captured=captured)[0]
-
-    found = step(params, x, LABELS)
-    np.testing.assert_allclose(found["V"], direction["V"], rtol=1e-12)
-    for name in ("W", "b"):
-        np.testing.assert_allclose(found[name], -gradients[name], rtol=1e-12)
 
 
 def test_a_step_before_any_statistics_is_no_silent_one(trained):
@@ -663,7 +621,7 @@ def test_a_mapped_step_has_the_statistics_of_all_devices(trained, stepped):
     """With `axis_name` as one device would; without it, or with another, refused."""
     network, params, x, options = trained
     kfac = shim.KFAC(network, refresh_every=1, axis_name="i", **options)
-    alone, (expected, state, _) = stepped
+    _, (expected, state, _) = stepped
     parts = x.reshape(2, 2, D), jnp.asarray(LABELS).reshape(2, 2)
 
     def mapped(kfac):
@@ -680,8 +638,6 @@ def test_a_mapped_step_has_the_statistics_of_all_devices(trained, stepped):
     ):
         np.testing.assert_allclose(found[0], one, rtol=1e-9, atol=1e-12)
         np.testing.assert_array_equal(found[0], found[1])
-    with pytest.raises(kc.ConventionError, match="axis_name"):
-        jax.eval_shape(lambda: mapped(alone))
     with pytest.raises(kc.ConventionError, match="no axis"):
         step_of(network, kfac)(params, kfac.init(params), x, LABELS)
 
@@ -706,7 +662,11 @@ def test_a_mesh_checks_what_varies(trained, stepped):
         in_specs=(P(), P(), P("i"), P("i")),
         out_specs=(P(), P(), P("i")),
     )
-    direction, _, _ = jax.jit(step)(params, kfac.init(params), x, jnp.asarray(LABELS))
+    arguments = params, kfac.init(params), x, jnp.asarray(LABELS)
+    direction, _, _ = jax.jit(step)(*arguments)
+    kfac.axis_name = None
+    with pytest.raises(kc.ConventionError, match="each device would keep"):
+        jax.eval_shape(lambda *given: step(*given), *arguments)
     assert len(types) == 3
     assert all("V:i" in kind for kind in types)
     expected = stepped[1][0]
@@ -714,35 +674,68 @@ def test_a_mesh_checks_what_varies(trained, stepped):
         np.testing.assert_allclose(direction[name], one, rtol=1e-9)
 
 
-def test_a_map_over_seeds_is_of_independent_runs(trained):
-    """Each seed takes the step that it takes alone; a state that all share is refused."""
-    network, params, x, options = trained
+def whole_runs(network, kfac, axis_name=None):
+    """Return a function that starts a run and takes two steps; as for an axis of data."""
+    step = step_of(network, kfac, axis_name)
+
+    def run(params, x):
+        def moved(carry, _):
+            params, state = carry
+            direction, state, _ = step(params, state, x, LABELS)
+            return (jax.tree.map(jnp.subtract, params, direction), state), None
+
+        start = params, kfac.init(params)
+        return jax.lax.scan(moved, start, None, length=2)[0][0]
+
+    return run
+
+
+@pytest.fixture
+def seeds(trained):
+    """Parameters and batches of two runs."""
+    _, params, x, _ = trained
+    several = jax.tree.map(lambda p: jnp.stack([p, 2.0 * p]), params)
+    return several, jnp.stack([x, x[::-1]])
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="pmap looks like vmap")
+@pytest.mark.parametrize("inner", [lambda run: run, jax.jit], ids=["plain", "jit"])
+def test_a_vmap_is_of_independent_runs(trained, seeds, inner):
+    """Also around a `jit` and a `scan`, and from one first state for all."""
+    network, _, _, options = trained
     kfac = shim.KFAC(network, refresh_every=1, **options)
-    seeds = jax.tree.map(lambda p: jnp.stack([p, 2.0 * p]), params)
-    batches = jnp.stack([x, x[::-1]])
-    step = step_of(network, kfac)
-    states = jax.vmap(kfac.init)(seeds)
-    mapped = jax.jit(jax.vmap(step, (0, 0, 0, None), axis_name="seed"))
-    found = mapped(seeds, states, batches, LABELS)[0]
-    alone = jax.jit(step)
+    run = whole_runs(network, kfac)
+    together = jax.jit(jax.vmap(inner(run), axis_name="seed"))(*seeds)
     for i in range(2):
-        own = jax.tree.map(lambda p, i=i: p[i], seeds)
-        expected = alone(own, kfac.init(own), batches[i], LABELS)[0]
-        for name, one in expected.items():
-            np.testing.assert_allclose(found[name][i], one, rtol=1e-9)
-    # Where JAX does not tell, as within a scan of the steps, the caller does.
-    told = shim.KFAC(network, refresh_every=1, axis_name=(), **options)
+        alone = jax.jit(run)(*jax.tree.map(lambda leaf, i=i: leaf[i], seeds))
+        for name, one in alone.items():
+            np.testing.assert_allclose(together[name][i], one, rtol=1e-9)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="pmap looks like vmap")
+@pytest.mark.parametrize("inner", [lambda run: run, jax.jit], ids=["plain", "jit"])
+def test_averaged_gradients_of_statistics_that_are_not_are_refused(
+    trained, seeds, inner
+):
+    """Each index would precondition the one gradient by a curvature of its own."""
+    network, params, _, options = trained
+    copies = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+
+    def mapped(name):
+        kfac = shim.KFAC(network, refresh_every=1, axis_name=name, **options)
+        run = inner(whole_runs(network, kfac, "i"))
+        return jax.eval_shape(jax.vmap(run, axis_name="i"), copies, seeds[1])
+
+    with pytest.raises(kc.ConventionError, match="averaged over the axis, and"):
+        mapped(None)
+    for name in ("i", ()):
+        mapped(name)
+    within = shim.KFAC(network, axis_name="i", **options)
+    run = jax.vmap(whole_runs(network, within, "i"), axis_name="i")
     jax.eval_shape(
-        lambda: jax.vmap(step_of(network, told), (0, None, 0, None), axis_name="seed")(
-            seeds, told.init(params), batches, LABELS
-        )
+        jax.vmap(run, axis_name="seed"), *jax.tree.map(pair, (copies, seeds[1]))
     )
 
 
-def test_parameters_over_explicit_axes_of_a_mesh_are_refused(trained):
-    """They ended in an error of JAX's of a product, inside of the statistics."""
-    network, params, x, _ = trained
-    mesh = jax.make_mesh((1,), ("i",))
-    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
-    with pytest.raises(kc.UnsupportedError, match=r"`params` that explicit.*\['V'\]"):
-        network.vjp(jax.device_put(params, over), x)
+def pair(leaf):
+    return jnp.stack([leaf, leaf])

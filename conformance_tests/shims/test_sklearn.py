@@ -200,22 +200,6 @@ def test_a_copy_goes_on_training(copied):
         assert not np.array_equal(found, old)
 
 
-def test_a_warm_start_of_another_network_raises():
-    """The penalty and the number of epochs are read each time."""
-    X, y = clusters(3)
-    model = KFACClassifier((5,), max_iter=3, warm_start=True, random_state=0).fit(X, y)
-    before = [W.copy() for W in model.coefs_]
-    model.set_params(hidden_layer_sizes=(7,))
-    with pytest.raises(ValueError, match="hidden_layer_sizes"):
-        model.fit(X, y)
-    assert all(map(np.array_equal, model.coefs_, before))
-    model.set_params(hidden_layer_sizes=(5,), alpha=10.0, max_iter=20)
-    model.fit(X, y)
-    assert np.linalg.norm(model.coefs_[0]) < np.linalg.norm(before[0])
-    with pytest.raises(ValueError, match="`sample_weight` >= 0"):
-        model.fit(X, y, sample_weight=-np.ones(len(X)))
-
-
 def test_early_stopping_keeps_the_best_parameters():
     """Of labels that are mostly noise, so that the validation score falls again."""
     rng = np.random.default_rng(6)
@@ -307,17 +291,6 @@ def test_targets_of_a_large_scale_are_learned(activation, seed):
     assert model.loss_curve_[-1] < 1e-3 * model.loss_curve_[0]
 
 
-def test_a_small_set_may_stop_early():
-    """Two examples of three classes are enough to validate, as for MLPClassifier."""
-    X = np.random.default_rng(0).normal(size=(20, 3))
-
-    model = KFACClassifier(early_stopping=True, random_state=0).fit(
-        X, np.arange(20) % 3
-    )
-
-    assert len(model.validation_scores_) == model.n_iter_ > 10
-
-
 @pytest.mark.parametrize("kind", [KFACClassifier, KFACRegressor])
 def test_sparse_inputs_are_those_of_dense_ones(kind):
     X, y = clusters(2)
@@ -328,49 +301,3 @@ def test_sparse_inputs_are_those_of_dense_ones(kind):
     for one, other in zip(dense.coefs_, sparse.coefs_, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     np.testing.assert_allclose(dense.predict(X), sparse.predict(csr_matrix(X)))
-
-
-def test_a_run_ends_after_epochs_without_progress():
-    """With a tolerance that no epoch meets; none ends a run without a limit."""
-    X, y = clusters(3)
-    model = KFACClassifier((4,), tol=100.0, n_iter_no_change=3, random_state=0)
-    assert model.fit(X, y).n_iter_ == 5
-    model.set_params(n_iter_no_change=np.inf, max_iter=20)
-    assert model.fit(X, y).n_iter_ == 20
-
-
-def test_a_larger_penalty_has_smaller_weights():
-    X, y = clusters(2)
-    norms = [
-        np.linalg.norm(
-            KFACClassifier((5,), alpha=a, random_state=0).fit(X, y).coefs_[0]
-        )
-        for a in (0.01, 1.0, 100.0)
-    ]
-    assert norms[0] > norms[1] > norms[2]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"activation": "softplus"},
-        {"fisher": "empirical"},
-        {"alpha": -1.0},
-        {"damping": 0.0},
-        {"max_iter": 0},
-        {"hidden_layer_sizes": (3, 0)},
-        {"batch_size": 0},
-        {"validation_fraction": 1.0},
-        {"hidden_layer_sizes": "4"},
-        {"alpha": "small"},
-        {"batch_size": 1.5},
-        {"batch_size": "large"},
-        {"max_iter": 2.5},
-        {"tol": None},
-    ],
-    ids=str,
-)
-def test_parameters_out_of_range_are_named(wrong):
-    X, y = clusters(2)
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        KFACClassifier(**wrong).fit(X, y)

@@ -213,12 +213,22 @@ def attack(model, kfac, x, y):
     train(model, x, y)
 
 
-def penalty_on_inputs(model, kfac, x, y):
+def with_slope(model, x):
+    """Return the outputs, and the derivative by the inputs with a graph of its own."""
     inputs = x.clone().requires_grad_()
     z = model(inputs)
-    torch.autograd.grad(z.sum(), inputs, create_graph=True)
-    with pytest.warns(UserWarning, match="derivatives of the model's outputs"):
-        fn.cross_entropy(z, y).backward()
+    return z, torch.autograd.grad(z.sum(), inputs, create_graph=True)[0]
+
+
+def slope_not_read(model, kfac, x, y):
+    z, _ = with_slope(model, x)
+    fn.cross_entropy(z, y).backward()
+
+
+def penalty_by_hand(model, kfac, x, y):
+    z, slope = with_slope(model, x)
+    kfac.observe(z)
+    (fn.cross_entropy(z, y) + slope.square().sum()).backward()
 
 
 def logged_before(model, kfac, x, y):
@@ -382,7 +392,8 @@ PROGRAMS = {
     "validation": Program(validation),
     "validation by hand": Program(validation_by_hand, CATEGORICAL),
     "attack": Program(attack),
-    "penalty on inputs": Program(penalty_on_inputs),
+    "slope not read": Program(slope_not_read),
+    "penalty by hand": Program(penalty_by_hand, CATEGORICAL, fishers=EXACT),
     "logged before": Program(logged_before),
     "logged before, view": Program(logged_before, {"output": lambda z: z[:, :]}),
     "logged after": Program(logged_after),
@@ -481,6 +492,36 @@ def test_outputs_are_picked_out_of_what_a_model_returns(name, fisher):
 # Programs that end with an error.
 
 
+def penalty(model, kfac, x, y):
+    z, slope = with_slope(model, x)
+    (fn.cross_entropy(z, y) + slope.square().sum()).backward()
+    kfac.step()
+
+
+def penalty_elsewhere(model, kfac, x, y):
+    fn.cross_entropy(model(x), y).backward()
+    with_slope(model, 2 * x)[1].square().sum().backward()
+    kfac.step()
+
+
+def penalty_on_gradients(model, kfac, x, y):
+    loss = fn.cross_entropy(model(x), y)
+    gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    (loss + sum(g.square().sum() for g in gradients)).backward()
+    kfac.step()
+
+
+def residual(model, kfac, x, y):
+    z, slope = with_slope(model, x)
+    (z.sum(1) + slope.sum(1)).square().mean().backward()
+    kfac.step()
+
+
+def residual_of_slope(model, kfac, x, y):
+    with_slope(model, x)[1].square().mean().backward()
+    kfac.step()
+
+
 def graph_of_gradients(model, kfac, x, y):
     gs = torch.autograd.grad(
         fn.cross_entropy(model(x), y), [*model.parameters()], create_graph=True
@@ -570,6 +611,13 @@ def modified_outputs(model, kfac, x, y):
     kfac.step()
 
 
+def modified_after_the_loss(model, kfac, x, y):
+    z = model(x)
+    loss = fn.cross_entropy(z, y)
+    z += 1.0
+    loss.backward()
+
+
 def observed_twice(model, kfac, x, y):
     z = model(x)
     kfac.observe(z)
@@ -583,10 +631,17 @@ def observed_too_late(model, kfac, x, y):
     kfac.step()
 
 
+DERIVATIVES = r"\['0', '2'\].*observe\(residuals\).*observe\(outputs\)"
+SQUARES = {"likelihood": "gaussian"}
 NOT_READY, CONVENTION = kc.NotReadyError, kc.ConventionError
 UNSUPPORTED = kc.UnsupportedError
 LATE = {**BY_HAND, "fisher": "empirical"}
 REFUSED = {
+    "penalty": (penalty, {}, UNSUPPORTED, DERIVATIVES),
+    "penalty elsewhere": (penalty_elsewhere, {}, UNSUPPORTED, DERIVATIVES),
+    "penalty on gradients": (penalty_on_gradients, {}, UNSUPPORTED, DERIVATIVES),
+    "residual": (residual, SQUARES, UNSUPPORTED, DERIVATIVES),
+    "residual of slope": (residual_of_slope, SQUARES, UNSUPPORTED, DERIVATIVES),
     "graph of gradients": (graph_of_gradients, {}, NOT_READY, "create_graph=True"),
     "after zero_grad": (after_zero_grad, {}, NOT_READY, "before zero_grad"),
     "no backward": (without_backward, {}, NOT_READY, r"^Call kfac.step\(\) after"),
@@ -623,6 +678,7 @@ REFUSED = {
     "two steps": (stepped_twice, {}, NOT_READY, "what the last step wrote"),
     "written to": (written_to, {}, UNSUPPORTED, "written to"),
     "outputs modified": (modified_outputs, {}, NOT_READY, "in place"),
+    "outputs modified later": (modified_after_the_loss, {}, UNSUPPORTED, "in place"),
     "observed twice": (observed_twice, BY_HAND, UNSUPPORTED, "one tensor"),
     "observed too late": (observed_too_late, LATE, NOT_READY, "before each backward"),
     "observed, not said": (

@@ -141,16 +141,24 @@ def test_a_module_that_returns_its_residual(name):
     torch_zoo.run(torch_zoo.Program(model=model, loop=two_lines))
 
 
-def test_a_loss_of_derivatives_of_observed_outputs_is_named():
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_residual_that_nobody_observed_is_refused_with_its_layers(share):
     """The outputs that the hook sees are u, whose curvature is not that of the residual."""
     model, x = network(), torch.randn(6, 2, requires_grad=True)
     kfac = torch_zoo.attached(model)
     u = model(x)
-    with pytest.warns(UserWarning, match=r"observe\(residuals\)"):
-        (u + laplacian(u, x)).square().mean().backward()
-    kfac.discard()
-    derivative(model(x), x).square().mean().backward()
-    with pytest.raises(kc.NotReadyError, match=r"observe\(residual\)"):
+    (share * u + laplacian(u, x)).square().mean().backward()
+    names = r"\['0', '2', '4'\].*observe\(residuals\)"
+    with pytest.raises(kc.UnsupportedError, match=names):
+        kfac.step()
+
+
+def test_a_residual_of_torch_func_that_nobody_observed_is_refused():
+    model, x = network(), torch.randn(6, 2)
+    kfac = torch_zoo.attached(model)
+    u, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    (u + slope).square().mean().backward()
+    with pytest.raises(kc.NotReadyError, match=r"observe\(residuals\)"):
         kfac.step()
 
 

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
+from kfac_core.distributed import run_ranks  # noqa: E402
 from kfac_core.samples import sample_gram  # noqa: E402
 from kfac_core_shims.torch import GaussNewton  # noqa: E402
 from kfac_core_shims.torch.jacobians import JacobianFinder  # noqa: E402
@@ -95,7 +96,84 @@ def mixes_examples(net):
     return lambda: net(x)[:, 0]
 
 
+def many_points(net):
+    x = points(40)
+    return lambda: net(x)[:, 0] - 1.0
+
+
+def biharmonic(net):
+    x = points(4)
+
+    def residuals():
+        second = laplacian(net, x)
+        (slope,) = torch.autograd.grad(second.sum(), x, create_graph=True)
+        return sum(
+            torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i]
+            for i in range(2)
+        )
+
+    return residuals
+
+
+def mixed_vector(net):
+    """Values and derivatives as the outputs of one residual."""
+    x = points(5)
+
+    def residuals():
+        u = net(x)
+        (slope,) = torch.autograd.grad(u[:, 0].sum(), x, create_graph=True)
+        return torch.cat([slope - u, u * slope[:, :1]], dim=1)
+
+    return residuals
+
+
+def by_hessian(net):
+    x = points(5).detach()
+
+    def residuals():
+        hessian = torch.func.hessian(lambda point: net(point[None])[0, 0])
+        return torch.func.vmap(hessian)(x).diagonal(dim1=1, dim2=2).sum(1)
+
+    return residuals
+
+
+def convolution(net):
+    net.append(nn.Unflatten(1, (1, 6))).append(nn.Conv1d(1, 3, 3).double())
+    net.append(nn.Flatten()).append(nn.Tanh()).append(nn.Linear(12, 2).double())
+    x = points(5)
+    return lambda: net(x)
+
+
+def normalization(net):
+    net.append(nn.LayerNorm(4).double()).append(nn.Tanh())
+    x = points(5)
+    return lambda: net(x)
+
+
+def embedding(net):
+    net.insert(0, nn.Embedding(4, 2).double())
+    ids = torch.tensor([0, 3, 1, 3, 2])
+    return lambda: net(ids)
+
+
+def tied_embedding(net):
+    """A weight that makes the outputs too."""
+    net.insert(0, nn.Embedding(4, 2).double())
+    net.append(nn.Linear(2, 4, bias=False).double())
+    net[-1].weight = net[0].weight
+    ids = torch.tensor([0, 3, 1, 3, 2])
+    return lambda: net(ids)
+
+
 PROGRAMS = {
+    "tied embedding": ((2, 5, 2), tied_embedding),
+    "more residuals than parameters": ((2, 4, 1), many_points),
+    "biharmonic": ((2, 5, 4, 1), biharmonic),
+    "mixed vector": ((2, 5, 4, 2), mixed_vector),
+    "Hessian by torch.func": ((2, 5, 4, 1), by_hessian),
+    "convolution": ((2, 6), convolution),
+    "normalization": ((2, 4), normalization),
+    "embedding": ((2, 5, 2), embedding),
     "batch norm in training": ((2, 5, 4, 1), mixes_examples),
     "value": ((2, 5, 4, 1), value),
     "several outputs": ((2, 4, 2), several_outputs),
@@ -138,11 +216,17 @@ def test_the_gram_matrix_is_that_of_autograd(program):
     finder = JacobianFinder(net)
     finder.wants_statistics = True
     terms = [t if t.ndim == 2 else t[:, None] for t in terms_of(residuals)]
+    N = sum(t.numel() for t in terms)
+    J = J * (N / sum(map(len, terms))) ** 0.5
     scales = [(N / len(term)) ** 0.5 for term in terms]
     K = sample_gram(finder.jacobian(terms, scales)).full()
 
     assert_close(K.numpy(), J @ J.T, "gram", "float64")
-    formed = {not_a_layer: {"shift"}, mixes_examples: {"0.weight", "0.bias"}}
+    formed = {
+        not_a_layer: {"shift"},
+        mixes_examples: {"0.weight", "0.bias"},
+        tied_embedding: {"0.weight"},
+    }
     assert set(finder.formed) >= formed.get(make, set())
     assert bool(finder.formed) == (make in formed)
 
@@ -156,13 +240,144 @@ def test_a_step_of_fixed_length_is_the_dense_solution(program):
     before = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     P = J.shape[1]
 
-    loss = GaussNewton(net, lr=0.5, damping=0.01).step(residuals)
+    options = {"lr": 0.5, "damping": 0.01, "momentum": 0.0}
+    loss = GaussNewton(net, **options).step(residuals)
 
     after = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     dense = J.T @ J / N + 0.01 * torch.eye(P, dtype=torch.float64).numpy()
     step = torch.linalg.solve(torch.from_numpy(dense), torch.from_numpy(J.T @ r / N))
     assert_close((before - after).numpy(), 0.5 * step.numpy(), "inverse", "float64")
     assert_close(loss.numpy(), (r @ r) / (2 * N), "roundoff", "float64")
+
+
+def cross_entropy(net, x):
+    labels = torch.tensor([0, 2, 1, 1, 0, 2])
+    return (net(x), labels), "categorical", nn.functional.cross_entropy
+
+
+def labels_of_sigmoids(net, x):
+    labels = (x.detach() > 0.5).double()[:, :1].expand(-1, 3)
+    loss = nn.functional.binary_cross_entropy_with_logits
+    return (net(x), labels), "bernoulli", lambda z, y: 3 * loss(z, y)
+
+
+def values_of_derivatives(net, x):
+    """Slopes of the network, as the outputs of a squared error."""
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    loss = nn.functional.mse_loss
+    return (slope, x.detach().sin()), "gaussian", lambda z, y: loss(z, y)
+
+
+@pytest.mark.parametrize(
+    "make", [cross_entropy, labels_of_sigmoids, values_of_derivatives]
+)
+def test_a_likelihood_gives_the_dense_step_of_gauss_newton(make):
+    """With the Hessian of PyTorch's own loss, and the Jacobian by autograd."""
+    net, x = mlp(2, 5, 3), points(6)
+    (z, y), likelihood, loss = make(net, x)
+    J, _, N = dense_jacobian(net, [z])
+    J = torch.from_numpy(J).reshape(N, z.shape[1], -1)
+    of_all = torch.autograd.functional.hessian(lambda f: N * loss(f, y), z.detach())
+    H = torch.stack([of_all[i, :, i] for i in range(N)])
+    gradients = torch.autograd.grad(
+        loss(z, y), list(net.parameters()), materialize_grads=True
+    )
+    gradient = torch.cat([g.reshape(-1) for g in gradients])
+    P = J.shape[2]
+    F = torch.einsum("ncp,ncd,ndq->pq", J, H, J) / N + 0.01 * torch.eye(P).double()
+    before = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+    optimizer = GaussNewton(net, likelihood=likelihood, lr=0.5, damping=0.01)
+    optimizer.step(lambda: make(net, x)[0])
+
+    after = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    step = torch.linalg.solve(F, gradient)
+    assert_close((before - after).numpy(), 0.5 * step.numpy(), "inverse", "float64")
+    assert optimizer.report().formed == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.3}], ids=["search", "rate"])
+def test_conjugate_gradients_take_the_step_of_the_factorization(options):
+    """Above `direct_up_to` residuals, where K is not formed."""
+    x, edge = points(9), points(4, seed=2)
+    steps = []
+    for direct_up_to in (6000, 10):
+        net = mlp(2, 5, 1)
+        optimizer = GaussNewton(net, direct_up_to=direct_up_to, **options)
+        optimizer.step(lambda net=net: (laplacian(net, x), net(edge)))
+        steps.append(torch.cat([p.detach().reshape(-1) for p in net.parameters()]))
+        assert options or optimizer.report().residual < 1e-8
+
+    assert float((steps[1] - steps[0]).norm()) < 1e-7 * float(steps[0].norm())
+
+
+def test_classes_are_learned_without_a_rate():
+    torch.manual_seed(0)
+    x = torch.randn(60, 2, dtype=torch.float64)
+    labels = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 0] > 0).long()
+    net = mlp(2, 12, 3)
+    optimizer = GaussNewton(net, likelihood="categorical")
+
+    losses = [float(optimizer.step(lambda: (net(x), labels))) for _ in range(25)]
+
+    assert losses[0] > 0.5
+    assert losses[-1] < 1e-2
+    assert all(later <= earlier for earlier, later in itertools.pairwise(losses))
+
+
+def on_processes(net, communicator, options, likelihood):
+    """Return parameters and losses after steps with a part of the examples."""
+    net = copy.deepcopy(net)
+    x, edge = points(9), points(4, seed=2)
+    labels = torch.tensor([0, 1, 2, 2, 1, 0, 1, 1, 2])
+    part, edges = slice(9), slice(4)
+    if communicator is not None:
+        part = (slice(0, 6), slice(6, 9))[communicator.rank]
+        edges = (slice(0, 1), slice(1, 4))[communicator.rank]
+        options = options | {"communicator": communicator}
+
+    def terms():
+        if likelihood:
+            return net(x[part]), labels[part]
+        return laplacian(net, x[part].detach().requires_grad_()), net(edge[edges])
+
+    optimizer = GaussNewton(net, likelihood=likelihood, **options)
+    losses = [float(optimizer.step(terms)) for _ in range(4)]
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]), losses
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.3}], ids=["search", "rate"])
+@pytest.mark.parametrize("likelihood", [None, "categorical"])
+def test_two_processes_take_the_steps_of_one(options, likelihood):
+    # Threads share the generator of random numbers, so that ranks copy one network.
+    net = mlp(2, 5, 3 if likelihood else 1)
+    expected, losses = on_processes(net, None, options, likelihood)
+
+    def run(communicator):
+        return on_processes(net, communicator, options, likelihood)
+
+    for parameters, reached in run_ranks(2, run):
+        error = (parameters - expected).norm() / expected.norm()
+        assert float(error) < 1e-10
+        assert reached == pytest.approx(losses, rel=1e-10)
+
+
+def test_the_report_says_what_a_step_did_and_what_is_formed():
+    net = mlp(2, 5, 1)
+    residuals = not_a_layer(net)
+    optimizer = GaussNewton(net)
+    assert "no steps yet" in repr(optimizer)
+    with pytest.raises(kc.NotReadyError):
+        optimizer.report()
+
+    loss = optimizer.step(residuals)
+
+    report = optimizer.report()
+    assert (report.steps, report.samples, report.accepted) == (1, 5, True)
+    assert report.parameters == sum(p.numel() for p in net.parameters())
+    assert report.loss == float(loss) > report.reached
+    assert report.damping == optimizer.damping
+    assert "shift, since it is in no layer" in repr(optimizer)
 
 
 def test_momentum_is_that_of_spring():
@@ -271,12 +486,26 @@ def test_what_raises_changes_nothing():
         optimizer.step(lambda: net(x)[:, 0] * torch.nan)
     with pytest.raises(kc.ShapeError, match=r"\(N,\) or \(N, C\)"):
         optimizer.step(lambda: net(x).sum())
+    with pytest.raises(kc.UnsupportedError, match="Term 1 of the loss"):
+        optimizer.step(lambda: (net(x), torch.ones(3)))
     with pytest.raises(kc.ConventionError, match="damping"):
         GaussNewton(net, damping=0.0)
+    with pytest.raises(kc.ConventionError, match="Give `lr`"):
+        GaussNewton(net, momentum=0.9)
 
     assert optimizer.damping == 1.0
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_parameters_frozen_later_are_refused():
+    net = mlp(2, 3, 1)
+    x = points(4)
+    optimizer = GaussNewton(net)
+    optimizer.step(lambda: net(x))
+    net[0].weight.requires_grad_(False)
+    with pytest.raises(kc.UnsupportedError, match="frozen after"):
+        optimizer.step(lambda: net(x))
 
 
 def test_no_step_is_taken_at_a_minimum():
@@ -285,8 +514,14 @@ def test_no_step_is_taken_at_a_minimum():
     target = net(x).detach()
     before = copy.deepcopy(net.state_dict())
 
-    loss = GaussNewton(net).step(lambda: net(x) - target)
+    optimizer = GaussNewton(net)
 
-    assert float(loss) == 0.0
+    # As many failures of 20 trials would overflow a damping.
+    losses = [float(optimizer.step(lambda: net(x) - target)) for _ in range(40)]
+
+    assert losses == [0.0] * 40
+    assert optimizer.damping < 1e12
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
+    moved = float(optimizer.step(lambda: net(x) - target - 0.1))
+    assert optimizer.report().reached < moved

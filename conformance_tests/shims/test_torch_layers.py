@@ -31,17 +31,6 @@ from .test_torch import (  # noqa: E402
 
 __all__ = ["seeded"]  # used by itself, in every test
 
-PAGE = Path(__file__).parents[2] / "docs" / "quickstart_torch.md"
-
-
-@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
-def test_the_page_has_the_table_of_the_code():
-    """Every covered module, in the order of the code, and no other."""
-    page = PAGE.read_text(encoding="utf-8")
-    table = page.split("| modules | layer | remark |\n| --- | --- | --- |\n")[1]
-    rows = ["| " + " | ".join(row) + " |" for row in covered_modules()]
-    assert table.split("\n\n")[0].splitlines() == rows
-
 
 def test_one_slope_for_all_channels():
     """Each entry counts as an example."""
@@ -147,14 +136,6 @@ def test_an_embedding_that_makes_logits_is_kfac_by_hand(fisher, loss, padding):
     close(after["logits.bias"], expected)
 
 
-def test_an_embedding_that_makes_logits_has_one_approximation():
-    for wrong in (kc.Kronecker(), kc.Diagonal(), kc.Kronecker(output="diagonal")):
-        with pytest.raises(kc.ConventionError, match="makes logits too"):
-            attached(Tied(), approximations={"words": wrong})
-    kfac = attached(Tied().double(), approximations={"logits.bias": None})
-    assert [*kfac.skipped] == ["logits.bias"]
-
-
 def test_layers_of_other_libraries_are_registered_by_class_or_name():
     """`test_torch_zoo` trains those that are."""
 
@@ -210,3 +191,15 @@ def test_a_computed_weight_has_the_block_of_what_it_computes(kind):
     own = copy.deepcopy(model)
     half_squares(own(x), y).backward()  # The hooks of a copy do nothing.
     kfac.remove()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "quickstart_torch.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
+def test_the_page_has_the_table_of_the_code():
+    """Every covered module, in the order of the code, and no other."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.split("| modules | layer | remark |\n| --- | --- | --- |\n")[1]
+    rows = ["| " + " | ".join(row) + " |" for row in covered_modules()]
+    assert table.split("\n\n")[0].splitlines() == rows

@@ -77,17 +77,3 @@ def test_solutions_solve(pinn, name):
         at_start = edge[:, 0] == 0.0
         expected = torch.where(at_start, -torch.sin(torch.pi * edge[:, 1]), 0.0)
     torch.testing.assert_close(equation.solution(edge), expected, rtol=0.0, atol=1e-9)
-
-
-def test_kfac_is_ahead_of_adam(pinn):
-    """In a fifth of the steps of Adam, with the best of its rates."""
-    options = {"widths": (2, 16, 16, 1), "points": (100, 40), "seconds": float("inf")}
-    equation = pinn.EQUATIONS["poisson"]
-
-    kfac = pinn.train(equation, "K-FAC", None, steps=60, **options)[-1][2]
-    adam = [
-        pinn.train(equation, "Adam", rate, steps=300, **options)[-1][2]
-        for rate in pinn.RATES
-    ]
-
-    assert kfac < min(adam)

@@ -393,16 +393,6 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
     own.step()
 
 
-def test_modules_of_fsdp_are_refused():
-    """The first FSDP flattens parameters; it needs an accelerator, so here its name."""
-
-    class FullyShardedDataParallel(nn.Sequential):
-        """Stands for the wrapper."""
-
-    with pytest.raises(kc.UnsupportedError, match="FullyShardedDataParallel"):
-        KFAC(FullyShardedDataParallel(network()))
-
-
 def refused(function):
     """Return what a step was refused with."""
     with pytest.raises(kc.KFACError) as error:

@@ -331,21 +331,6 @@ def test_a_penalty_of_what_a_weight_is_computed_from_is_named(penalty):
     )
 
 
-def test_the_optimizer_goes_on_in_another_dtype():
-    """Its last change is of the old dtype."""
-    torch.set_default_dtype(torch.float32)
-    model, (x, y) = network(), batch()
-    optimizer = KFACOptimizer(model)
-
-    def loss(x):
-        return lambda: fn.cross_entropy(model(x), y)
-
-    losses = [float(optimizer.step(loss(x))) for _ in range(2)]
-    model.double()
-    losses += [float(optimizer.step(loss(x.double()))) for _ in range(2)]
-    assert losses[3] < losses[2] < losses[1] < losses[0]
-
-
 @pytest.mark.parametrize("kind", ["head", "weights", "parts", "clipped"])
 def test_gradients_that_are_added_to_the_last_direction_are_refused(kind):
     """Of layers that the optimizer does not have, and of a step for each part."""
@@ -495,20 +480,6 @@ def test_a_block_that_is_pruned_later_is_left_alone():
     assert torch.equal(model[0].weight_orig.grad, gradient)
 
 
-def test_a_model_whose_parameters_were_all_replaced_is_refused():
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, **EACH_STEP)
-    fn.cross_entropy(model(x), y).backward()
-    kfac.step()
-    model.load_state_dict(
-        {n: v.clone() for n, v in model.state_dict().items()}, assign=True
-    )
-    fn.cross_entropy(model(x), y).backward()
-    with pytest.raises(kc.NotReadyError, match="its parameters were replaced"):
-        kfac.step()
-    assert kfac.steps == 1
-
-
 def test_a_weight_that_has_another_size_is_named():
     """As after an output for a further class was added in place."""
     model, (x, y) = network(), batch()
@@ -520,29 +491,6 @@ def test_a_weight_that_has_another_size_is_named():
     ):
         kfac.step()
     assert kfac.steps == 0
-
-
-def test_a_state_of_another_kind_is_named():
-    model = network()
-    for loads in (KFAC(model), KFACOptimizer(model)):
-        with pytest.raises(kc.StateError, match=r"got a NoneType"):
-            loads.load_state_dict(None)
-
-
-def test_a_block_that_is_lost_between_refreshes_is_named_at_once():
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, kl_clip=None)
-    for freeze in (False, True):
-        model.zero_grad()
-        model[0].bias.requires_grad_(not freeze)
-        fn.cross_entropy(model(x), y).backward()
-        if freeze:
-            with pytest.warns(
-                UserWarning, match=r"0\.weight.*another parameter.*frozen"
-            ):
-                kfac.step()
-        else:
-            kfac.step()
 
 
 def test_parameters_without_a_block_are_named_with_reason_and_remedy():
@@ -622,8 +570,8 @@ def test_outputs_of_one_number_each_are_rows(by_hand, module, fisher):
     rows, z = torch.cat([x, torch.ones(8, 1)], 1), z.detach()
     p = torch.sigmoid(z)
     G = {
-        (nn.MSELoss, "exact"): torch.tensor(2.0),
-        (nn.MSELoss, "empirical"): (2 * (z - y)).square().mean(),
+        (nn.MSELoss, "exact"): torch.tensor(1.0),
+        (nn.MSELoss, "empirical"): (z - y).square().mean(),
         (nn.BCEWithLogitsLoss, "exact"): (p * (1 - p)).mean(),
         (nn.BCEWithLogitsLoss, "empirical"): (p - y).square().mean(),
     }[module, fisher]
@@ -644,17 +592,6 @@ def test_a_model_that_returns_its_loss_is_told_what_to_return():
     with pytest.raises(kc.ShapeError, match=r"returns its loss.*output=1"):
         model(x, y).backward()
     assert kfac.steps == 0
-
-
-def test_torchscript_is_left_alone():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.script(nn.Linear(5, 6))
-    with pytest.raises(kc.UnsupportedError, match="TorchScript hides"):
-        KFAC(scripted)
-    with pytest.warns(UserWarning, match=r"0\.weight.*TorchScript hides"):
-        kfac = KFAC(nn.Sequential(scripted, nn.Linear(6, 4)))
-    assert [*kfac.estimator.blocks] == ["1"]
 
 
 # Rows that depend on each other, and heads of unlike sizes.
@@ -877,7 +814,8 @@ def test_a_layer_that_takes_part_later_has_its_operator_at_once():
             return self.head(h)
 
     model, (x, y) = Deep(), batch()
-    kfac = KFAC(model, likelihood="categorical", **{**EXACT, "refresh_every": 25})
+    options = {**EXACT, "refresh_every": 25, "damping": 0.03}
+    kfac = KFAC(model, likelihood="categorical", **options)
     for drops in (True, False):
         model.zero_grad()
         model.drops = drops

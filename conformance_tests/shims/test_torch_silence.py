@@ -18,7 +18,7 @@ from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
 from kfac_core.losses import Categorical  # noqa: E402
-from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
+from kfac_core_shims.torch import KFAC  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
@@ -267,25 +267,6 @@ def test_a_step_of_the_optimizer_before_that_of_kfac_is_refused(steps, fused):
     assert kfac.steps == steps
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-def test_gradients_that_were_not_cleared_are_refused_in_the_next_step(clipped):
-    """Not only in the next one with statistics."""
-    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
-    kfac = KFAC(model, lr=0.1, update_every=5)
-    fn.cross_entropy(model(x), y).backward()
-    kfac.step()
-    if clipped:
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    fn.cross_entropy(model(x), y).backward()
-    with pytest.raises(kc.NotReadyError, match="added to what the last step wrote"):
-        kfac.step()
-    for clears in (False, True):
-        model.zero_grad(set_to_none=clears)
-        fn.cross_entropy(model(x), y).backward()
-        kfac.step()
-    assert kfac.steps == 3
-
-
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
 def test_the_rate_of_an_optimizer_that_divides_directions_is_refused(name):
     model = Network()
@@ -420,18 +401,3 @@ def test_passes_of_a_warmup_without_steps_are_forgotten():
         calls += [weakref.ref(call) for o in kfac.differentiated for call in o.calls]
         assert len(kfac.differentiated) == 1
     assert sum(call() is not None for call in calls) == 2
-
-
-def test_what_is_given_to_the_optimizer_is_checked():
-    """Parameters in the place of the model; a rate that is a tensor, as in its groups."""
-    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
-    with pytest.raises(kc.ConventionError, match="the model itself, and not its param"):
-        KFACOptimizer(model.parameters(), lr=0.5)
-    losses = []
-    for lr in (0.5, torch.tensor(0.5)):
-        own = copy.deepcopy(model)
-        optimizer = KFACOptimizer(own, lr=lr)
-        for _ in range(3):
-            loss = optimizer.step(lambda own=own: fn.cross_entropy(own(x), y))
-        losses.append(float(loss))
-    assert losses[0] == losses[1]

@@ -287,15 +287,15 @@ def test_arguments_that_cannot_be_used_are_named():
     vector = {"fc": {"weight": np.ones((2, 2))}}
     common = {"curvature": np.eye(1), "damping": 0.0}
 
-    with pytest.raises(ShapeError, match=r"Expected 2 `coefficients`.*got 3"):
+    with pytest.raises(ShapeError, match=r"number of directions.*coefficients.*3"):
         model.change([1.0, 2.0, 3.0], damped=True)
-    with pytest.raises(ShapeError, match=r"Expected 2 `coefficients`.*got 1\.0"):
+    with pytest.raises(ShapeError, match=r"number of directions.*coefficients.*\(\)"):
         model.change(1.0, damped=True)
     with pytest.raises(DtypeError, match=r"`coefficients\[1\]`.*None"):
         model.change([1.0, None], damped=True)
-    with pytest.raises(ShapeError, match="Expected 2 `fixed`"):
+    with pytest.raises(ShapeError, match=r"number of directions.*fixed"):
         model.minimize(fixed=[0.9])
-    with pytest.raises(ShapeError, match=r"Expected 2 `fixed`.*got 0\.9"):
+    with pytest.raises(ShapeError, match=r"number of directions.*fixed.*\(\)"):
         model.minimize(fixed=0.9)
     with pytest.raises(ConventionError, match="`check`"):
         model.minimize(check="ignore")
@@ -307,7 +307,7 @@ def test_arguments_that_cannot_be_used_are_named():
         quadratic_model(vector, [vector], curvature=np.eye(1), damping=-1.0)
     with pytest.raises(ShapeError, match="at least one of `directions`"):
         quadratic_model(vector, [], **common)
-    with pytest.raises(ShapeError, match="as many `products` as `directions`"):
+    with pytest.raises(ShapeError, match=r"directions.*products"):
         curvature_of_products([vector], [])
-    with pytest.raises(ShapeError, match=r"`multiplied\[0\]` to have the shape \(3,\)"):
+    with pytest.raises(ShapeError, match=r"`multiplied\[0\]` to have shape \(3,\)"):
         curvature_of_outputs([np.ones(3)], [np.ones(2)], examples=3)

@@ -153,25 +153,6 @@ def test_a_traced_step_is_the_same_step(jax, requires_backend):
     assert counted.traces == 1
 
 
-def test_vmap_is_a_loop(jax, requires_backend):
-    """The step under ``jax.vmap`` over dampings is a loop over them."""
-    backend = requires_backend("jax")
-    *fixed, _ = arguments(
-        lambda x: put(backend, x, "float64"),
-        lambda x: backend.asarray(x, "float64"),
-        np.random.default_rng(5),
-    )
-    dampings = backend.asarray([0.1, 30.0], "float64")
-
-    got = jax.jit(jax.vmap(lambda lam: step(*fixed, lam)["theta"]))(dampings)
-
-    traced = jax.jit(step)
-    for i, lam in enumerate((0.1, 30.0)):
-        expected = traced(*fixed, backend.asarray(lam, "float64"))["theta"]
-        for path, x in host(expected).items():
-            assert_close(host(got)[path][i], x, "identity", "float64")
-
-
 def test_the_derivative_of_a_traced_step_is_right(jax, requires_backend):
     """With respect to the gradient, beside a central difference along a direction."""
     backend = requires_backend("jax")

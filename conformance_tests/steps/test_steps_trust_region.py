@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kfac_core.array.status import Status
-from kfac_core.errors import ConventionError, DtypeError, NotFiniteError, ShapeError
+from kfac_core.errors import ConventionError, NotFiniteError
 from kfac_core.steps import kl_clip, linear_combination, trust_region_rate
 
 from ..builders import reference
@@ -110,22 +110,6 @@ def test_a_length_that_is_not_finite_raises_or_is_flagged(backend, bad):
         trust_region_rate(length, bound=1.0, maximum=1.0)
     with pytest.raises(NotFiniteError, match="length of the step"):
         kl_clip(gradient, one, learning_rate=1.0, bound=1.0)
-
-
-def test_arguments_that_cannot_be_used_are_named():
-    """A matrix of curvatures is refused, with its shape; and a bound below zero."""
-    with pytest.raises(ShapeError, match=r"`curvature`.*\(2, 2\)"):
-        trust_region_rate(np.eye(2), bound=1.0, maximum=1.0)
-    with pytest.raises(DtypeError, match=r"`curvature`.*int"):
-        trust_region_rate(np.ones((), int), bound=1.0, maximum=1.0)
-    with pytest.raises(
-        ConventionError, match=r"`bound` to be a finite number > 0.*got -1"
-    ):
-        trust_region_rate(np.ones(()), bound=-1.0, maximum=1.0)
-    with pytest.raises(ConventionError, match="`maximum`"):
-        trust_region_rate(np.ones(()), bound=1.0, maximum=0.0)
-    with pytest.raises(ConventionError, match="`check`"):
-        trust_region_rate(np.ones(()), bound=1.0, maximum=1.0, check="ignore")
 
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import leaves
 
 from ..builders import reference
 from ..builders.estimators import make_estimator
@@ -192,43 +191,3 @@ def test_a_sum_that_overflows_never_gives_a_silent_number():
             if kind == "eigen":
                 estimator.rebase(moments="kronecker")
             estimator.refresh()
-
-
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kind", ["kronecker", "full", "diagonal"])
-def test_half_precision_is_cast_before_any_product(backend, kind, half):
-    """The statistics are those of the rounded rows in float32, not of rounded sums."""
-    if not hasattr(backend.xp, half):
-        pytest.skip(f"{backend.name} has no {half}")
-    rng = np.random.default_rng(31)
-    # Squares of these are beyond the largest float16, and their sums lose all digits.
-    rounded = [300.0 * rng.normal(size=(N, S, size)) for size in (n, m)]
-    arrays = [_half(backend, x, half) for x in rounded]
-    x, g = (backend.to_numpy(backend.xp.astype(a, backend.xp.float32)) for a in arrays)
-    estimator = estimator_of(kind, 1.0)
-    estimator.update({"a": kc.Batch(*arrays)})
-    estimator.refresh()
-
-    statistics = estimator.state["a"].statistics
-    for path, leaf in leaves(statistics):
-        if "status" not in path:
-            assert "float32" in str(leaf.dtype)
-    v = rng.normal(size=(n + 1, m))
-    given = {
-        "weight": backend.asarray(v[:-1], "float32"),
-        "bias": backend.asarray(v[-1], "float32"),
-    }
-    found = estimator.precondition({"a": given})["a"]
-    got = np.concatenate([np.ravel(backend.to_numpy(p)) for p in found.values()])
-    assert np.all(np.isfinite(got))
-    F = dense(kind, x, g, 1.0, "float32")
-    if F is not None and kind == "kronecker":
-        product = backend.to_numpy(estimator.operator("a").to_dense())
-        assert np.linalg.norm(product - F) <= 1e-5 * np.linalg.norm(F)
-
-
-def _half(backend: Any, x: np.ndarray, half: str) -> Any:
-    if backend.name == "numpy":
-        return x.astype(half)
-    wide = backend.asarray(x, "float32")
-    return backend.xp.astype(wide, getattr(backend.xp, half))

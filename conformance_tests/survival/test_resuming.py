@@ -9,16 +9,7 @@ import kfac_core as kc
 from kfac_core.array.structure import leaves
 
 from ..builders.adapters import WITHOUT_ADAPTERS
-from ..builders.states import differences, frozen
-from .blocks import CASES, batch_of, gradient_of, made
-
-FACTORIZATIONS = ((), ("inverse",), ("cholesky",), ("eigenbasis", "cholesky"))
-PRODUCTS = {
-    "multiply": (),
-    "multiply_inverse": (),
-    "multiply_cholesky": (),
-    "multiply_matpower": (-0.5,),
-}
+from .blocks import CASES, batch_of, made
 
 
 @pytest.fixture(autouse=True)
@@ -41,38 +32,6 @@ def trained(case, **options):
     if any(block.approximation.has_bases for block in held.blocks.values()):
         held.rebase(moments="kronecker")
     return held
-
-
-def answers(held, case):
-    """Return each product, or the class of the library's error."""
-    found = {}
-    vectors = gradient_of(case)
-    if case == "chain":
-        return frozen(held.precondition(vectors))
-    for product, options in PRODUCTS.items():
-        try:
-            found[product] = frozen(held.apply(product, vectors, *options))
-        except kc.KFACError as error:
-            found[product] = type(error).__name__
-    return found
-
-
-@pytest.mark.parametrize("factorizations", FACTORIZATIONS, ids="-".join)
-@pytest.mark.parametrize("case", CASES)
-def test_products_of_a_loaded_state(tmp_path, case, factorizations):
-    """Also those that need a factorization that was not prepared."""
-    refreshing = kc.Refreshing(factorizations=factorizations)
-    held = trained(case, refreshing=refreshing)
-    held.refresh()
-    kc.save_checkpoint(tmp_path / "state", held)
-    other = made(case, refreshing=refreshing)
-    kc.load_checkpoint(tmp_path / "state", other)
-
-    assert answers(other, case) == answers(held, case)
-    held.refresh()
-    other.refresh()
-    states = [frozen(e.state_dict()) for e in (held, other)]
-    assert differences(*states) == []
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,199 @@
+"""Adam in an eigenbasis: every function against dense float64 matrices."""
+
+import numpy as np
+import pytest
+from scipy.linalg import block_diag
+
+from kfac_core.roots import (
+    adam_quotient,
+    averaged_factor,
+    carried_moments,
+    diagonal_blocks,
+    from_basis,
+    in_basis,
+    renewed_basis,
+    side_blocks,
+)
+
+from ..builders import reference
+from ..builders.tolerances import assert_close
+
+
+def orthogonal(rng, *shape):
+    """Return a stack of orthogonal matrices."""
+    return np.linalg.qr(rng.normal(size=shape))[0]
+
+
+def dense(blocks):
+    """Return each basis of a stack as one matrix."""
+    return np.stack([block_diag(*Q) for Q in blocks])
+
+
+@pytest.fixture
+def sides(rng):
+    """Return two bases of a side of 6 and two of a side of 8, of unlike blocks."""
+    return orthogonal(rng, 2, 2, 2, 3, 3), orthogonal(rng, 2, 2, 4, 2, 2)
+
+
+def test_a_gradient_in_the_basis_is_the_dense_product(backend, dtype, rng, sides):
+    """``Q_L^T V Q_R`` with block-diagonal bases, and back."""
+    (L, _), (R, _) = sides
+    V = rng.normal(size=(2, 6, 8))
+    left, right, array = (backend.asarray(x, dtype) for x in (L, R, V))
+
+    rotated = in_basis(array, left, right)
+
+    expected = np.swapaxes(dense(L), -1, -2) @ V @ dense(R)
+    assert_close(backend.to_numpy(rotated), expected, "product", dtype)
+    back = backend.to_numpy(from_basis(rotated, left, right))
+    assert_close(back, V, "product", dtype)
+
+
+def test_a_side_without_a_basis_stays(backend, rng, sides):
+    """None is the identity, on either side."""
+    (L, _), _ = sides
+    V = rng.normal(size=(2, 6, 8))
+
+    rotated = in_basis(backend.asarray(V), backend.asarray(L), None)
+
+    expected = np.swapaxes(dense(L), -1, -2) @ V
+    assert_close(backend.to_numpy(rotated), expected, "product", "float64")
+    assert np.array_equal(backend.to_numpy(in_basis(backend.asarray(V), None, None)), V)
+
+
+@pytest.mark.parametrize("has_old", [True, False])
+def test_moments_follow_the_basis(backend, rng, sides, has_old):
+    """The first moment is the same vector; the second its covariance's diagonal."""
+    (L, new_left), (R, new_right) = sides
+    m, v = rng.normal(size=(2, 6, 8)), rng.random(size=(2, 6, 8))
+    old = [backend.asarray(x) if has_old else None for x in (L, R)]
+
+    first, second = carried_moments(
+        backend.asarray(m),
+        backend.asarray(v),
+        left=(old[0], backend.asarray(new_left)),
+        right=(old[1], backend.asarray(new_right)),
+    )
+
+    for i in range(2):
+        before = np.eye(48)
+        if has_old:
+            before = np.kron(block_diag(*L[i]), block_diag(*R[i]))
+        after = np.kron(block_diag(*new_left[i]), block_diag(*new_right[i]))
+        S = before.T @ after
+        expected = S.T @ m[i].reshape(-1)
+        covariance = S.T @ np.diag(v[i].reshape(-1)) @ S
+        got = backend.to_numpy(first)[i].reshape(-1)
+        assert_close(got, expected, "product", "float64")
+        got = backend.to_numpy(second)[i].reshape(-1)
+        assert_close(got, np.diag(covariance), "product", "float64")
+
+
+def test_blocks_of_a_gram_matrix(backend, dtype, rng):
+    """The diagonal blocks of ``X^T X``."""
+    X = rng.normal(size=(7, 6))
+    array = backend.asarray(X, dtype)
+
+    blocks = diagonal_blocks(array, 3)
+
+    expected = np.stack(
+        [(X.T @ X)[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] for i in range(3)]
+    )
+    assert_close(backend.to_numpy(blocks), expected, "gram", dtype)
+
+
+def test_a_factor_averages_matrices_of_mean_diagonal_one(backend, dtype, rng):
+    """Units drop out of each, before they are averaged."""
+    B = np.stack([reference.spd(rng, 5), reference.spd(rng, 5)])
+    units = np.asarray([1e-6, 1e6])[:, None, None]
+
+    first = averaged_factor(None, backend.asarray(B * units, dtype), decay=0.9)
+    second = averaged_factor(first, backend.asarray(B[::-1] * units, dtype), decay=0.9)
+
+    scaled = B / (np.trace(B, axis1=1, axis2=2) / 5)[:, None, None]
+    expected = 0.9 * scaled + 0.1 * scaled[::-1]
+    assert_close(backend.to_numpy(second), expected, "gram", dtype)
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
+def test_a_gram_matrix_without_a_scale_changes_nothing(backend, rng, bad):
+    """Zero or infinite rows, as of a scaler's overflow, leave that block alone."""
+    B = np.stack([reference.spd(rng, 3)] * 2)
+    C = backend.asarray(B)
+    B = B.copy()
+    B[1] = bad
+
+    factor = backend.to_numpy(averaged_factor(C, backend.asarray(B), decay=0.5))
+    first = backend.to_numpy(averaged_factor(None, backend.asarray(B), decay=0.5))
+
+    assert np.array_equal(factor[1], backend.to_numpy(C)[1])
+    assert not np.array_equal(factor[0], backend.to_numpy(C)[0])
+    assert np.array_equal(first[1], np.eye(3))
+
+
+def test_the_first_basis_is_an_eigenbasis(backend, dtype, rng):
+    """``Q^T C Q`` is diagonal and descending."""
+    C = np.stack([reference.spd(rng, 6), reference.spd(rng, 6)])
+
+    Q, residual = renewed_basis(None, backend.asarray(C, dtype))
+
+    Q = backend.to_numpy(Q).astype(np.float64)
+    B = np.swapaxes(Q, -1, -2) @ C @ Q
+    w = np.linalg.eigvalsh(C)[:, ::-1]
+    expected = np.stack([np.diag(x) for x in w])
+    assert_close(B, expected, "eigenvalues", dtype, condition=10.0)
+    assert np.all(backend.to_numpy(residual) < 1e-5)
+
+
+def test_a_renewed_basis_is_a_sorted_step_of_orthogonal_iteration(backend, dtype, rng):
+    """``qr(C Q)`` with columns by their quotients, and the residual of before."""
+    C = np.stack([reference.spd(rng, 6), reference.spd(rng, 6)])
+    Q = orthogonal(rng, 2, 6, 6)
+
+    new, residual = renewed_basis(backend.asarray(Q, dtype), backend.asarray(C, dtype))
+
+    for i in range(2):
+        B = Q[i].T @ C[i] @ Q[i]
+        order = np.argsort(-np.diag(B))
+        expected, _ = np.linalg.qr(C[i] @ Q[i][:, order])
+        overlap = np.abs(expected.T @ backend.to_numpy(new)[i])
+        assert_close(overlap, np.eye(6), "eigenvalues", dtype, condition=100.0)
+        outside = np.linalg.norm(B - np.diag(np.diag(B))) / np.linalg.norm(B)
+        assert abs(backend.to_numpy(residual)[i] - outside) < 1e-4
+
+
+def test_adam_is_its_recursion(backend, rng):
+    """Three steps, with the sums of all gradients written out."""
+    gradients = rng.normal(size=(3, 4, 2))
+    m, v = backend.asarray(np.zeros((4, 2))), backend.asarray(np.zeros((4, 2)))
+
+    for t, g in enumerate(gradients, start=1):
+        m, v, d = adam_quotient(
+            m, v, backend.asarray(g), step=t, betas=(0.9, 0.95), eps=1e-3
+        )
+
+    def average(x, beta):
+        weights = beta ** np.arange(2, -1, -1)[:, None, None]
+        return (weights * x).sum(0) / weights.sum()
+
+    expected = average(gradients, 0.9) / (average(gradients**2, 0.95) ** 0.5 + 1e-3)
+    assert_close(backend.to_numpy(d), expected, "product", "float64")
+
+
+@pytest.mark.parametrize(
+    ("n", "other", "blocks"),
+    [
+        (1, 5, None),
+        (64, 10, (1, 64)),
+        (512, 128, (4, 128)),
+        (128, 512, (1, 128)),
+        (192, 64, (2, 96)),
+        (2048, 2048, (2, 1024)),
+        (509, 128, (1, 509)),
+        (1031, 128, None),
+        (50257, 768, None),
+    ],
+)
+def test_blocks_of_sides(n, other, blocks):
+    """Whole bases up to the other side and 128; a prime side whole, or without one."""
+    assert side_blocks(n, other) == blocks

@@ -1,0 +1,379 @@
+"""Gauss-Newton on JAX: programs as users write them, against dense Jacobians."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders.tolerances import assert_close
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+shim = pytest.importorskip("kfac_core_shims.jax")
+
+DAMPING, RATE = 0.01, 0.5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double():
+    """64-bit floats, so that tolerances mean something."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def array(*shape, seed=0):
+    """Float64, whatever JAX has when this module is read."""
+    return np.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def mlp(*sizes):
+    """Nested as libraries have it: dicts of dicts."""
+    return {
+        f"layer_{i}": {
+            "w": array(n, m, seed=i) / n**0.5,
+            "b": 0.3 * array(m, seed=10 + i),
+        }
+        for i, (n, m) in enumerate(itertools.pairwise(sizes))
+    }
+
+
+def net(params, x):
+    *hidden, last = params.values()
+    for layer in hidden:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return x @ last["w"] + last["b"]
+
+
+def u(params, x):
+    """The value at one point."""
+    return net(params, x[None])[0, 0]
+
+
+def value(params, x):
+    return net(params, x)[:, 0]
+
+
+def slopes(params, x):
+    return jax.vmap(jax.grad(u, 1), (None, 0))(params, x).sum(axis=1)
+
+
+def poisson(params, x, edge):
+    """The Laplacian, and a boundary term with a weight."""
+    second = jax.vmap(jax.hessian(u, 1), (None, 0))(params, x)
+    return jnp.trace(second, axis1=1, axis2=2) - 1.0, 5.0 * net(params, edge)[:, 0]
+
+
+def value_and_slopes(params, x):
+    """Outputs of which one is the network's, and others are derivatives."""
+    gradient = jax.vmap(jax.grad(u, 1), (None, 0))(params, x)
+    return jnp.concatenate([net(params, x), gradient], axis=1)
+
+
+def images_and_words(params, images, ids):
+    layout = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(
+        images, params["kernel"], (1, 1), "VALID", dimension_numbers=layout
+    )
+    x = jnp.tanh(x).reshape(len(x), -1) + params["words"][ids].sum(axis=1)
+    return x @ params["w"]
+
+
+def outside_of_layers(params, x):
+    outputs = (net(params["net"], x) * params["c"])[:, 1]
+    return outputs * jnp.sin(params["shift"]).sum() + params["c"] ** 2
+
+
+def reverse_only(params, x):
+    """Through a function without forward derivatives."""
+    return outside_of_layers({**params, "c": _doubled(params["c"])}, x)
+
+
+@jax.custom_vjp
+def _doubled(x):
+    return 2.0 * x
+
+
+_doubled.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.0 * g,))
+
+
+def mixes_examples(params, x):
+    """Batch norm in training: each residual depends on all examples."""
+    first, last = params.values()
+    h = x @ first["w"] + first["b"]
+    h = jnp.tanh((h - h.mean(axis=0)) / (h.std(axis=0) + 0.1))
+    return (h @ last["w"] + last["b"])[:, 0]
+
+
+def extra():
+    return {"net": mlp(2, 4, 2), "shift": array(3, seed=4), "c": array(seed=5)}
+
+
+def words():
+    return {
+        "kernel": array(2, 2, 1, 2, seed=1),
+        "words": array(5, 8, seed=2),
+        "w": array(8, 2, seed=3),
+    }
+
+
+X, EDGE = array(6, 2, seed=7), array(3, 2, seed=8)
+IDS = np.array([[0, 1], [2, 2], [1, 3], [4, 0], [3, 3]])
+PROGRAMS = {
+    "slopes": (slopes, mlp(2, 5, 4, 1), (X,), set()),
+    "Poisson": (poisson, mlp(2, 5, 4, 1), (X, EDGE), set()),
+    "value and slopes": (value_and_slopes, mlp(2, 4, 1), (X,), set()),
+    "conv, embedding": (
+        images_and_words,
+        words(),
+        (array(5, 3, 3, 1), IDS),
+        set(),
+    ),
+    "outside of layers": (outside_of_layers, extra(), (X,), {"['c']", "['shift']"}),
+    "reverse only": (reverse_only, extra(), (X,), {"['c']", "['shift']"}),
+    "batch norm in training": (
+        mixes_examples,
+        mlp(2, 4, 1),
+        (X,),
+        {"['layer_0']['b']", "['layer_0']['w']"},
+    ),
+}
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def scaled_terms(residuals, params, data):
+    """Return all residuals in one vector, each term in the unit of the mean."""
+    terms = residuals(params, *data)
+    terms = terms if isinstance(terms, tuple) else (terms,)
+    R = sum(term.size for term in terms)
+    return jnp.concatenate([term.ravel() * (R / len(term)) ** 0.5 for term in terms])
+
+
+@jax.jit(static_argnums=0)
+def dense_problem(residuals, params, data):
+    r = scaled_terms(residuals, params, data)
+    rows = jax.jacrev(lambda p: scaled_terms(residuals, p, data))(params)
+    return r, [D.reshape(r.size, -1) for D in jax.tree.leaves(rows)]
+
+
+def dense_direction(J, r, gram=None):
+    F = J.T @ J / len(r) if gram is None else gram
+    return np.linalg.solve(F + DAMPING * np.eye(len(F)), J.T @ r / len(r))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_step_of_fixed_length_is_the_dense_solution(program):
+    """By rows, of derivatives of the network too; formed for what layers do not cover."""
+    residuals, params, data, formed = PROGRAMS[program]
+    r, rows = dense_problem(residuals, params, data)
+    J = np.concatenate(rows, axis=1)
+
+    optimizer = shim.GaussNewton(
+        residuals, learning_rate=RATE, damping=DAMPING, momentum=0.0
+    )
+    new, state, progress = optimizer.step(params, optimizer.init(params), *data)
+
+    step = RATE * dense_direction(J, np.asarray(r))
+    assert_close(flat(params) - flat(new), step, "inverse", "float64")
+    assert_close(progress.loss, r @ r / (2 * len(r)), "roundoff", "float64")
+    assert optimizer.formed.keys() == formed
+    assert all(name in repr(optimizer) for name in formed)
+    assert int(state.steps) == 1
+    assert bool(progress.accepted)
+
+
+def test_the_laplacian_of_a_module_of_flax_is_covered():
+    """Its layer norm has uses of unlike shapes: of the value, slopes and curvatures."""
+    nn = pytest.importorskip("flax.linen")
+    norm = nn.LayerNorm(epsilon=0.1)
+    model = nn.Sequential([nn.Dense(4), jnp.tanh, norm, nn.Dense(1)])
+    params = model.init(jax.random.key(0), X)
+    params = jax.tree.map(lambda p: np.asarray(p, "float64") + 0.1, params)
+
+    def residuals(params, x):
+        second = jax.vmap(jax.hessian(lambda y: model.apply(params, y)[0]))(x)
+        return jnp.trace(second, axis1=1, axis2=2)
+
+    r, rows = dense_problem(residuals, params, (X,))
+    options = {"learning_rate": RATE, "damping": DAMPING, "momentum": 0.0}
+    optimizer = shim.GaussNewton(residuals, **options)
+    new, _, _ = optimizer.step(params, optimizer.init(params), X)
+
+    step = RATE * dense_direction(np.concatenate(rows, axis=1), np.asarray(r))
+    assert_close(flat(params) - flat(new), step, "inverse", "float64")
+    assert optimizer.formed == {}
+
+
+def test_rows_of_a_program_that_mixes_examples_are_refused_inside_of_one():
+    residuals, params, data, _ = PROGRAMS["batch norm in training"]
+    optimizer = shim.GaussNewton(residuals, learning_rate=RATE)
+
+    step = jax.jit(optimizer.transition)
+    new, _, progress = step(params, optimizer.init(params), *data)
+
+    assert np.array_equal(flat(new), flat(params))
+    assert [bool(flag) for flag in progress.mixed] == [True, True, False, False]
+    assert not progress.accepted
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
+def test_a_likelihood_gives_the_dense_step_of_gauss_newton(likelihood):
+    """With the Hessian and the gradient of the loss by JAX."""
+    params = mlp(2, 4, 3)
+    labels = np.array([0, 2, 1, 1, 0, 2])
+    targets = labels if likelihood == "categorical" else jax.nn.one_hot(labels, 3)
+
+    def loss(z):
+        if likelihood == "categorical":
+            return -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(labels, 3))
+        return jnp.sum(jax.nn.softplus(z) - targets * z)
+
+    z = net(params, X)
+    H = np.asarray(jax.hessian(loss)(z)).reshape(z.size, z.size) / len(z)
+    rows = jax.jacrev(net)(params, X)
+    J = np.concatenate([D.reshape(z.size, -1) for D in jax.tree.leaves(rows)], axis=1)
+    g = np.asarray(jax.grad(loss)(z)).ravel() * (z.size / len(z))
+
+    optimizer = shim.GaussNewton(
+        lambda params, x, y: (net(params, x), y),
+        likelihood=likelihood,
+        learning_rate=RATE,
+        damping=DAMPING,
+        momentum=0.0,
+    )
+    new, _, progress = optimizer.step(params, optimizer.init(params), X, targets)
+
+    step = RATE * dense_direction(J, g, J.T @ H @ J)
+    assert_close(flat(params) - flat(new), step, "inverse", "float64")
+    assert_close(progress.loss, loss(z) / len(z), "roundoff", "float64")
+
+
+def test_momentum_is_that_of_spring():
+    """Two steps in a program of the user's, with a rate that decays."""
+    params, mu = mlp(2, 4, 1), 0.9
+    optimizer = shim.GaussNewton(
+        value,
+        learning_rate=lambda steps: RATE / (1 + steps),
+        damping=DAMPING,
+        momentum=mu,
+    )
+
+    @jax.jit
+    def two_steps(params, state):
+        middle, state, _ = optimizer.transition(params, state, X)
+        new, state, _ = optimizer.transition(middle, state, X)
+        return middle, new
+
+    middle, new = two_steps(params, optimizer.init(params))
+
+    phi = (flat(params) - flat(middle)) / RATE
+    r, rows = dense_problem(value, middle, (X,))
+    J = np.concatenate(rows, axis=1)
+    d = mu * phi + dense_direction(J, np.asarray(r) - mu * J @ phi)
+    assert_close(flat(middle) - flat(new), RATE / 2 * d, "inverse", "float64")
+
+
+def test_a_small_poisson_problem_is_solved():
+    """Trained by a scan of searches, which no Python loop takes part in."""
+    t = np.linspace(0.1, 0.9, 6)
+    inside = jnp.asarray(np.stack(np.meshgrid(t, t), axis=-1).reshape(-1, 2))
+    line = np.linspace(0.0, 1.0, 6)
+    zero, one = np.zeros(6), np.ones(6)
+    pairs = [(line, zero), (line, one), (zero, line), (one, line)]
+    edge = jnp.asarray(np.concatenate([np.stack(pair, axis=1) for pair in pairs]))
+
+    def exact(x):
+        return jnp.sin(jnp.pi * x[:, 0]) * jnp.sin(jnp.pi * x[:, 1])
+
+    def residuals(params, inside, edge):
+        second = jax.vmap(jax.hessian(u, 1), (None, 0))(params, inside)
+        laplacian = jnp.trace(second, axis1=1, axis2=2)
+        force = 2 * jnp.pi**2 * exact(inside)
+        return laplacian + force, 10.0 * net(params, edge)[:, 0]
+
+    optimizer = shim.GaussNewton(residuals)
+    params = mlp(2, 16, 1)
+
+    @jax.jit
+    def trained(params, state):
+        def step(carry, _):
+            params, state, progress = optimizer.transition(*carry, inside, edge)
+            return (params, state), progress
+
+        return jax.lax.scan(step, (params, state), length=60)
+
+    (params, _), progress = trained(params, optimizer.init(params))
+
+    error = jnp.linalg.norm(net(params, inside)[:, 0] - exact(inside))
+    assert float(error / jnp.linalg.norm(exact(inside))) < 1e-3
+    losses, taken = np.asarray(progress.loss), np.asarray(progress.accepted)
+    assert np.all(np.diff(losses) <= 0)
+    assert losses[-1] < 1e-6 * losses[0]
+    assert np.all(progress.reached[taken] < losses[taken])
+    assert optimizer.formed == {}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_float32_is_solved_or_the_damping_is_limited(wide):
+    """The Gram matrix is in float64 where JAX has it: errors are then the rows'."""
+    jax.config.update("jax_enable_x64", wide)
+    try:
+        t = np.linspace(-1, 1, 30, dtype=np.float32)[:, None]
+        x, y = jnp.asarray(t), jnp.sin(3 * jnp.asarray(t))
+        params = jax.tree.map(lambda p: jnp.asarray(p, "float32"), mlp(1, 8, 1))
+
+        optimizer = shim.GaussNewton(lambda params, x, y: net(params, x) - y)
+        state = optimizer.init(params)
+        losses = []
+        for _ in range(40):
+            params, state, progress = optimizer.step(params, state, x, y)
+            losses.append(float(progress.loss))
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+    assert np.all(np.isfinite(flat(params)))
+    assert np.all(np.diff(losses) <= 0)
+    assert losses[-1] < 1e-5 * losses[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
+
+
+def test_points_that_are_no_argument_are_solved_all_the_same():
+    """Nothing tells their examples apart: derivatives are formed, and named."""
+    params = mlp(2, 3, 1)
+    optimizer = shim.GaussNewton(
+        lambda params: value(params, X), learning_rate=RATE, damping=DAMPING, momentum=0
+    )
+    new, _, _ = optimizer.step(params, optimizer.init(params))
+
+    r, rows = dense_problem(value, params, (X,))
+    step = RATE * dense_direction(np.concatenate(rows, axis=1), np.asarray(r))
+    assert_close(flat(params) - flat(new), step, "inverse", "float64")
+    assert len(optimizer.formed) == 4
+    assert all("as arguments" in why for why in optimizer.formed.values())
+
+
+def test_what_raises_says_what_is_expected():
+    params = mlp(2, 3, 1)
+    with pytest.raises(kc.ConventionError, match="learning_rate"):
+        shim.GaussNewton(value, momentum=0.9)
+    with pytest.raises(kc.ConventionError, match="damping"):
+        shim.GaussNewton(value, damping=-1.0)
+    mean = kc.integration.RowLoss(
+        likelihood=kc.losses.Bernoulli(), mean_over_outputs=True
+    )
+    with pytest.raises(kc.ConventionError, match="sum over outputs"):
+        shim.GaussNewton(value, likelihood=mean)
+    cube = shim.GaussNewton(lambda params, x: net(params, x)[None])
+    with pytest.raises(kc.ShapeError, match=r"\(N,\) or \(N, C\)"):
+        cube.step(params, cube.init(params), X)
+    optimizer = shim.GaussNewton(value)
+    with pytest.raises(kc.NotFiniteError, match="finite residuals"):
+        optimizer.step(params, optimizer.init(params), X * np.nan)

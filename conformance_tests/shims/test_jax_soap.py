@@ -1,0 +1,180 @@
+"""`soap` for JAX against a naive float64 program in NumPy."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.jax import Network, soap  # noqa: E402
+
+RATE, BETAS, EPS, STEPS = 3e-3, (0.9, 0.95), 1e-8, 13
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def problem():
+    rng = np.random.default_rng(0)
+    params = {
+        "a": rng.normal(size=(5, 6)) / 2,
+        "b": np.zeros(6),
+        "c": rng.normal(size=(6, 3)) / 2,
+    }
+    data = [(rng.normal(size=(32, 5)), rng.normal(size=(32, 3))) for _ in range(STEPS)]
+    return params, data
+
+
+def network_of(params, x):
+    return Network(
+        lambda p, x: jnp.tanh(x @ p["a"] + p["b"]) @ p["c"],
+        jax.tree.map(jnp.asarray, params),
+        jnp.asarray(x),
+    )
+
+
+def trained(optimizer, network, params, data):
+    params = jax.tree.map(jnp.asarray, params)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, x, y):
+        z, pull = network.vjp(params, x)
+        gradients, captured = pull((z - y) / len(x), reduction="mean")
+        updates, state = optimizer.update(gradients, state, params, captured=captured)
+        return optax.apply_updates(params, updates), state
+
+    for x, y in data:
+        params, state = step(params, state, x, y)
+    return jax.tree.map(np.asarray, params), state
+
+
+class Naive:
+    """SOAP of one weight (in, out); moments in the weight's own coordinates."""
+
+    def __init__(self, shape):
+        self.m, self.v, self.t = np.zeros(shape), np.zeros(shape), 0
+        self.C, self.Q = [None, None], [np.eye(n) for n in shape]
+
+    def direction(self, V, rows):
+        self.t += 1
+        if self.t <= 3 or self.t % 10 == 0:
+            old = list(self.Q)
+            for i, X in enumerate(rows):
+                B = X.T @ X
+                B = B / np.trace(B) * len(B)
+                if self.C[i] is None:
+                    self.C[i] = B
+                    self.Q[i] = np.linalg.eigh(B)[1]
+                    continue
+                self.C[i] = 0.8 * self.C[i] + 0.2 * B
+                w = np.diag(self.Q[i].T @ self.C[i] @ self.Q[i])
+                Q = self.Q[i][:, np.argsort(-w)]
+                self.Q[i] = np.linalg.qr(self.C[i] @ Q)[0]
+            S, T = ((a.T @ b) ** 2 for a, b in zip(old, self.Q, strict=True))
+            self.v = S.T @ self.v @ T
+        L, R = self.Q
+        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * V
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * (L.T @ V @ R) ** 2
+        m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
+        d = m / (np.sqrt(self.v / (1 - BETAS[1] ** self.t)) + EPS)
+        return L @ d @ R.T
+
+
+def test_steps_are_those_of_a_naive_program():
+    """Two dense layers, a bias by Adam, and three changes of bases."""
+    params, data = problem()
+    got, state = trained(
+        soap(network_of(params, data[0][0])),
+        network_of(params, data[0][0]),
+        params,
+        data,
+    )
+    p = {name: x.copy() for name, x in params.items()}
+    a, c = Naive((5, 6)), Naive((6, 3))
+    m, v = np.zeros(6), np.zeros(6)
+    for t, (x, y) in enumerate(data, start=1):
+        h = np.tanh(x @ p["a"] + p["b"])
+        g = (h @ p["c"] - y) / len(x)
+        back = g @ p["c"].T * (1 - h * h)
+        m = BETAS[0] * m + (1 - BETAS[0]) * back.sum(0)
+        v = BETAS[1] * v + (1 - BETAS[1]) * back.sum(0) ** 2
+        root = np.sqrt(v / (1 - BETAS[1] ** t)) + EPS
+        steps = {
+            "a": a.direction(x.T @ back, (x, back)),
+            "b": m / (1 - BETAS[0] ** t) / root,
+            "c": c.direction(h.T @ g, (h, g)),
+        }
+        for name, d in steps.items():
+            p[name] -= RATE * d
+    for name, x in p.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-8, atol=1e-10)
+    assert int(state.steps) == STEPS
+    assert all(float(r.max()) < 1 for pair in state.residual.values() for r in pair)
+
+
+def test_convolutions_and_embeddings_train():
+    """Patches on both sides, and the output side of an embedding alone."""
+    rng = np.random.default_rng(0)
+    params = {
+        "table": jnp.asarray(rng.normal(size=(7, 4))),
+        "kernel": jnp.asarray(rng.normal(size=(3, 4, 5)) / 4),
+        "head": jnp.asarray(rng.normal(size=(5, 7)) / 2),
+    }
+    ids = jnp.asarray(rng.integers(0, 7, size=(16, 6)))
+
+    def function(p, ids):
+        x = p["table"][ids]
+        x = jax.lax.conv_general_dilated(
+            x, p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return jnp.tanh(x) @ p["head"]
+
+    network = Network(function, params, ids)
+    optimizer = soap(network, 1e-2, weight_decay=1e-3)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        z, pull = network.vjp(params, ids)
+
+        def loss(z):
+            return optax.softmax_cross_entropy_with_integer_labels(z, ids).mean()
+
+        value, cotangent = jax.value_and_grad(loss)(z)
+        gradients, captured = pull(cotangent, reduction="mean")
+        updates, state = optimizer.update(gradients, state, params, captured=captured)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(40):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.5 * losses[0]
+    left, right = state.bases["table"]
+    assert left is None
+    assert right.shape == (1, 4, 4)
+    assert state.bases["kernel"][0].shape == (1, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"learning_rate": -1.0}, kc.ConventionError),
+        ({"betas": (1.5, 0.9)}, kc.DecayError),
+        ({"weight_decay": -1.0}, kc.ConventionError),
+        ({"update_every": 0}, kc.ConventionError),
+        ({"decay": 2.0}, kc.DecayError),
+        ({"block": 0}, kc.ConventionError),
+    ],
+)
+def test_options_that_cannot_be(options, error):
+    params, data = problem()
+    with pytest.raises(error):
+        soap(network_of(params, data[0][0]), **options)
