@@ -45,17 +45,32 @@ CONSUMERS = (
     "lightning-utilities",
 )
 
+# The way from rows to products, inside of compiled programs and outside, and the answers
+# of other libraries.  What these do not run on JAX every day runs every night.
+JAX_TESTS = tuple(
+    f"conformance_tests/{path}"
+    for path in (
+        "approximations/test_contract.py",
+        "array/test_smoke.py",
+        "conformance/test_records.py",
+        "distributed/test_traced.py",
+        "estimator/test_network_jit.py",
+        "estimator/test_network_state.py",
+        "estimator/test_tracing_jax.py",
+        "influence/test_influence.py",
+        "linalg/test_fallback.py",
+        "linalg/test_gram.py",
+        "losses/test_estimation_modes.py",
+        "posterior/test_posterior.py",
+        "roots",
+        "samples",
+        "steps/test_steps_tracing.py",
+    )
+)
+
 # Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
 # an order of its own.
 KERNELS = ("SkylakeX", "Haswell", "Zen", "Nehalem")
-# What compares with published numbers, or goes through many steps.
-KERNEL_TESTS = (
-    "conformance_tests/execution/test_parallel.py",
-    "conformance_tests/documentation/test_figures.py",
-    "conformance_tests/posterior/test_posterior_examples.py",
-    "conformance_tests/documentation/test_documentation.py",
-    "conformance_tests/survival",
-)
 # Options with which XLA compiles sooner what is slower; it ends the process for one that
 # its version does not know.
 QUICK_XLA = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
@@ -114,28 +129,27 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(name="tests-torch", venv_backend="virtualenv")
 def tests_torch(session: nox.Session) -> None:
-    """Run the conformance tests on PyTorch, on the CPU."""
+    """Run the conformance tests on PyTorch, on the CPU; `--thorough` twice."""
     session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
     session.run("pytest", "--backend=torch", *PARALLEL, *session.posargs)
+    if "--thorough" not in session.posargs:
+        return
     # On one thread PyTorch leaves its refreshes to NumPy; the others see it compute.  What
     # is compiled is never left to NumPy.
     chosen = "(estimator or refresh or stack or shim) and not tracing"
-    session.run(
-        "pytest",
-        "--backend=torch",
-        "-k",
-        chosen,
-        *PARALLEL,
-        *session.posargs,
-        env={"KFAC_CORE_TEST_TORCH_ON_HOST": "1"},
-    )
+    on_host = {"KFAC_CORE_TEST_TORCH_ON_HOST": "1"}
+    command = "pytest", "--backend=torch", "-k", chosen, *PARALLEL, *session.posargs
+    session.run(*command, env=on_host)
 
 
 @nox.session(name="tests-jax")
 def tests_jax(session: nox.Session) -> None:
-    """Run the conformance tests on JAX, on the CPU."""
+    """Run the tests of what JAX compiles, on the CPU; `--thorough` runs all tests."""
     session.install("-e", ".[scipy,jax]", *group("test"))
-    command = "pytest", "--backend=jax", *PARALLEL, *session.posargs
+    said = "--thorough", "conformance_tests"
+    chosen = any(argument.startswith(said) for argument in session.posargs)
+    tests = () if chosen else JAX_TESTS
+    command = "pytest", "--backend=jax", *tests, *PARALLEL, *session.posargs
     session.run(*command, env=quick_to_compile(session))
 
 
@@ -182,9 +196,12 @@ def tests_shims(session: nox.Session) -> None:
         "dm-haiku",  # whose modules are found in JAX's traces
         *TORCH_CPU,
     )
-    # The documentation's pages that need a framework are run here too.
+    # The documentation's pages that need a framework are run here too; integrations
+    # without one, and the other pages, are run by `tests`.
     tests = (
         "conformance_tests/shims",
+        "--ignore=conformance_tests/shims/test_numpy.py",
+        "--ignore=conformance_tests/shims/test_sklearn.py",
         "conformance_tests/documentation/test_documentation.py",
     )
     environment = quick_to_compile(session)
@@ -227,16 +244,13 @@ PROCESSES = "conformance_tests/distributed/test_processes.py"
 
 @nox.session(name="tests-distributed", venv_backend="virtualenv")
 def tests_distributed(session: nox.Session) -> None:
-    """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices."""
-    session.install(
-        "-e",
-        ".[torch,mpi,jax]",
-        "mpich",
-        "accelerate",
-        "lightning",
-        *group("test"),
-        *TORCH_CPU,
-    )
+    """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices.
+
+    With `--thorough` the examples with more processes too, and trainers of others.
+    """
+    trainers = ("accelerate", "lightning") if "--thorough" in session.posargs else ()
+    needed = "-e", ".[torch,mpi,jax]", "mpich"
+    session.install(*needed, *trainers, *group("test"), *TORCH_CPU)
     session.run(
         "pytest",
         "--backend=numpy",
@@ -264,15 +278,15 @@ def tests_openmpi(session: nox.Session) -> None:
 
 @nox.session(name="no-backends", venv_backend="virtualenv")
 def no_backends(session: nox.Session) -> None:
-    """Run the conformance tests without any backend file: the generic path alone."""
-    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
-    session.run(
-        "pytest",
-        "--backend=numpy,torch",
-        *PARALLEL,
-        *session.posargs,
-        env={"KFAC_CORE_TEST_NO_BACKENDS": "1"},
+    """Run the tests without any backend file: the generic path; `--thorough` on PyTorch."""
+    thorough = "--thorough" in session.posargs
+    extras, constraints = (
+        (".[scipy,torch]", TORCH_CPU) if thorough else (".[scipy]", ())
     )
+    session.install("-e", extras, *group("test"), *constraints)
+    backend = "--backend=numpy,torch" if thorough else "--backend=numpy"
+    command = "pytest", backend, *PARALLEL, *session.posargs
+    session.run(*command, env={"KFAC_CORE_TEST_NO_BACKENDS": "1"})
 
 
 @nox.session(venv_backend="virtualenv", venv_params=["--system-site-packages"])
@@ -519,20 +533,6 @@ def kernels(session: nox.Session) -> None:
     run_with_kernels(session, runs, env={"KFAC_CORE_TEST_NO_BACKENDS": "1"})
 
 
-@nox.session(name="kernels-quick")
-def kernels_quick(session: nox.Session) -> None:
-    """Run the tests of published numbers and of long runs with each kernel: a minute.
-
-    Except with the kernel that this machine's NumPy takes, with which `tests` runs all.
-    The first two of them run on two threads too.
-    """
-    session.install("-e", ".[scipy]", *group("test"))
-    own = kernels_of(session)
-    runs = [(kernel, 1) for kernel in KERNELS if kernel not in own]
-    run_with_kernels(session, runs, *KERNEL_TESTS)
-    run_with_kernels(session, [("Haswell", 2)], *KERNEL_TESTS[:2])
-
-
 def kernels_of(session: nox.Session, env: dict[str, str] | None = None) -> list[str]:
     """Return the kernels of a process's NumPy; none where the processor lacks them."""
     # Without the instructions the probe ends by a signal.
@@ -550,7 +550,6 @@ def kernels_of(session: nox.Session, env: dict[str, str] | None = None) -> list[
 def run_with_kernels(
     session: nox.Session,
     runs: list[tuple[str, int]],
-    *tests: str,
     env: dict[str, str] | None = None,
 ) -> None:
     """Run tests for each pair of a kernel and a number of threads that works here."""
@@ -569,7 +568,7 @@ def run_with_kernels(
         session.log(f"{kernel}, threads of BLAS: {threads}")
         # Processes that each have threads of BLAS take the processors from each other.
         parallel = PARALLEL if threads == 1 else ()
-        command = "pytest", "--backend=numpy", *parallel, *tests, *session.posargs
+        command = "pytest", "--backend=numpy", *parallel, *session.posargs
         session.run(*command, env=environment)
     if not found:
         session.skip("NumPy's BLAS has none of these kernels here")

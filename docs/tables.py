@@ -263,6 +263,13 @@ def benchmark(name: str) -> str:
     return str(importlib.import_module("benchmarks.pages").table(name))
 
 
+def tasks(name: str) -> str:
+    """Return a table of the suite of tasks, from the runs that are kept."""
+    module = importlib.import_module("benchmarks.tasks.tables")
+    path = ROOT / "benchmarks" / "measured_here" / "tasks.jsonl"
+    return str(module.tables(module.read_runs(path))[name])
+
+
 _EXAMPLES = "docs/examples/adapters/"
 _ADAPTERS = (
     ("kfac_core_conformance.own:Own", "kfac_core"),
@@ -315,6 +322,12 @@ TABLES = {
     "influence": Table("docs/influence.md", influence, 60),
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
     "classifier": Table("docs/methods.md", partial(methods_on, "classifier"), 300),
+    **{
+        f"tasks {name}": Table(
+            "docs/tasks.md", partial(tasks, f"tasks {name}"), 1, ("torch",)
+        )
+        for name in ("losses", "losses aside", "verdict", "tests", "seconds", "rates")
+    },
     "conformance": Table("docs/conformance.md", conformance, 20),
     **{
         f"benchmark {name}": Table("docs/benchmarks.md", partial(benchmark, name), 1)

@@ -89,15 +89,14 @@ class IdentityGradients(kc.Approximation):
         if "input" in options.skip:
             return statistics
         rows.require_all_positions()
-        xp, shares = options.xp, options.shares(statistics, rows, per="example")
-        x, ones, _ = rows.factor_rows("expand", statistics.dtype, xp=xp)
+        xp, shares = options.xp, options.shares(rows, statistics.dtype, per="example")
+        x, _ = rows.shared_rows("expand", statistics.dtype, xp=xp)
         A = FullFactor().updated(
             statistics.averages["input"],
             x,
-            tail=ones,
-            decay=options.decay,
-            scale=shares.scale,
-            weight=shares.example_weight,
+            options.decay,
+            shares.scale,
+            shares.example_weight,
             xp=xp,
         )
         return kc.Statistics({"input": A}, statistics.status)

@@ -7,6 +7,7 @@ framework is imported.
 import ast
 from pathlib import Path
 
+import kfac_core as kc
 import kfac_core_shims
 
 ROOT = Path(kfac_core_shims.__file__).parent
@@ -28,7 +29,7 @@ MEANING = {
     "damping": "$\\lambda$, in units of the curvature of one row's loss",
     "decay": "factor on the old statistics at each update",
     "update_every": "steps between statistics",
-    "refresh_every": "steps between factorizations",
+    "refresh_every": "steps between factorizations (JAX: updates)",
 }
 # What an integration is told in another place than its `KFAC`.
 ELSEWHERE = {
@@ -52,9 +53,17 @@ def defaults(name):
     [made] = [n for n in kfac.body if getattr(n, "name", "") == "__init__"]
     pairs = zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
     return {
-        argument.arg: None if default is None else ast.unparse(default)
+        argument.arg: None if default is None else as_value(ast.unparse(default))
         for argument, default in pairs
     }
+
+
+def as_value(default):
+    """Return a default as it is written, and one of all integrations by its value."""
+    common, _, constant = default.rpartition(".")
+    if common == "kc.integration.defaults":
+        return repr(getattr(kc.integration.defaults, constant))
+    return default
 
 
 def table():

@@ -18,6 +18,7 @@ import numpy as np
 
 import kfac_core as kc
 from kfac_core.linalg.fallback import fallback_of
+from kfac_core.operators import kronecker_operator
 
 from .network import Array
 
@@ -60,12 +61,11 @@ def inverted(condition: float, *, size: int = 96) -> list[Inverted]:
         for way, make in ways.items()
     ]
     try:
-        factor = kc.damped_factor(A, damping=float(lam), factorizations=("inverse",))
+        factor = kronecker_operator(None, A, damping=float(lam)).parts()["output"]
     except kc.FactorizationError:
         return [*found, Inverted(WAYS[-1], condition, None, None, None)]
-    X = factor.multiply_left(np.eye(size, dtype=np.float32), exponent=-1)
-    made: Any = factor.shifted
-    inverse = made.inverse
+    X = factor.solve(np.eye(size, dtype=np.float32))
+    inverse = factor.inverse
     error = error_of(lambda: X, best)
     residual = float(inverse.residual)
     found.append(
@@ -84,11 +84,11 @@ def stored(condition: float, *, size: int = 96) -> dict[str, float]:
     for name in ("float32", "float64"):
         A = spectrum(size).astype(name)
         try:
-            factor = kc.damped_factor(A, damping=lam, factorizations=("inverse",))
+            factor = kronecker_operator(None, A, damping=lam).parts()["output"]
         except kc.FactorizationError:
             errors[name] = math.nan
             continue
-        X = factor.multiply_left(np.eye(size), exponent=-1)
+        X = factor.solve(np.eye(size, dtype=name))
         errors[name] = relative_error(X, best)
     return errors
 

@@ -1,0 +1,292 @@
+"""Ground states by networks: SPRING, K-FAC and Adam at equal CPU seconds.
+
+A network gives log |psi| of the positions of some particles.  Positions are drawn from
+psi^2 by the Metropolis algorithm, and the mean of the local energies
+
+    E(x) = V(x) - 1/2 sum_i (d^2 log psi / dx_i^2 + (d log psi / dx_i)^2)
+
+is minimized.  Where psi is the ground state, E(x) is the same everywhere, so that the
+variance of the local energy says how near it is.  There are fermions in a one-dimensional
+harmonic trap, whose energy is half the square of their number, and helium, at -2.9037.
+
+    python docs/examples/wave_functions.py trap --seconds 20 --seeds 3
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from kfac_core import KFACError
+from kfac_core_shims.torch import KFAC, GaussNewton
+
+RATES = {
+    "SPRING": (0.3,),
+    "K-FAC": (0.01, 0.03, 0.1, 0.3),
+    "Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+}
+
+
+class Trap(nn.Module):
+    """Fermions of one spin in a harmonic trap, psi = det phi_j(x_i; all x) exp(-x^2 / 2).
+
+    Each layer sees a particle and the mean over all, so that exchanging two particles
+    exchanges two rows of the determinant.
+    """
+
+    def __init__(self, particles=5, width=32):
+        super().__init__()
+        self.coordinates, self.energy = particles, particles**2 / 2
+        self.first = nn.Linear(2, width)
+        self.second = nn.Linear(2 * width, width)
+        self.orbitals = nn.Linear(width, particles)
+
+    def forward(self, x):
+        """Return log |psi|, shape (N,), of positions, shape (N, particles)."""
+        h = torch.tanh(self.first(with_mean(x[:, :, None])))
+        h = h + torch.tanh(self.second(with_mean(h)))
+        _, log_determinant = torch.linalg.slogdet(self.orbitals(h))
+        return log_determinant - 0.5 * x.square().sum(1)
+
+    def potential(self, x):
+        return 0.5 * x.square().sum(1)
+
+
+class Helium(nn.Module):
+    """Two electrons of opposite spins, psi = sum_k phi_k(r_1, r_2) phi_k(r_2, r_1).
+
+    As in the FermiNet (Pfau et al. 2020, arXiv:1909.02487) a layer sees an electron, the
+    mean over both and their distance, and orbitals fall off exponentially.
+    """
+
+    coordinates, energy = 6, -2.903724
+
+    def __init__(self, orbitals=4, width=32):
+        super().__init__()
+        self.first = nn.Linear(9, width)
+        self.second = nn.Linear(2 * width + 1, width)
+        self.orbitals = nn.Linear(width, orbitals)
+        self.decay = nn.Linear(1, orbitals, bias=False)
+        with torch.no_grad():
+            self.decay.weight.fill_(2.0)
+            self.orbitals.bias.fill_(1.0)
+
+    def forward(self, x):
+        """Return log |psi|, shape (N,), of positions, shape (N, 6)."""
+        r = x.reshape(-1, 2, 3)
+        length = r.norm(dim=2, keepdim=True)
+        apart = (r[:, :1] - r[:, 1:]).norm(dim=2, keepdim=True).expand_as(length)
+        features = with_mean(torch.cat([r, length], dim=2))
+        h = torch.tanh(self.first(torch.cat([features, apart], dim=2)))
+        h = h + torch.tanh(self.second(torch.cat([with_mean(h), apart], dim=2)))
+        orbitals = self.orbitals(h) * torch.exp(-self.decay(length))
+        return orbitals.prod(dim=1).sum(dim=1).abs().log()
+
+    def potential(self, x):
+        r = x.reshape(-1, 2, 3)
+        apart = (r[:, 0] - r[:, 1]).norm(dim=1)
+        return 1.0 / apart - (2.0 / r.norm(dim=2)).sum(dim=1)
+
+
+def with_mean(h):
+    """Append the mean over particles to the features of each, shape (N, particles, n)."""
+    return torch.cat([h, h.mean(dim=1, keepdim=True).expand_as(h)], dim=2)
+
+
+SYSTEMS = {"trap": Trap, "helium": Helium}
+
+
+def local_energies(network, x):
+    """Return E(x), shape (N,), with the derivatives of log psi by autograd."""
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
+    kinetic = -0.5 * slope.square().sum(1)
+    for i in range(x.shape[1]):
+        (bend,) = torch.autograd.grad(slope[:, i].sum(), x, retain_graph=True)
+        kinetic = kinetic - 0.5 * bend[:, i]
+    return (kinetic + network.potential(x)).detach()
+
+
+def clipped(energies):
+    """Return energies at most five mean absolute deviations from the median."""
+    middle = energies.median()
+    width = 5.0 * (energies - middle).abs().mean()
+    return energies.clamp(middle - width, middle + width)
+
+
+class Walkers:
+    """Positions that follow psi^2 by Metropolis steps of all particles at once."""
+
+    def __init__(self, network, count, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.positions = self.normal(count, network.coordinates)
+        self.length = 0.5
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    @torch.no_grad()
+    def move(self, network, steps=10):
+        """Take steps, with a length of which about half are accepted; return positions."""
+        x, accepted = self.positions, 0.0
+        log_psi = network(x)
+        for _ in range(steps):
+            trial = x + self.length * self.normal(*x.shape)
+            log_trial = network(trial)
+            unit = torch.rand(len(x), generator=self.generator, dtype=torch.float64)
+            moves = unit.log() < 2.0 * (log_trial - log_psi)
+            x = torch.where(moves[:, None], trial, x)
+            log_psi = torch.where(moves, log_trial, log_psi)
+            accepted += float(moves.double().mean()) / steps
+        self.length *= 1.1 if accepted > 0.5 else 0.9
+        self.positions = x
+        return x
+
+
+class Spring:
+    """SPRING: `GaussNewton` on centered rows; the damping falls with the rate."""
+
+    def __init__(self, network, rate):
+        self.optimizer = GaussNewton(network, centered=True, lr=rate)
+
+    def step(self, network, x, energies):
+        [group] = self.optimizer.param_groups
+        group["damping"] = max(1e-4, 0.03 * group["lr"])
+        self.optimizer.step(lambda: (network(x), energies))
+
+
+class FirstOrder:
+    """Adam, on the gradient of the energy, ``2 mean((E - mean E) d log psi)``."""
+
+    def __init__(self, network, rate):
+        self.optimizer = torch.optim.Adam(network.parameters(), lr=rate)
+
+    def step(self, network, x, energies):
+        self.optimizer.zero_grad()
+        log_psi = network(x)
+        self.observe(log_psi)
+        (2.0 * (energies - energies.mean()) * log_psi).mean().backward()
+        self.optimizer.step()
+
+    def observe(self, log_psi):
+        pass
+
+
+class Preconditioned(FirstOrder):
+    """SGD behind K-FAC: the Fisher matrix of psi^2 is that of rows of log psi."""
+
+    def __init__(self, network, rate):
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9)
+        self.kfac = KFAC(
+            network,
+            lr=self.optimizer,
+            likelihood="gaussian",
+            fisher="exact",
+            output=None,
+            refresh_every=1,
+        )
+        self.optimizer.register_step_pre_hook(lambda *_: self.kfac.step())
+
+    def observe(self, log_psi):
+        self.kfac.observe(log_psi[:, None])
+
+
+METHODS = {"SPRING": Spring, "K-FAC": Preconditioned, "Adam": FirstOrder}
+
+
+def train(name, method, rate, *, seed, seconds=math.inf, steps=math.inf, walkers=512):
+    """Train for CPU seconds or steps; return the network and the number of steps.
+
+    The rate falls to zero over the run, as a cosine, for each method.
+    """
+    torch.manual_seed(seed)
+    network = SYSTEMS[name]().double()
+    sampler = Walkers(network, walkers, seed)
+    sampler.move(network, 200)
+    begun = time.process_time()
+    trainer = METHODS[method](network, rate)
+    [group] = trainer.optimizer.param_groups
+    for step in itertools.count():
+        spent = time.process_time() - begun
+        share = step / steps if math.isfinite(steps) else spent / seconds
+        if share >= 1.0:
+            return network, step
+        group["lr"] = 0.5 * rate * (1.0 + math.cos(math.pi * share))
+        x = sampler.move(network)
+        trainer.step(network, x, clipped(local_energies(network, x)))
+
+
+def measured(network, *, seed=1000, walkers=1024, blocks=16):
+    """Return the mean of the local energy, its standard error, and the variance.
+
+    The error is that of means over blocks, since successive positions are correlated.
+    """
+    sampler = Walkers(network, walkers, seed)
+    sampler.move(network, 200)
+    energies = []
+    for _ in range(blocks):
+        for _ in range(3):
+            x = sampler.move(network)
+        energies.append(local_energies(network, x))
+    means = torch.stack([e.mean() for e in energies])
+    error = float(means.std()) / math.sqrt(blocks)
+    return float(means.mean()), error, float(torch.cat(energies).var())
+
+
+def run(name, method, rate, seed, **limit):
+    """Train and measure; return the energy above the exact one, its error, the variance."""
+    try:
+        network, steps = train(name, method, rate, seed=seed, **limit)
+    except (KFACError, RuntimeError) as problem:  # The numbers left their range.
+        print(f"{name:8}{method:8}{rate:<8g}seed {seed}  {problem}", flush=True)
+        return math.inf, math.inf, math.inf
+    energy, error, variance = measured(network)
+    above = energy - network.energy
+    if not math.isfinite(above):
+        above = variance = math.inf
+    print(
+        f"{name:8}{method:8}{rate:<8g}seed {seed}  {steps:5} steps  energy + {above:.2e} "
+        f"({error:.0e})  variance {variance:.2e}",
+        flush=True,
+    )
+    return above, error, variance
+
+
+def compare(name, seeds, **limit):
+    """Run each method with the rate of least variance for the first seed; print a table."""
+    rows = [
+        "| method | rate | energy above the exact one | variance |",
+        "| --- " * 4 + "|",
+    ]
+    for method, rates in RATES.items():
+        first = {rate: run(name, method, rate, 0, **limit) for rate in rates}
+        rate = min(rates, key=lambda rate: first[rate][2])
+        runs = [first[rate]]
+        runs += [run(name, method, rate, seed, **limit) for seed in range(1, seeds)]
+        above, error, variance = (statistics.median(x) for x in zip(*runs, strict=True))
+        spread = max(x for _, _, x in runs) / min(x for _, _, x in runs)
+        rows.append(
+            f"| {method} | {rate:g} | {above:.1e} +- {error:.0e} | {variance:.1e} "
+            f"(largest over least: {spread:.1f}) |"
+        )
+    print("\n" + "\n".join(rows) + "\n")
+
+
+def main():
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("systems", nargs="*", choices=[[], *SYSTEMS], default=[])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.systems or SYSTEMS:
+        compare(name, options.seeds, seconds=options.seconds)
+
+
+if __name__ == "__main__":
+    main()
