@@ -79,5 +79,23 @@ def test_the_numbers_of_the_page_do_not_amplify_roundoff(
         assert other.decrease == pytest.approx(row.decrease, abs=1e-7), row.name
 
 
+def test_the_numbers_of_the_five_pictures(figures, layers):
+    pictures = figures("pictures")
+    page = (DOCS / "five_pictures.md").read_text(encoding="utf-8")
+    exact = layers["dense"].dense_block()
+    kronecker = np.kron(*pictures.factors(layers["dense"]))
+    blocks = pictures.blocks(layers["dense"])
+    lengths = np.linspace(0.0, 14.0, 141)
+    losses = pictures.losses_along(lengths)
+    errors = [np.linalg.norm(b - exact) for b in (kronecker, blocks["EKFAC"])]
+    said = [f"{error / np.linalg.norm(exact):.2f}" for error in errors]
+
+    assert f"is {said[0]}." in " ".join(page.split())
+    assert f"measures the eigenvalues: {said[1]}." in " ".join(page.split())
+    best = {name: f"{lengths[loss.argmin()]:.0f}" for name, loss in losses.items()}
+    assert best == {"gradient": "6", "K-FAC": "9"}
+    assert losses["K-FAC"].min() < losses["gradient"].min()
+
+
 def _decimals(line):
     return [float(number) for number in re.findall(r"\d\.\d{3}", line)]

@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent
 # The planner's predictions lie in `benchmarks/`, beside `docs/`.
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent.parent)]
 
-from figures import network  # noqa: E402
+from figures import network, pictures  # noqa: E402
 from figures.drawing import draw_fidelity, draw_roundoff, draw_rules  # noqa: E402
 from figures.fidelity import fidelities  # noqa: E402
 from figures.plans import draw_plans  # noqa: E402
@@ -32,6 +32,11 @@ def main() -> int:
     draw_rules(layers[0], folder / "damping.png")
     draw_roundoff(folder / "precision.png")
     draw_plans(folder / "plan.png")
+    pictures.draw_valley(folder / "valley.png")
+    pictures.draw_factors(layers[0], folder / "factors.png")
+    pictures.draw_blocks(layers[0], folder / "blocks.png")
+    pictures.draw_damping(layers[0], folder / "share.png")
+    pictures.draw_step(folder / "step.png")
     return 0
 
 
