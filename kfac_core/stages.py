@@ -653,7 +653,6 @@ def _updates_stack(
         and not options.skip
         and isinstance(batch, Batch)
         and batch.mask is None
-        and batch.row_indices is None
         and batch.bias is None
     )
 

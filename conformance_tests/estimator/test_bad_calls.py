@@ -142,7 +142,6 @@ CALLS = {
     "a mask of rows": (lambda: kc.gram(EYE, mask=TWO > 0), "`mask`"),
     "rows of a gram": (lambda: kc.gram(ONE), "`rows`"),
     "a product's shape": (lambda: linalg.kronecker_multiply([EYE], TWO), "`v"),
-    "places": (lambda: rows(row_indices=np.array([[12]])), "`row_indices`.*below 12"),
     "no bias": (lambda: CONV.parameters_to_matrix({"weight": WEIGHT}), "'bias'"),
     "a matrix": (lambda: CONV.matrix_to_parameters(EYE), "`matrix`"),
     "a vector's shape": (lambda: OPERATOR.multiply_inverse(EYE), "`vector`"),

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import replaced
 from kfac_core.errors import ConventionError
 from kfac_core.layers.conv import Conv
-from kfac_core.linalg.patches import choose_patches
 
 from ..builders import conv_reference as naive
 from ..builders import reference
@@ -234,37 +232,6 @@ def test_chunks_are_the_rows_within_a_budget(backend, groups, budget, rng):
         expected = backend.to_numpy(getattr(whole, name))
         assert_close(joined, expected, "exact", "float64")
     assert max(naive.elements(chunk.inputs.shape) for chunk in chunks) <= limit
-
-
-@pytest.mark.parametrize("data", ["channels_last", "channels_first"])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_selected_rows_are_among_all_rows(backend, groups, data, rng):
-    """Chosen rows, in chunks or not, are the rows of those numbers, mask and all."""
-    geometry = naive.Geometry((3, 2), (2, 1), "same", (1, 2), groups)
-    x, g, _ = problem(geometry, (6, 5))
-    mask = rng.random(size=g.shape[1:-1]) < 0.5
-    layer = layer_of(geometry, data=data)
-    batch = batch_of(backend, x, g, data, mask=mask)
-    whole = layer.rows(batch)
-    row_indices = choose_patches((N, whole.positions), keep=(2, 4), seed=3)
-
-    some = layer.rows(replaced(batch, row_indices=row_indices))
-    one = 4 * naive.elements(geometry.kernel) * C
-    chunks = layer.row_chunks(
-        replaced(batch, row_indices=row_indices), max_patch_elements=one
-    )
-
-    n, s = np.divmod(row_indices, whole.positions)
-    assert (some.examples, some.positions) == row_indices.shape
-    parts = list(chunks)
-    assert len(parts) == 2
-    for name, at in (("inputs", -3), ("output_grads", -3), ("mask", 0)):
-        got = backend.to_numpy(getattr(some, name))
-        expected = backend.to_numpy(getattr(whole, name))
-        expected = expected[n, s] if name == "mask" else expected[..., n, s, :]
-        assert_close(got, expected, "exact", "float64")
-        pieces = [backend.to_numpy(getattr(part, name)) for part in parts]
-        assert_close(np.concatenate(pieces, axis=at), expected, "exact", "float64")
 
 
 def test_tfkfac_9_3_nothing_is_sub_sampled_unasked(backend):

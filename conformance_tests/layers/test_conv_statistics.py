@@ -1,4 +1,4 @@
-"""Statistics of convolutions: chunks within a budget, and selected rows."""
+"""Statistics of convolutions: chunks within a budget."""
 
 import tracemalloc
 
@@ -120,53 +120,3 @@ def test_gradients_of_examples_have_no_patches_to_bound():
     parts = kc.Block(make_conv(), kc.Kronecker()).row_parts(batch, max_patch_elements=9)
     with pytest.raises(kc.ArgumentError, match="`max_patch_elements` to be None"):
         next(parts)
-
-
-@pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
-def test_selected_rows_keep_the_batchs_scale(backend, rng, loss):
-    """Factors of selected rows estimate the batch's: no factor of N or of S is missing."""
-    x, g = np.ones((8, 3, 3, 2)), np.ones((8, 3, 3, 4))
-    block = kc.Block(make_conv(padding="valid", kernel_size=(1, 1)), kc.Kronecker())
-    row_indices = kc.layers.choose_patches((8, 9), keep=(4, 3), seed=0)
-    conventions = kc.Conventions(reduction=loss, sources="sum")
-    results = []
-    for rows in (None, row_indices):
-        batch = kc.Batch(backend.asarray(x), backend.asarray(g), row_indices=rows)
-        statistics = kc.update_block(
-            block,
-            block.initial(batch.like),
-            batch,
-            kc.UpdateOptions(conventions=conventions, decay=0.0),
-        )
-        results.append(values_of(backend, statistics))
-
-    whole, some = results
-    for name in ("input", "output", "repeats"):
-        assert_close(some[name], whole[name], "gram", "float64")
-    assert float(some["repeats"]) == 9.0
-
-
-@pytest.mark.parametrize(
-    "approximation",
-    [kc.Kronecker(sharing="reduce"), kc.Diagonal(), kc.Full(), kc.TNT(), kc.Eigen()],
-)
-def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
-    """What sums over an example's positions needs all of them; examples can be chosen."""
-    block = kc.Block(make_conv(), approximation)
-    x, g = rng.normal(size=(6, 3, 3, 2)), rng.normal(size=(6, 3, 3, 4))
-    conventions = kc.Conventions(reduction="sum", sources="sum")
-    start = block.initial(x)
-    some = kc.Batch(
-        x, g, row_indices=kc.layers.choose_patches((6, 9), keep=(6, 4), seed=1)
-    )
-    examples = kc.Batch(
-        x, g, row_indices=kc.layers.choose_patches((6, 9), keep=(3, 9), seed=1)
-    )
-
-    kc.update_block(
-        block, start, examples, kc.UpdateOptions(conventions=conventions, decay=0.0)
-    )
-    with pytest.raises(kc.UnsupportedError, match="positions"):
-        kc.update_block(
-            block, start, some, kc.UpdateOptions(conventions=conventions, decay=0.0)
-        )

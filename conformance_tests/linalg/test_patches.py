@@ -12,9 +12,7 @@ import pytest
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.errors import ShapeError
 from kfac_core.linalg.patches import (
-    choose_patches,
     extract_patches,
-    extract_patches_at,
     output_size,
     resolve_padding,
 )
@@ -121,45 +119,6 @@ def test_tfkfac_9_5_number_of_locations_heeds_dilation():
     geometry = Geometry((3, 3), (1, 1), "valid", (2, 2))
 
     assert output_size((8, 8), **window(geometry)) == (4, 4)
-
-
-def test_selected_patches_are_those_of_all(backend, dtype, rng):
-    """Extracting some equals extracting all and then choosing."""
-    x = rng.normal(size=(2, 4, 6, 5, 3)).astype(dtype)
-    for geometry in reference.geometries(2)[::5]:
-        S = reference.elements(reference.output_size((6, 5), geometry))
-        row_indices = choose_patches((4, S), keep=(3, 5), seed=7)
-
-        got = extract_patches_at(
-            backend.asarray(x), row_indices, **window(geometry), xp=backend.xp
-        )
-
-        for i in range(2):
-            P = reference.patches(x[i], geometry).reshape(4 * S, -1)
-            assert_close(backend.to_numpy(got)[i], P[row_indices], "exact", dtype)
-
-
-def test_choice_depends_on_its_seed_alone():
-    """The same seed chooses the same rows; the global generator is not touched."""
-    first = choose_patches((6, 20), keep=(3, 4), seed=(5, 0))
-    np.random.seed(1)
-    state = np.random.get_state()[1].copy()
-    again = choose_patches((6, 20), keep=(3, 4), seed=(5, 0))
-    other = choose_patches((6, 20), keep=(3, 4), seed=(5, 1))
-
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert np.array_equal(np.random.get_state()[1], state)
-
-
-def test_every_row_is_equally_likely():
-    """Over many seeds each row is drawn as often as the others, up to chance."""
-    counts = np.zeros(4 * 5)
-    for seed in range(2000):
-        counts[choose_patches((4, 5), keep=(2, 2), seed=seed)] += 1
-
-    # 2000 draws of 4 rows among 20: 400 each, with a standard deviation of 18.
-    assert np.all(np.abs(counts - 400) < 90)
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])

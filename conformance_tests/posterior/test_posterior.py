@@ -5,7 +5,6 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.status import Status
-from kfac_core.array.structure import replaced
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core.operators.spectral_rows import row_products, row_squares
 from kfac_core.posterior import (
@@ -334,8 +333,6 @@ def test_what_does_not_fit_is_refused(plain):
     posterior = posterior_of(plain)
     stack = plain.parameters(np.ones((2, *plain.shape)))
     uneven = stack | {"bias": stack["bias"][0, ...]}
-    batch = plain.batch(plain.derivatives, sources=OUTPUTS)
-    some = replaced(batch, row_indices=np.zeros((1, 1), int))
     blocks, statistics = {"a": plain.block}, {"a": plain.statistics}
     network = Posterior.of_statistics(
         blocks, statistics, examples=N, prior_precision=TAU
@@ -351,5 +348,3 @@ def test_what_does_not_fit_is_refused(plain):
         network.with_prior({"b": 1.0})
     with pytest.raises(kc.ShapeError, match="`bias` to have shape"):
         network.functional_variance({"a": uneven})
-    with pytest.raises(kc.UnsupportedError, match="row_indices"):
-        network.functional_variance({"a": some})

@@ -88,7 +88,6 @@ class IdentityGradients(kc.Approximation):
         """Return the statistics after one update; ``R n^2`` flops for R rows."""
         if "input" in options.skip:
             return statistics
-        rows.require_all_positions()
         xp, shares = options.xp, options.shares(rows, statistics.dtype, per="example")
         x, _ = rows.shared_rows("expand", statistics.dtype, xp=xp)
         A = FullFactor().updated(

@@ -199,7 +199,6 @@ class KFOC(Approximation):
 def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> FitTerm:
     """Return the batch's part of the sum; no gradient is formed where S is 1."""
     dtype = statistics.dtype
-    rows.require_all_positions()
     if rows.positions > 1:
         D = rows.per_example(dtype, xp=xp)
         return GradientTerm(xp.reshape(D, (*D.shape[:-4], -1, *D.shape[-2:])), scale)

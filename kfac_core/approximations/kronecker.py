@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation, Reduction
@@ -39,12 +39,17 @@ from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["Kronecker", "kronecker_shapes"]
 
-_SIDES = ("input", "output")
+_SUMMED: dict[WeightSharing, Literal["row", "example"]] = {
+    "expand": "row",
+    "reduce": "example",
+}
+"""What the sums of a factor run over."""
 
 
 @constraints.annotated
@@ -136,6 +141,147 @@ class Kronecker(Approximation):
     def __post_init__(self) -> None:
         constraints.require_options(self)
 
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
+        """Return zero statistics.
+
+        Parameters
+        ----------
+        layer : Layer
+            Layer whose sizes fix the factors.
+        place : Place
+            Library, device and dtype of the statistics.
+
+        Returns
+        -------
+        Statistics
+            Statistics that are zero throughout.
+        """
+        n, m = layer.matrix_shape
+        groups = (layer.groups,) if layer.groups > 1 else ()
+        n_shape, m_shape = (*groups, n), (*groups, m // layer.groups)
+        averages = {
+            "input": factor_of(self.input, layer).initial(n_shape, place),
+            "output": factor_of(self.output, layer).initial(m_shape, place),
+            "repeats": Average(place.zeros(), place.zeros()),
+        }
+        return Statistics(averages, place.flags())
+
+    def updated(
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+    ) -> Statistics:
+        """Return the statistics after one update.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Statistics of the block; not modified.
+        rows : Rows, IdRows or PixelRows
+            Finite; cast to the statistics' dtype before anything is multiplied.
+        layer : Layer
+            Layer that the rows come from.
+        options : UpdateOptions
+            Conventions, decay and weight, and what is skipped.
+
+        Returns
+        -------
+        Statistics
+            New statistics.
+
+        Notes
+        -----
+        ``R (n^2 + M m^2)`` flops for R rows (twice that without a symmetric update).
+        """
+        old = statistics.averages
+        dtype = old["repeats"].weight.dtype
+        xp, decay, skip = options.xp, options.decay, options.skip
+        A, G = factor_of(self.input, layer), factor_of(self.output, layer)
+        per = _SUMMED[self.sharing]
+        # scale = weight / R, and c depends on the loss's reduction and its sources.
+        scale, weight, c, S, example_weight = options.shares(rows, dtype, per=per)
+
+        x, g = rows.shared_rows(self.sharing, dtype, xp=xp)  # a 1 appended to x
+        new = dict(old)
+        if "input" not in skip:  # A <- decay A + weight / R sum x x^T
+            new["input"] = A.updated(old["input"], x, decay, scale, weight, xp=xp)
+        if "output" not in skip:  # G <- decay G + weight c / R sum g g^T
+            new["output"] = G.updated(old["output"], g, decay, scale * c, weight, xp=xp)
+        new["repeats"] = old["repeats"].plus(S, decay, example_weight, example_weight)
+        return replaced(statistics, averages=new)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> FactoredKronecker | SpectralOperator:
+        """Return the curvature operator of the current statistics.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Statistics of the block; not modified.
+        layer : Layer
+            Layer of the block.
+        options : OperatorOptions
+            Damping and its rule, and how to compute.
+
+        Returns
+        -------
+        FactoredKronecker or SpectralOperator
+            An immutable snapshot.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            For statistics that are not finite, a damping that is negative or not finite,
+            and a factor that no fallback can factorize, with ``check="raise"``.
+
+        Notes
+        -----
+        ``n^3 + m^3`` flops for inverses, about ``9 (n^3 + m^3)`` for eigenbases.
+        """
+        xp, averages, exact = options.xp, statistics.averages, options.rule == "exact"
+        # Always debiased: S counts rows, and a biased mean would scale F.
+        S = ns.cast(xp, averages["repeats"].value(debias=True), options.compute)
+        S = finite.positive_or_one(ns.as_number(S), xp=xp)
+        kinds = {
+            "input": factor_of(self.input, layer),
+            "output": factor_of(self.output, layer),
+        }
+        factors, means = {}, []
+        for side, kind in kinds.items():
+            factors[side] = kind.value(
+                averages[side], debias=options.debias, dtype=options.compute, xp=xp
+            )
+            means.append(kind.mean_eigenvalue(factors[side]))
+
+        damped, prepared = [], []
+        wanted: tuple[Factorization, ...] = (
+            ("eigenbasis",) if exact else options.factorizations
+        )
+        for (side, kind), shift in zip(
+            kinds.items(), options.shifts(means, S), strict=True
+        ):
+            reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
+            # A + pi sqrt(lam / S) I and G + sqrt(lam / S) / pi I; shifts of 0 if exact.
+            M: Any = kind.damped(
+                factors[side], shift, **reporting, apply_dtype=options.apply
+            )
+            damped.append(M)
+            if side in statistics.bases:
+                # A shared factor comes with the basis that its owner computed.
+                M = replaced(M, basis=statistics.bases[side])
+            if options.factorizations:
+                M = M.prepared(*wanted, **reporting)
+            prepared.append(M if exact or options.keep_matrices else options.kept(M))
+        scale = ns.as_array(ns.cast(xp, S, options.apply))
+        operator = FactoredKronecker(prepared[0], prepared[1], scale)
+        if not exact:
+            return operator
+        return exactly_damped(
+            operator,
+            FactoredKronecker(damped[0], damped[1], scale),
+            ns.cast(xp, ns.full_of(xp, options.damping, S), options.apply),
+            **options.preparing,
+        )
+
     @property
     def reduction(self) -> Reduction:
         """Sums of rows are added up over processes; centered moments cannot be."""
@@ -190,142 +336,6 @@ class Kronecker(Approximation):
             geometry: Any = layer
             return geometry.pixel_rows(batch)
         return layer.rows(batch)
-
-    def initial(self, layer: Layer, place: Place, /) -> Statistics:
-        """Return zero statistics.
-
-        Parameters
-        ----------
-        layer : Layer
-            Layer whose sizes fix the factors.
-        place : Place
-            Library, device and dtype of the statistics.
-
-        Returns
-        -------
-        Statistics
-            Statistics that are zero throughout.
-        """
-        n, m = layer.matrix_shape
-        groups = (layer.groups,) if layer.groups > 1 else ()
-        n_shape, m_shape = (*groups, n), (*groups, m // layer.groups)
-        averages = {
-            "input": factor_of(self.input, layer).initial(n_shape, place),
-            "output": factor_of(self.output, layer).initial(m_shape, place),
-            "repeats": Average(place.zeros(), place.zeros()),
-        }
-        return Statistics(averages, place.flags())
-
-    def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
-    ) -> Statistics:
-        """Return the statistics after one update.
-
-        Parameters
-        ----------
-        statistics : Statistics
-            Statistics of the block; not modified.
-        rows : Rows, IdRows or PixelRows
-            Finite; cast to the statistics' dtype before anything is multiplied.
-        layer : Layer
-            Layer that the rows come from.
-        options : UpdateOptions
-            Conventions, decay and weight, and what is skipped.
-
-        Returns
-        -------
-        Statistics
-            New statistics.
-
-        Notes
-        -----
-        ``R (n^2 + M m^2)`` flops for R rows (twice that without a symmetric update).
-        """
-        xp, decay, skip = options.xp, options.decay, options.skip
-        old, new = statistics.averages, dict(statistics.averages)
-        dtype = old["repeats"].weight.dtype
-        per: Any = "row" if self.sharing == "expand" else "example"
-        shares = options.shares(rows, dtype, per=per)
-        # scale = weight / R; c comes from the conventions of the loss and its sources.
-        scale, weight, c = shares.scale, shares.weight, shares.outer_products
-        A, G = factor_of(self.input, layer), factor_of(self.output, layer)
-
-        # Expanded or reduced, with a 1 appended.
-        x, g = rows.shared_rows(self.sharing, dtype, xp=xp)
-        if "input" not in skip:  # A <- decay A + weight / R sum x x^T
-            new["input"] = A.updated(old["input"], x, decay, scale, weight, xp=xp)
-        if "output" not in skip:  # G <- decay G + weight c / R sum g g^T
-            new["output"] = G.updated(old["output"], g, decay, scale * c, weight, xp=xp)
-
-        weight = shares.example_weight
-        new["repeats"] = old["repeats"].plus(shares.repeats, decay, weight, weight)
-        return replaced(statistics, averages=new)
-
-    def operator(
-        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | SpectralOperator:
-        """Return the curvature operator of the current statistics.
-
-        Parameters
-        ----------
-        statistics : Statistics
-            Statistics of the block; not modified.
-        layer : Layer
-            Layer of the block.
-        options : OperatorOptions
-            Damping and its rule, and how to compute.
-
-        Returns
-        -------
-        FactoredKronecker or SpectralOperator
-            An immutable snapshot.
-
-        Raises
-        ------
-        NotFiniteError, DampingError, FactorizationError
-            For statistics that are not finite, a damping that is negative or not finite,
-            and a factor that no fallback can factorize, with ``check="raise"``.
-
-        Notes
-        -----
-        ``n^3 + m^3`` flops for inverses, about ``9 (n^3 + m^3)`` for eigenbases.
-        """
-        xp, averages, apply = options.xp, statistics.averages, options.apply
-        # Always debiased: S counts rows, and a biased mean would scale F.
-        S = ns.cast(xp, averages["repeats"].value(debias=True), options.compute)
-        S = finite.positive_or_one(ns.as_number(S), xp=xp)
-        kinds = factor_of(self.input, layer), factor_of(self.output, layer)
-        debias, compute = options.debias, options.compute
-        values, means = [], []
-        for side, kind in zip(_SIDES, kinds, strict=True):
-            value = kind.value(averages[side], debias=debias, dtype=compute, xp=xp)
-            values.append(value)
-            means.append(kind.mean_eigenvalue(value))
-        shifts, exact = options.shifts(means, S), options.rule == "exact"
-        damped, prepared = [], []
-        for side, kind, value, shift in zip(_SIDES, kinds, values, shifts, strict=True):
-            reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
-            part: Any = kind.damped(value, shift, **reporting, apply_dtype=apply)
-            damped.append(part)
-            if side in statistics.bases:
-                # A shared factor comes with the basis that its owner computed.
-                part = replaced(part, basis=statistics.bases[side])
-            if not exact:
-                part = part.prepared(*options.factorizations, **reporting)
-                part = part if options.keep_matrices else options.kept(part)
-            elif options.factorizations:
-                part = part.prepared("eigenbasis", **reporting)
-            prepared.append(part)
-        scale = ns.as_array(ns.cast(xp, S, apply))
-        operator = FactoredKronecker(prepared[0], prepared[1], scale)
-        if not exact:
-            return operator
-        return exactly_damped(
-            operator,
-            FactoredKronecker(damped[0], damped[1], scale),
-            ns.cast(xp, ns.full_of(xp, options.damping, S), apply),
-            **options.preparing,
-        )
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:

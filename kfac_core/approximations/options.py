@@ -86,8 +86,7 @@ class UpdateOptions:
             require_known_rows(rows, "mean_rows")
         xp, weight = self.xp, self.weight
         R, N, M = rows.counts(dtype, xp=xp)
-        # A chunk, or selected rows, takes the conventions and the number of repeats of the
-        # whole batch.
+        # A chunk takes the conventions and the number of repeats of the whole batch.
         part_of = getattr(rows, "batch_examples", None)
         batch_N, batch_R = (N, R) if part_of is None else (part_of, rows.batch_rows)
         if not isinstance(batch_R, int):

@@ -57,18 +57,18 @@ class UncorrelatedFactor:
     ----------
     repeats : int
         Number of repetitions ``K``.
-    tail : int
+    bias : int
         1 where the layer has a bias, else 0.
     """
 
     repeats: int
-    tail: int
+    bias: int
 
     kind = "uncorrelated"
 
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for a factor of n rows; shape is (n,)."""
-        c = (shape[-1] - self.tail) // self.repeats
+        c = (shape[-1] - self.bias) // self.repeats
         zeros = place.zeros(c, c)
         moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, full_storage=True))
         return Average(moments, place.zeros())
@@ -98,8 +98,8 @@ class UncorrelatedFactor:
         """Return ``tr / n``, 0-d."""
         xp = array_api_compat.array_namespace(value.mean)
         squared = xp.sum(value.mean * value.mean)
-        trace = self.repeats * (value.covariance.trace() + squared) + self.tail
-        return trace / (self.repeats * value.covariance.size + self.tail)
+        trace = self.repeats * (value.covariance.trace() + squared) + self.bias
+        return trace / (self.repeats * value.covariance.size + self.bias)
 
     def damped(
         self,
@@ -115,7 +115,7 @@ class UncorrelatedFactor:
         xp = array_api_compat.array_namespace(value.mean)
         block = damped_matrix(value.covariance, shift, apply_dtype=apply_dtype)
         mean = ns.cast(xp, value.mean, block.dtype)
-        return DampedRankOne(block, mean, None, self.repeats, self.tail)
+        return DampedRankOne(block, mean, None, self.repeats, self.bias)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace

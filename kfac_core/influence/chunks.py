@@ -9,7 +9,7 @@ and, by rows, ``2 q S min(n, m)`` for ``x^T P_q g``, else its gradient's P numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kfac_core import errors
@@ -21,16 +21,11 @@ from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
     "Chunks",
-    "Progress",
-    "Report",
     "example_chunk",
     "joined",
     "parts",
     "score_chunks",
 ]
-
-Progress = Callable[[int, int], None]
-"""Called with the numbers of what is done and of what there is."""
 
 
 class Chunks(NamedTuple):
@@ -39,27 +34,6 @@ class Chunks(NamedTuple):
     queries: int
     examples: int
     by_rows: bool
-
-
-class Report:
-    """Counts processed examples, and calls a progress callback.
-
-    Parameters
-    ----------
-    progress : callable or None
-        Progress callback.
-    total : int
-        Total to count up to.
-    """
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def add(self, number: int, /) -> None:
-        """Count further examples."""
-        self.done += number
-        if self.progress is not None:
-            self.progress(self.done, self.total)
 
 
 def score_chunks(

@@ -25,8 +25,6 @@ from kfac_core.block import Block
 from kfac_core.conventions import LossReduction
 from kfac_core.factors.statistics import Statistics
 from kfac_core.influence.chunks import (
-    Progress,
-    Report,
     example_chunk,
     joined,
     parts,
@@ -208,7 +206,6 @@ class Influence:
         *,
         reduction: LossReduction,
         max_elements: int,
-        progress: Progress | None = None,
     ) -> Array:
         """Return the scores of some training examples for all queries.
 
@@ -222,9 +219,6 @@ class Influence:
             Over what their loss was summed or averaged in this batch.
         max_elements : int
             The budget; see `kfac_core.influence.chunks`.
-        progress : callable, optional
-            Called with the numbers of pairs of a query and an example, block by block,
-            that are done and that there are.
 
         Returns
         -------
@@ -248,12 +242,9 @@ class Influence:
         constraints.require_kind("queries", queries, Queries, "Queries")
         by_block = self._gradients(gradients, reduction, max_elements)
         constraints.require_names("queries", queries.blocks, by_block)
-        report = Report(progress, _examples(by_block) * queries.count * len(by_block))
         total = None
         for name, examples in by_block.items():
-            part = self._scores(
-                name, queries.blocks[name], examples, max_elements, report
-            )
+            part = self._scores(name, queries.blocks[name], examples, max_elements)
             total = part if total is None else total + part
         return total
 
@@ -264,14 +255,13 @@ class Influence:
         *,
         reduction: LossReduction,
         max_elements: int,
-        progress: Progress | None = None,
     ) -> Array:
         """Return ``<g_n, (F + lam I)^-1 g_n>`` of each example, shape (examples,).
 
         Parameters
         ----------
-        gradients, reduction, max_elements, progress
-            As for `scores`; progress counts examples, block by block.
+        gradients, reduction, max_elements
+            As for `scores`.
 
         Returns
         -------
@@ -289,7 +279,6 @@ class Influence:
         not formed, and ``2 n m (n + m)`` for one of several.
         """
         by_block = self._gradients(gradients, reduction, max_elements)
-        report = Report(progress, _examples(by_block) * len(by_block))
         total = None
         for name, examples in by_block.items():
             F, weights = self.curvatures[name], self._weights(name)
@@ -300,7 +289,6 @@ class Influence:
             pieces = []
             for start, stop in parts(examples.examples, step):
                 pieces.append(examples.part(start, stop).squares(F, weights))
-                report.add(stop - start)
             part = joined(pieces, (0,), F, axis=0)
             self._require_finite(part, name, "the examples")
             total = part if total is None else total + part
@@ -361,7 +349,6 @@ class Influence:
         queries: StoredQueries,
         examples: LayerGradients,
         max_elements: int,
-        report: Report,
     ) -> Array:
         F, count = self.curvatures[name], int(queries.values.shape[0])
         chunks = score_chunks(examples, queries=count, max_elements=max_elements)
@@ -372,7 +359,6 @@ class Influence:
                 P = queries.widened(first, last, F.dtype)
                 pieces.append(part.inner_products(P, by_rows=chunks.by_rows))
                 del P
-                report.add((last - first) * (stop - start))
             columns.append(joined(pieces, (0, stop - start), F, axis=0))
             del part
         scores = joined(columns, (count, 0), F, axis=1)
@@ -396,7 +382,3 @@ class Influence:
                     "positive `damping`, or data to a block that saw none.",
                     factor=name,
                 )
-
-
-def _examples(by_block: Mapping[str, LayerGradients]) -> int:
-    return next(iter(by_block.values())).examples

@@ -8,14 +8,12 @@ from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import PixelRows, Rows
 from kfac_core.layers.time import steps_of, unfold_time
-from kfac_core.linalg.patches import choose_patches
 
 __all__ = [
     "ExampleGradients",
     "IdRows",
     "PixelRows",
     "Rows",
-    "choose_patches",
     "steps_of",
     "unfold_time",
 ]

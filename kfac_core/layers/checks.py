@@ -18,9 +18,6 @@ __all__ = [
 
 
 _UNSUPPORTED = {
-    "row_indices": (
-        "only a convolution makes rows that can be selected. Slice the arrays instead."
-    ),
     "bias": (
         "rows of a use without the bias are told in a dense layer, or in a convolution "
         "that is read as one batch."
@@ -41,7 +38,7 @@ def entering(
     ----------
     batch : Batch
         Batch of a layer.
-    *supported : {"mask", "row_indices", "bias"}
+    *supported : {"mask", "bias"}
         Fields that the layer can use.
     ids : bool
         Whether the inputs are integers.

@@ -12,11 +12,8 @@ With Q > 1 groups, group q owns the input channels ``q c`` to ``(q + 1) c`` and 
 channels ``q m`` to ``(q + 1) m``, ``m = out_channels / Q``; its rows are its own, and the
 arrays of `Rows` have a leading axis of groups.  Depthwise is ``Q = in_channels``.
 
-A part of a batch (`Conv.row_chunks`, or selected rows) drops x and g of the other rows
-alike.  Means over rows need no rescaling: A and G of selected rows estimate those of the
-batch.  What is no mean over rows does not: the S of ``S A (x) G``, and the N of a mean
-loss, are those of the whole batch.  A statistic of an example's summed ``x g^T`` stays
-right only where all positions of its examples are there.
+A chunk of a batch (`Conv.row_chunks`) holds whole examples.  The S of ``S A (x) G`` and
+the N of a mean loss are those of the whole batch.
 
 References
 ----------
@@ -51,14 +48,11 @@ from kfac_core.layers.rows import (
     zeroed,
 )
 from kfac_core.linalg.patches import (
-    Index,
     Padding,
     Sizes,
     extract_patches,
-    extract_patches_at,
     output_size,
     resolve_padding,
-    take_rows,
 )
 
 __all__ = ["Conv", "ConvWeightLayout", "DataLayout"]
@@ -190,15 +184,13 @@ class Conv:
         ----------
         batch : Batch
             Inputs ``(N, *spatial, C)`` or ``(N, C, *spatial)``, output gradients
-            likewise after an axis of sources, a mask ``(N, *out_spatial)``, and the
-            selected rows, if only some are to be made; see the module's conventions for
-            what their statistics are.
+            likewise after an axis of sources, and a mask ``(N, *out_spatial)``.
 
         Returns
         -------
         Rows
-            Rows of N examples with S positions, or R with P; with a leading axis of groups
-            where there are several.
+            Rows of N examples with S positions; with a leading axis of groups where there
+            are several.
 
         Raises
         ------
@@ -213,8 +205,6 @@ class Conv:
         -----
         No flops; ``N S K C`` numbers, a second time where rows are masked.
         """
-        if batch.row_indices is not None:
-            return self._rows_at(self._seen(batch), batch.row_indices)
         rows = self._all_rows(self._seen(batch, "bias"), slice(None))
         return rows if batch.bias is None else with_some_biases(rows, batch.bias)
 
@@ -243,22 +233,18 @@ class Conv:
         A loop's variable keeps its chunk while the next is made: delete it at the end of
         the loop's body, or two are held.  Masking makes a chunk twice for a moment.
         """
-        seen, row_indices = self._seen(batch), batch.row_indices
-        shape = seen[1].shape[-3:-1] if row_indices is None else row_indices.shape
-        examples, positions = shape
+        seen = self._seen(batch)
+        examples, positions = seen[1].shape[-3:-1]
         one = positions * self._patch_size * self.groups
         if one > max_patch_elements:
             raise errors.ShapeError(
                 f"Expected `max_patch_elements` to hold one example, which has {positions} "
-                f"patches and {one} elements, got {max_patch_elements}. Give more, or "
-                "choose fewer patches with `choose_patches`."
+                f"patches and {one} elements, got {max_patch_elements}. Give more."
             )
         step = max_patch_elements // one
         starts = range(0, examples, step)
         parts = (slice(i, min(i + step, examples)) for i in starts)
-        if row_indices is None:
-            return (self._all_rows(seen, part) for part in parts)
-        return (self._rows_at(seen, row_indices[part]) for part in parts)
+        return (self._all_rows(seen, part) for part in parts)
 
     def pixel_rows(self, batch: Batch, /) -> PixelRows:
         """Turn what the layer saw into its pixels and output gradients.
@@ -334,7 +320,7 @@ class Conv:
 
     def _seen(self, batch: Batch, *supported: str) -> _Seen:
         """Return x (.., N, *spatial, c), g (.., M, N, S, m) and mask (N, S), checked."""
-        x, g, mask, xp = entering(batch, "mask", "row_indices", *supported)
+        x, g, mask, xp = entering(batch, "mask", *supported)
         lead = self._leading_axes(batch)
         Q, d, (N, *out) = self.groups, len(self.kernel_size), lead
         if self.data_layout == "channels_first":
@@ -376,28 +362,6 @@ class Conv:
             x, g = zeroed(x, g, mask, xp=xp)
         rows = Rows(x, g, mask, self.bias)
         return rows if part == slice(None) else self._of_batch(rows, seen)
-
-    def _rows_at(self, seen: _Seen, row_indices: Index) -> Rows:
-        """Return the rows at these indices."""
-        x, g, mask, xp = seen
-        number = math.prod(g.shape[-3:-1])
-        constraints.require_shape("row_indices", row_indices, ("R", "P"))
-        if row_indices.min() < 0 or row_indices.max() >= number:
-            raise errors.ShapeError(
-                f"Expected `row_indices` to be numbers of rows below {number}, got "
-                f"entries up to {row_indices.max()}."
-            )
-        x = extract_patches_at(x, row_indices, **self._window, xp=xp)
-        flat = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
-        g = take_rows(flat, row_indices, xp=xp)
-        g = xp.reshape(g, (*flat.shape[:-2], *row_indices.shape, -1))
-        if mask is not None:
-            mask = take_rows(xp.reshape(mask, (-1, 1)), row_indices, xp=xp)
-            mask = xp.reshape(mask, row_indices.shape)
-            x, g = zeroed(x, g, mask, xp=xp)
-        rows = Rows(x, g, mask, self.bias)
-        partial = row_indices.shape[1] < seen[1].shape[-2]
-        return replaced(self._of_batch(rows, seen), partial=partial)
 
     def _of_batch(self, rows: Rows, seen: _Seen) -> Rows:
         """Return a part of a batch, with the counts of the whole."""

@@ -59,8 +59,6 @@ class GradientBatch:
             "which is for bare parameters (kfac_core.Parameters)."
         )
 
-    row_indices = inputs
-
 
 @structure(static=("examples", "sources"))
 class ExampleGradients:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import array_api_compat
 
@@ -69,9 +69,6 @@ class Batch:
     sources : int, optional
         Number M of backpropagated vectors, if `output_grads` has a leading axis of them;
         else None.
-    row_indices : numpy.ndarray of int, shape (R, P), optional
-        For a convolution: indices of the only rows to use, from
-        `kfac_core.layers.choose_patches`.
     bias : array of bool, shape (N,) or (N, ...), optional
         False for rows of a use of the layer's weight that adds no bias, as where layers
         with a bias and without are tied; all rows add it by default.  Of a layer that has
@@ -97,7 +94,6 @@ class Batch:
     output_grads: Array
     mask: Array | None = None
     sources: int | None = None
-    row_indices: Any = None
     bias: Array | None = None
 
     @property
@@ -179,7 +175,7 @@ class OfOutputs:
         return flags
 
 
-@structure(static=("homogeneous", "partial", "batch_examples"))
+@structure(static=("homogeneous", "batch_examples"))
 class Rows(OfOutputs):
     """The rows ``(x, g)`` of one batch, grouped by example.
 
@@ -193,8 +189,6 @@ class Rows(OfOutputs):
         The rows that count, or the weights of all.
     homogeneous : bool
         Whether each x has a 1 appended.
-    partial : bool
-        Whether some positions of these examples are missing.
     batch_examples : int or None
         N of the batch that these rows are a part of; None where they are all of it.
     batch_rows : int, 0-d array or None
@@ -205,7 +199,6 @@ class Rows(OfOutputs):
     output_grads: Array
     mask: Array | None
     homogeneous: bool
-    partial: bool = False
     batch_examples: int | None = None
     batch_rows: Scalar | None = None
 
@@ -236,11 +229,6 @@ class Rows(OfOutputs):
         g : array, shape ((Q,) M N S, m) or ((Q,) M N, m)
             For M sources.
 
-        Raises
-        ------
-        UnsupportedError
-            If positions are missing that would be reduced.
-
         References
         ----------
         Eschenhagen et al. (2023), arXiv:2311.00636, sections 3.2 and 3.3.
@@ -257,7 +245,6 @@ class Rows(OfOutputs):
                 return x, g
             ones = homogeneous_coordinate(x, mask, dtype, xp=xp)
             return HomogeneousRows(x, ones), g
-        self.require_all_positions()
         require_no_weights(self.mask, "sharing='reduce'", xp=xp)
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)
@@ -265,18 +252,8 @@ class Rows(OfOutputs):
         mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, one + 1.0)[..., None]
         return HomogeneousRows(mean, one) if self.homogeneous else mean, g
 
-    def require_all_positions(self) -> None:
-        """Raise `UnsupportedError` if an example's sum over positions is not at hand."""
-        if self.partial:
-            raise errors.UnsupportedError(
-                "Only some positions of each example were selected, but this statistic "
-                "sums over all of them. Choose whole examples, or take Kronecker() with "
-                "sharing='expand'."
-            )
-
     def per_example(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return each example's gradient ``D = sum_s x g^T``, shape ((Q,) M, N, n, m)."""
-        self.require_all_positions()
         x = self.full_inputs(dtype, xp=xp)
         across = xp.matrix_transpose(x)[..., None, :, :, :]
         return xp.matmul(across, ns.cast(xp, self.output_grads, dtype))
@@ -333,7 +310,7 @@ class Rows(OfOutputs):
             homogeneous = False
         if output_basis is not None:
             g = xp.matmul(g, output_basis[..., None, None, :, :])
-        return Rows(x, g, self.mask, homogeneous, self.partial)
+        return Rows(x, g, self.mask, homogeneous)
 
     def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mn D * D``, shape (n, m).
@@ -342,7 +319,6 @@ class Rows(OfOutputs):
         more memory than the rows do.
         """
         if self.positions > 1:
-            self.require_all_positions()
             n, m = self.inputs.shape[-1] + self.homogeneous, self.output_grads.shape[-1]
             each = n * m * self.sources
             at_once = max(1, self.examples * self.positions * (n + m) // each)
@@ -355,9 +331,9 @@ class Rows(OfOutputs):
             if total is not None:
                 return join_groups(total, xp=xp)
         x, g = ns.cast(xp, self.inputs, dtype), ns.cast(xp, self.output_grads, dtype)
-        x2, tail = (x * x)[..., 0, :], self.tail(dtype, xp=xp)
-        if tail is not None:
-            x2 = append_coordinate(x2, tail[..., 0], xp=xp)
+        x2, ones = (x * x)[..., 0, :], self.coordinates(dtype, xp=xp)
+        if ones is not None:
+            x2 = append_coordinate(x2, ones[..., 0], xp=xp)
         g2 = xp.sum((g * g)[..., 0, :], axis=-3)
         return join_groups(xp.matmul(xp.matrix_transpose(x2), g2), xp=xp)
 
@@ -370,10 +346,10 @@ class Rows(OfOutputs):
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n(+1))."""
-        x, tail = ns.cast(xp, self.inputs, dtype), self.tail(dtype, xp=xp)
-        return x if tail is None else append_coordinate(x, tail, xp=xp)
+        x, ones = ns.cast(xp, self.inputs, dtype), self.coordinates(dtype, xp=xp)
+        return x if ones is None else append_coordinate(x, ones, xp=xp)
 
-    def tail(self, dtype: object, /, *, xp: Namespace) -> Array | None:
+    def coordinates(self, dtype: object, /, *, xp: Namespace) -> Array | None:
         """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
             return None
@@ -461,8 +437,8 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
     if rows.mask is not None:
         has = has & counted_rows(rows.mask, xp=xp)
     x = rows.inputs
-    tail = xp.broadcast_to(ns.cast(xp, has, x.dtype), x.shape[:-1])
-    x = append_coordinate(x, tail, xp=xp)
+    ones = xp.broadcast_to(ns.cast(xp, has, x.dtype), x.shape[:-1])
+    x = append_coordinate(x, ones, xp=xp)
     return replaced(rows, inputs=x, homogeneous=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core import errors
+from kfac_core import constraints, errors
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows, join_uses
 
@@ -31,14 +31,10 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     ShapeError, DtypeError, MixedArraysError
         For arrays of incompatible shape, dtype, library or device.
     UnsupportedError
-        For several uses of a layer without rows x and g, and for `row_indices`.
+        For several uses of a layer without rows x and g.
     """
     uses = list(fed) if isinstance(fed, list | tuple) else [fed]
-    if not uses or any(getattr(use, "row_indices", None) is not None for use in uses):
-        raise errors.UnsupportedError(
-            "Expected at least one `Batch`, without `row_indices`: the gradient of an "
-            "example is a sum over all its positions."
-        )
+    constraints.require_any("batch", uses)
     rows = [layer.rows(use) for use in uses]
     if len(rows) == 1:
         return rows[0]

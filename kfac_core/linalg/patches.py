@@ -12,26 +12,18 @@ Keras and JAX do); ``"valid"`` pads nothing.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, TypeAlias
-
-import numpy as np
+from typing import Literal, TypeAlias
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
-from kfac_core.array.backend import backend_of
 
 __all__ = [
-    "Index",
     "Padding",
     "Sizes",
-    "choose_patches",
     "extract_patches",
-    "extract_patches_at",
     "output_size",
     "resolve_padding",
-    "take_rows",
 ]
 
 Sizes: TypeAlias = tuple[int, ...]
@@ -39,9 +31,6 @@ Sizes: TypeAlias = tuple[int, ...]
 
 Padding: TypeAlias = Literal["same", "valid"] | tuple[tuple[int, int], ...]
 """A rule, or the zeros ``(lo, hi)`` of each spatial axis."""
-
-Index: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-"""Row numbers on the host: part of a traced program, not of its data."""
 
 
 def resolve_padding(
@@ -167,92 +156,6 @@ def extract_patches(
         ]
         x = xp.concat(taps, axis=-1) if taps[1:] else taps[0]
     return x
-
-
-def extract_patches_at(
-    x: Array,
-    row_indices: Index,
-    /,
-    *,
-    kernel_size: Sizes,
-    strides: Sizes,
-    padding: Padding,
-    dilation: Sizes,
-    xp: Namespace,
-) -> Array:
-    """Return some of the patches, and make no others.
-
-    Parameters
-    ----------
-    x : array, shape (..., N, *spatial, C)
-        As for `extract_patches`, S patches in each example.
-    row_indices : numpy.ndarray of int, shape (R, P)
-        The numbers ``n S + s`` of the patches, as `choose_patches` draws them.
-    kernel_size, strides, padding, dilation, xp
-        See `extract_patches`.
-
-    Returns
-    -------
-    array, shape (..., R, P, prod(kernel_size) C)
-        A copy.  It raises as `extract_patches`, and besides makes one integer for each
-        patch and kernel position.
-    """
-    x, sizes = _prepared(x, kernel_size, strides, padding, dilation, xp)
-    d, pixels = len(kernel_size), x.shape[-len(kernel_size) - 1 : -1]
-    steps = np.array([math.prod(pixels[i + 1 :]) for i in range(d)])
-    examples, positions = np.divmod(row_indices, math.prod(sizes))
-    corners = np.stack(np.unravel_index(positions, sizes), axis=-1) * strides @ steps
-    taps = np.indices(kernel_size).reshape(d, -1).T * dilation @ steps
-    index = (examples * math.prod(pixels) + corners)[..., None] + taps
-    lead, C = x.shape[: -d - 2], x.shape[-1]
-    found = take_rows(xp.reshape(x, (*lead, -1, C)), index, xp=xp)
-    return xp.reshape(found, (*lead, *row_indices.shape, taps.size * C))
-
-
-def take_rows(x: Array, index: Index, /, *, xp: Namespace) -> Array:
-    """Return rows of an array of shape (..., n, C) as one of (..., index.size, C)."""
-    flat = index.reshape(-1).astype(np.int32 if x.shape[-2] < 2**31 else np.int64)
-    placed = backend_of(xp).asarray(flat, device=ns.device_of(x))
-    return xp.take(x, placed, axis=-2)
-
-
-def choose_patches(
-    shape: tuple[int, int], /, *, keep: tuple[int, int], seed: int | tuple[int, ...]
-) -> Index:
-    """Draw examples, and positions in each of them, without replacement.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        The numbers N of examples and S of positions that there are.
-    keep : tuple of int
-        The numbers R and P to draw; all, where there are no more.
-    seed : int or tuple of int
-        Seed of this call's own generator: ``(seed, step)`` for others in each update.
-
-    Returns
-    -------
-    numpy.ndarray of int, shape (R, P)
-        The numbers ``n S + s``, ascending; each is equally likely, and each example
-        draws its positions independently.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import kfac_core as kc
-    >>> rows = kc.layers.choose_patches((8, 36), keep=(8, 9), seed=0)
-    >>> rows.shape
-    (8, 9)
-    >>> batch = kc.Batch(
-    ...     np.ones((8, 6, 6, 1)), np.ones((8, 6, 6, 4)), row_indices=rows
-    ... )
-    """
-    constraints.require_range("keep", keep, constraints.tuple_of(constraints.SIZE))
-    (N, S), rng = shape, np.random.default_rng(seed)
-    R, P = min(keep[0], N), min(keep[1], S)
-    examples = np.sort(rng.choice(N, R, replace=False))
-    places = [rng.choice(S, P, replace=False, shuffle=False) for _ in range(R)]
-    return examples[:, None] * S + np.sort(np.stack(places), axis=-1)
 
 
 def _prepared(

@@ -1,6 +1,6 @@
 """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``: many equal blocks and one vector.
 
-Conventions.  K equal blocks of size c, then ``tail`` further diagonal entries (0 or 1)
+Conventions.  K equal blocks of size c, then ``bias`` further diagonal entries (0 or 1)
 that hold only the shift d; ``u = [1_K (x) mu, 1]``.  What comes of a convolution whose
 activations are taken as uncorrelated between positions.  Solved by Sherman-Morrison with
 one factorization of size c, or, where that fails its residual check, by the inverse of the
@@ -31,7 +31,7 @@ from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 __all__ = ["DampedRankOne"]
 
 
-@structure(static=("repeats", "tail"))
+@structure(static=("repeats", "bias"))
 class DampedRankOne:
     """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``, with ``u = [1_K (x) mu, 1]``.
 
@@ -47,7 +47,7 @@ class DampedRankOne:
         The dense matrix, where a product needs it.
     repeats : int
         Number of repetitions ``K``.
-    tail : int
+    bias : int
         0, or 1 for the homogeneous coordinate.
     """
 
@@ -55,7 +55,7 @@ class DampedRankOne:
     mean: Array
     whole: DampedMatrix | None
     repeats: int
-    tail: int
+    bias: int
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ class DampedRankOne:
 
     @property
     def size(self) -> int:
-        """The number ``K c + tail`` of rows."""
-        return self.repeats * self.block.size + self.tail
+        """The number ``K c + bias`` of rows."""
+        return self.repeats * self.block.size + self.bias
 
     @property
     def dtype(self) -> Any:
@@ -124,7 +124,7 @@ class DampedRankOne:
                 lambda x: self.multiply(x, shifted=shifted), v, 2, xp=xp
             )
         product = self._by_block(v, lambda x: self.block.multiply(x, shifted=shifted))
-        if self.tail:
+        if self.bias:
             last = v[-1:, :]
             ends = self.shift * last if shifted else xp.zeros_like(last)
             product = xp.concat([product, ends], axis=0)
@@ -161,7 +161,7 @@ class DampedRankOne:
         weight, _ = self._elimination(xp)
         mean = self._body()
         inner = xp.matmul(xp.matrix_transpose(mean), self._solve_body(mean))
-        rest = xp.log1p(self.shift) if self.tail else 0.0
+        rest = xp.log1p(self.shift) if self.bias else 0.0
         lemma = xp.log1p(weight * inner[0, 0])
         return self.repeats * self.block.logdet() + rest + lemma
 
@@ -169,9 +169,9 @@ class DampedRankOne:
         """Return the trace, 0-d."""
         xp = self._xp()
         trace = self.repeats * self.block.trace(shifted=shifted)
-        if self.tail and shifted:
+        if self.bias and shifted:
             trace = trace + self.shift
-        return trace + self.repeats * xp.sum(self.mean * self.mean) + self.tail
+        return trace + self.repeats * xp.sum(self.mean * self.mean) + self.bias
 
     def eigenvalues(self, *, shifted: bool) -> Array:
         """Return the eigenvalues, ascending, from the dense matrix."""
@@ -214,12 +214,12 @@ class DampedRankOne:
         xp, mean = self._xp(), self._body()
         weight, corner = self._elimination(xp)
         body = v[: mean.shape[0], :]
-        if self.tail:
+        if self.bias:
             body = body - mean * (v[-1:, :] / corner)
         base, w = self._solve_body(body), self._solve_body(mean)
         gain = weight / (1.0 + weight * xp.matmul(xp.matrix_transpose(mean), w))
         solved = base - w * gain * xp.matmul(xp.matrix_transpose(w), body)
-        if not self.tail:
+        if not self.bias:
             return solved
         last = (v[-1:, :] - xp.matmul(xp.matrix_transpose(mean), solved)) / corner
         return xp.concat([solved, last], axis=0)
@@ -230,7 +230,7 @@ class DampedRankOne:
         ``1 - 1 / (1 + d) = d / (1 + d)`` and ``1 + d``; 1 and 1 without that coordinate.
         """
         one = xp.ones_like(self.shift)
-        if not self.tail:
+        if not self.bias:
             return one, one
         corner = one + self.shift
         return self.shift / corner, corner
@@ -246,7 +246,7 @@ class DampedRankOne:
     def _vector(self) -> Array:
         """Return u, shape (n, 1)."""
         body = self._body()
-        if not self.tail:
+        if not self.bias:
             return body
         return self._xp().concat([body, self._xp().ones_like(body[:1, :])], axis=0)
 

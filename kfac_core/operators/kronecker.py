@@ -84,7 +84,7 @@ class FactoredKronecker(CurvatureOperator):
     @property
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
-        return (*self.input.stack_shape, self.output.size)
+        return (*self.input.stack_shape, self.output.stack_shape[-1])
 
     @property
     def like(self) -> Array:

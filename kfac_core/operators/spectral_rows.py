@@ -153,7 +153,6 @@ def _rank_one(
     block: SpectralOperator, rows: Rows, xp: Namespace
 ) -> tuple[Array, Array]:
     """Return ``Q_A^T x`` and ``Q_G^T g``, shapes ((Q,) N, n) and ((Q,) M, N, m)."""
-    rows.require_all_positions()
     rotated = _in_basis(block, rows, xp)
     x = rotated.full_inputs(block.dtype, xp=xp)
     return x[..., 0, :], rotated.output_grads[..., 0, :]
