@@ -647,7 +647,7 @@ REFUSED = {
     "no backward": (without_backward, {}, NOT_READY, r"^Call kfac.step\(\) after"),
     "no pass": (lambda m, k, x, y: k.step(), {}, NOT_READY, r"^Call kfac.step\(\) af"),
     "parts of the model": (parts_of_the_model, {}, NOT_READY, "not called itself"),
-    "not observed": (averaged, BY_HAND, NOT_READY, "observe"),
+    "not observed": (averaged, BY_HAND, NOT_READY, "output=None"),
     "other rows": (parts_that_read_other_rows, {}, UNSUPPORTED, "first did not"),
     "squares": (squares, {}, CONVENTION, "likelihood=nn.MSELoss"),
     "classes on the second axis": (second_axis, {}, CONVENTION, "movedim"),

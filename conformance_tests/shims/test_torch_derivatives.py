@@ -142,24 +142,28 @@ def test_a_module_that_returns_its_residual(name):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_residual_that_nobody_observed_is_refused_with_its_layers(share):
-    """The outputs that the hook sees are u, whose curvature is not that of the residual."""
+@pytest.mark.parametrize("name", [name for name in RESIDUALS if name != "value"])
+def test_a_residual_that_nobody_observed_is_refused_with_its_layers(name, share):
+    """Beside values at points of the boundary, as the hook sees them, or alone."""
     model, x = network(), torch.randn(6, 2, requires_grad=True)
     kfac = torch_zoo.attached(model)
-    u = model(x)
-    (share * u + laplacian(u, x)).square().mean().backward()
+    residual = RESIDUALS[name](model, x)
+    (share * model(x.sin()).square().mean() + residual.square().mean()).backward()
     names = r"\['0', '2', '4'\].*observe\(residuals\)"
     with pytest.raises(kc.UnsupportedError, match=names):
         kfac.step()
 
 
-def test_a_residual_of_torch_func_that_nobody_observed_is_refused():
-    model, x = network(), torch.randn(6, 2)
-    kfac = torch_zoo.attached(model)
-    u, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-    (u + slope).square().mean().backward()
-    with pytest.raises(kc.NotReadyError, match=r"observe\(residuals\)"):
-        kfac.step()
+def test_derivatives_that_are_only_logged_do_not_count():
+    """In any mode, as long as the loss does not read them."""
+
+    def loop(model, kfac):
+        x = torch.randn(6, 2, requires_grad=True)
+        for name in RESIDUALS:
+            RESIDUALS[name](model, x)
+        return two_lines(model, kfac)
+
+    torch_zoo.run(torch_zoo.Program(model=network, loop=loop))
 
 
 def test_empirical_gradients_of_a_residual():

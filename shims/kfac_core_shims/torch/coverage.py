@@ -161,7 +161,7 @@ class Coverage:
             )
 
     def nothing_seen(
-        self, message: str, /, *, seen: bool, came: bool, called: bool
+        self, message: str, /, *, seen: bool, came: bool, called: bool, by_hand: bool
     ) -> str:
         """Return a message of a step without rows, with the reason that holds.
 
@@ -175,6 +175,8 @@ class Coverage:
             Whether ``backward()`` has come to the parameters of a block.
         called : bool
             Whether the model was called itself.
+        by_hand : bool
+            Whether only outputs that are given to `KFAC.observe` count.
         """
         if seen or self._notes:
             return f"{message} What was seen: {'; '.join(self._notes)}."
@@ -186,14 +188,15 @@ class Coverage:
                 "come to the parameters of a block; gradients of torch.autograd.grad and "
                 "torch.func count where the outputs are given to observe()."
             )
+        if by_hand:
+            return f"{message} With output=None nothing counts but observe(outputs)."
         if not called:
             return (
                 f"{message} The model was not called itself (`model(x)`) but its parts."
             )
         return (
             f"{message} No gradient came back to what the model returned, as where its "
-            "outputs were modified in place, or where the loss reads derivatives of all "
-            "layers by torch.func: then call observe(residuals)."
+            "outputs were modified in place."
         )
 
     def _names(self, site: Any) -> list[str]:

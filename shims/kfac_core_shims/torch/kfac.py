@@ -351,6 +351,7 @@ class KFAC(Curvature):
                     seen=bool(passes),
                     came=self._gradients.came,
                     called=self._passes.is_called,
+                    by_hand=self.output is None,
                 )
                 error.args = (message,)
                 raise

@@ -102,6 +102,7 @@ class OutputHook:
                 "with `output`, or call `observe`"
             )
             return None
+        recorder.watch_tangents(returned if _is_tensor(returned) else picked)
         if not picked.requires_grad:
             return None
         replay = None

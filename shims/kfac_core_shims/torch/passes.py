@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -325,9 +325,16 @@ class PassRecorder:
         `root` is the node of the outputs, which are being differentiated with
         ``create_graph=True``.
         """
-        for edge, call in graph.recorded_below(root, self.token):
-            came = partial(_came_with_graph, weakref.ref(self), call.block)
+        recorded = graph.recorded_below(root, self.token)
+        blocks = {call.block for _, call in recorded}
+        for edge, _ in recorded:
+            came = partial(_came_with_graph, weakref.ref(self), blocks)
             edge.node.register_hook(came)
+
+    def watch_tangents(self, outputs: Any, /) -> None:
+        """Note all layers where a loss will read derivatives of outputs in forward mode."""
+        for tangent in private.tangents(outputs):
+            _watch_derivative(weakref.ref(self), self.kfac.sites, tangent)
 
     def require_no_derivatives(self) -> None:
         """Raise if the loss read derivatives of outputs, and nothing was observed."""
@@ -588,25 +595,32 @@ def _came(
 
 def _came_with_graph(
     recorder: Callable[[], PassRecorder | None],
-    block: str,
+    blocks: Iterable[str],
     results: Any,
     gradients: Any,
 ) -> None:
     """Watch what a layer made of output gradients, if it is part of a graph itself."""
     if torch.is_grad_enabled():
         for g in results:
-            if g is not None and g.requires_grad:
-                g.register_hook(partial(_read, recorder, block))
+            _watch_derivative(recorder, blocks, g)
+
+
+def _watch_derivative(
+    recorder: Callable[[], PassRecorder | None], blocks: Iterable[str], x: Any
+) -> None:
+    if x is not None and private.base(x).requires_grad:
+        private.base(x).register_hook(partial(_read, recorder, blocks))
 
 
 def _read(
-    recorder: Callable[[], PassRecorder | None], block: str, gradient: Any
+    recorder: Callable[[], PassRecorder | None], blocks: Iterable[str], gradient: Any
 ) -> None:
+    """Note that a loss reads a derivative, or watch the derivative of it."""
     passes = recorder()
-    if passes is None or torch.is_grad_enabled():
-        return
-    if passes.gradients.begin_pass():
-        passes.derived.add(block)
+    if torch.is_grad_enabled():
+        _watch_derivative(recorder, blocks, gradient)
+    elif passes is not None and passes.gradients.begin_pass():
+        passes.derived.update(blocks)
 
 
 def _require_rows(z: Any) -> None:

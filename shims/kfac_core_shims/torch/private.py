@@ -14,11 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import remove_from_cache
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
     "accumulates",
     "backward_pass",
+    "base",
     "filled_copy",
     "forget_compiled",
     "is_graph_kept",
@@ -28,6 +31,7 @@ __all__ = [
     "overflows",
     "replicas_may_leave",
     "saved",
+    "tangents",
     "unbatched_ndim",
     "uncompiled",
     "unwrapped",
@@ -167,6 +171,26 @@ def unwrapped(model: Any, /) -> Any:
 def is_transformed(x: Any, /) -> bool:
     """Whether a tensor is one of a function that `torch.func` transforms."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+def base(x: Any, /) -> Any:
+    """Return what is below the transformations of `torch.func`, in the caller's graph."""
+    while is_transformed(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
+def tangents(x: Any, /) -> list[Any]:
+    """Return the forward derivatives of a tensor, and theirs, at all levels."""
+    derivatives: list[Any] = []
+    if not torch._C._functorch.is_batchedtensor(x):
+        tangent = forward_ad.unpack_dual(x).tangent
+        if tangent is not None:
+            derivatives += [tangent, *tangents(tangent)]
+    if is_transformed(x):
+        with temporarily_pop_interpreter_stack():
+            derivatives += tangents(torch._C._functorch.get_unwrapped(x))
+    return derivatives
 
 
 def uncompiled(module: Any, /) -> Callable[[], None]:
