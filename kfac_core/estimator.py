@@ -22,11 +22,7 @@ from kfac_core.approximations.approximation import MomentStart
 from kfac_core.array import Array, Check, Scalar, replaced
 from kfac_core.array.precision import Precision
 from kfac_core.block import BatchLike, Block
-from kfac_core.conventions import (
-    Conventions,
-    LossReduction,
-    SourceReduction,
-)
+from kfac_core.conventions import Conventions, LossReduction, SourceReduction
 from kfac_core.damping import DampingRule
 from kfac_core.distributed.executor import DistributedExecutor
 from kfac_core.distributed.options import Distributed
@@ -314,11 +310,7 @@ class Estimator:
         """
         with self._change as before:
             after = self.network.update(
-                before,
-                batches,
-                decay=self._decay,
-                check=check,
-                executor=self._executor,
+                before, batches, decay=self._decay, check=check, executor=self._executor
             )
             self._install(before, after)
 
@@ -574,12 +566,7 @@ class Estimator:
         if needed not in (None, *self.network.refreshing.factorizations):
             state = self._prepared(needed, vectors)
         products = self.network.apply(
-            product,
-            state,
-            vectors,
-            *arguments,
-            executor=self._executor,
-            **options,
+            product, state, vectors, *arguments, executor=self._executor, **options
         )
         # What a change in another thread has made meanwhile is not put back.
         if state is not before and self.state is before:

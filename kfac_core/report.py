@@ -192,9 +192,7 @@ def _of_block(operator: Any) -> tuple[float | None, float | None]:
     )
 
 
-def _of_factors(
-    factors: dict[str, FactorReport],
-) -> tuple[float | None, float | None]:
+def _of_factors(factors: dict[str, FactorReport]) -> tuple[float | None, float | None]:
     """Return the condition and the residual of a Kronecker product, by its factors."""
     conditions = [part.condition or 1.0 for part in factors.values()]
     return math.prod(conditions), sum(part.residual or 0.0 for part in factors.values())

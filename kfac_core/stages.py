@@ -142,10 +142,7 @@ def _updated_in_chunks(
         return statistics.merged(total), flags
     approximation = block.approximation
     new = statistics.absorbed(
-        total,
-        decay=options.decay,
-        weight=options.weight,
-        decays=approximation.decays,
+        total, decay=options.decay, weight=options.weight, decays=approximation.decays
     )
     return new, admission.overflow_flags(flags, approximation, new, options)
 

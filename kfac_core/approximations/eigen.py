@@ -290,10 +290,7 @@ class Eigen(Approximation):
     ) -> Statistics:
         """Return statistics with the moments updated and the factors left alone."""
         options = UpdateOptions(
-            conventions=conventions,
-            decay=decay,
-            weight=weight,
-            xp=statistics.namespace,
+            conventions=conventions, decay=decay, weight=weight, xp=statistics.namespace
         )
         moments = self._moments(statistics, rows, options)
         averages = {**statistics.averages, "block": moments}

@@ -211,9 +211,7 @@ def _made(
 ) -> TridiagonalOperator:
     """Return the operator, computed in one dtype."""
     of_a_layer = options._replace(
-        factorizations=("cholesky",),
-        compute=dtype,
-        apply=dtype,
+        factorizations=("cholesky",), compute=dtype, apply=dtype
     )
     layers: dict[str, Any] = {}
     for i, layer in enumerate(chain.layers):

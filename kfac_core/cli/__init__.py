@@ -209,10 +209,7 @@ def _epilog(module: Command) -> str:
     for code, meaning in module.EXIT_CODES.items():
         lines.append(
             textwrap.fill(
-                meaning,
-                WIDTH,
-                initial_indent=f"  {code}  ",
-                subsequent_indent="     ",
+                meaning, WIDTH, initial_indent=f"  {code}  ", subsequent_indent="     "
             )
         )
     return "\n".join(lines)

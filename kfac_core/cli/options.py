@@ -10,9 +10,7 @@ __all__ = ["add_json", "not_negative", "positive"]
 def add_json(parser: argparse.ArgumentParser, /) -> None:
     """Declare ``--json``, which every command has."""
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document instead of text",
+        "--json", action="store_true", help="print one JSON document instead of text"
     )
 
 

@@ -93,12 +93,7 @@ class Average:
         return map_structure(lambda a, b: a + b, self, other)
 
     def following(
-        self,
-        total: Any,
-        rows: Array | float | None,
-        decay: Scalar,
-        weight: Scalar,
-        /,
+        self, total: Any, rows: Array | float | None, decay: Scalar, weight: Scalar, /
     ) -> Average:
         """Return the average with the new sum of an update, of so many rows."""
         weights = ns.as_array(ns.as_number(self.weight) * decay + weight)

@@ -66,14 +66,7 @@ class Factor(Protocol):
         """Return the trace over the dimension, shape (...)."""
 
     def damped(
-        self,
-        value: Any,
-        shift: Scalar,
-        /,
-        *,
-        check: Check,
-        name: str,
-        apply_dtype: Any,
+        self, value: Any, shift: Scalar, /, *, check: Check, name: str, apply_dtype: Any
     ) -> Damped:
         """Return the value plus a multiple of the identity, not yet factorized."""
 

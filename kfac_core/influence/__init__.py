@@ -9,8 +9,4 @@ from kfac_core.influence.damping import mean_eigenvalue_damping
 from kfac_core.influence.network import Influence
 from kfac_core.influence.queries import Queries
 
-__all__ = [
-    "Influence",
-    "Queries",
-    "mean_eigenvalue_damping",
-]
+__all__ = ["Influence", "Queries", "mean_eigenvalue_damping"]

@@ -19,13 +19,7 @@ from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = [
-    "Chunks",
-    "example_chunk",
-    "joined",
-    "parts",
-    "score_chunks",
-]
+__all__ = ["Chunks", "example_chunk", "joined", "parts", "score_chunks"]
 
 
 class Chunks(NamedTuple):

@@ -24,12 +24,7 @@ from kfac_core.array.precision import Precision
 from kfac_core.block import Block
 from kfac_core.conventions import LossReduction
 from kfac_core.factors.statistics import Statistics
-from kfac_core.influence.chunks import (
-    example_chunk,
-    joined,
-    parts,
-    score_chunks,
-)
+from kfac_core.influence.chunks import example_chunk, joined, parts, score_chunks
 from kfac_core.influence.damping import given_damping, mean_eigenvalue_damping
 from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.influence.queries import (
@@ -249,12 +244,7 @@ class Influence:
         return total
 
     def self_scores(
-        self,
-        gradients: Gradients,
-        /,
-        *,
-        reduction: LossReduction,
-        max_elements: int,
+        self, gradients: Gradients, /, *, reduction: LossReduction, max_elements: int
     ) -> Array:
         """Return ``<g_n, (F + lam I)^-1 g_n>`` of each example, shape (examples,).
 

@@ -11,12 +11,7 @@ from __future__ import annotations
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = [
-    "append_coordinate",
-    "homogeneous_coordinate",
-    "join_bias",
-    "split_bias",
-]
+__all__ = ["append_coordinate", "homogeneous_coordinate", "join_bias", "split_bias"]
 
 
 def homogeneous_coordinate(

@@ -158,11 +158,7 @@ class IdRows(OfOutputs):
         return xp.reshape(D, (M * N, self.size * m))
 
     def status(
-        self,
-        *,
-        xp: Namespace,
-        known: frozenset[str] = frozenset(),
-        stacked: int = 0,
+        self, *, xp: Namespace, known: frozenset[str] = frozenset(), stacked: int = 0
     ) -> Array | int:
         """Return whether the output gradients are not finite; see `Rows.status`."""
         return super().status(xp=xp, known=known | {"inputs"}, stacked=stacked)

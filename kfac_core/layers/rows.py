@@ -139,11 +139,7 @@ class OfOutputs:
         return xp.sum(xp.astype(self.mask, dtype)), int(N), int(M)
 
     def status(
-        self,
-        *,
-        xp: Namespace,
-        known: frozenset[str] = frozenset(),
-        stacked: int = 0,
+        self, *, xp: Namespace, known: frozenset[str] = frozenset(), stacked: int = 0
     ) -> Array | int:
         """Return which of the two arrays is not finite, as int32 `Status` flags.
 

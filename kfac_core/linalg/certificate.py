@@ -245,13 +245,7 @@ def cholesky_residual(
 
 
 def eigen_residual(
-    eigenvalues: Array,
-    eigenvectors: Array,
-    z: Array,
-    image: Array,
-    /,
-    *,
-    xp: Namespace,
+    eigenvalues: Array, eigenvectors: Array, z: Array, image: Array, /, *, xp: Namespace
 ) -> Array:
     """Return the larger of two residuals of an eigendecomposition, shape (...).
 
@@ -435,12 +429,7 @@ class Spectrum(NamedTuple):
 
 
 def spectrum_error(
-    factors: Sequence[Spectrum],
-    /,
-    *,
-    scale: Array,
-    damping: Array,
-    xp: Namespace,
+    factors: Sequence[Spectrum], /, *, scale: Array, damping: Array, xp: Namespace
 ) -> Array:
     """Bound the relative error of ``S w_1 (x) ... (x) w_k + lam`` from the factors' errors.
 

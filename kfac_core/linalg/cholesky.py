@@ -23,12 +23,7 @@ __all__ = [
 
 @dispatched
 def damped_cholesky(
-    matrix: SymmetricMatrix,
-    shift: Scalar,
-    /,
-    *,
-    factor: Scalar = 1.0,
-    xp: Namespace,
+    matrix: SymmetricMatrix, shift: Scalar, /, *, factor: Scalar = 1.0, xp: Namespace
 ) -> Array:
     """Return the lower Cholesky factor of ``c B + shift I``.
 

@@ -17,12 +17,7 @@ import array_api_compat
 from kfac_core.array import Array, Check, Namespace, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.linalg.certificate import (
-    RESIDUAL_LIMIT,
-    Spectrum,
-    probe,
-    relative_norm,
-)
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, probe, relative_norm
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import side_by_side

@@ -257,10 +257,7 @@ class FactoredKronecker(CurvatureOperator):
         return for_matrices(self.scale)
 
     def _dampings(self) -> dict[str, Array]:
-        return {
-            "input_damping": self.input.shift,
-            "output_damping": self.output.shift,
-        }
+        return {"input_damping": self.input.shift, "output_damping": self.output.shift}
 
 
 def kronecker_operator(

@@ -439,13 +439,7 @@ class CurvatureOperator(LinearMap):
         return V if inner is None else xp.reshape(V, (*many, *inner)), xp
 
     def _leave(
-        self,
-        result: Array,
-        vector: Array,
-        xp: Namespace,
-        /,
-        *,
-        divides: bool = False,
+        self, result: Array, vector: Array, xp: Namespace, /, *, divides: bool = False
     ) -> Array:
         """Return a formula's result in the form and dtype of the vector.
 

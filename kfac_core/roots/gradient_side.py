@@ -41,11 +41,7 @@ from kfac_core.array import (
 )
 from kfac_core.array import namespaces as ns
 from kfac_core.array.status import raise_flagged
-from kfac_core.factors.average import (
-    coefficient_flags,
-    require_decay,
-    require_weight,
-)
+from kfac_core.factors.average import coefficient_flags, require_decay, require_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix

@@ -32,18 +32,10 @@ from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.factorize import eigendecomposition
 from kfac_core.linalg.fallback import first_flag, guarded, raise_invalid
-from kfac_core.linalg.symmetric import (
-    ScaledMatrix,
-    SymmetricMatrix,
-    multiply_symmetric,
-)
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import symmetric_argument
 
-__all__ = [
-    "OrderedBasis",
-    "ordered_basis",
-    "refreshed_basis",
-]
+__all__ = ["OrderedBasis", "ordered_basis", "refreshed_basis"]
 
 
 @structure()
@@ -102,11 +94,7 @@ class OrderedBasis:
 
 
 def ordered_basis(
-    matrix: SymmetricMatrix | Array,
-    /,
-    *,
-    check: Check = "raise",
-    name: str = "matrix",
+    matrix: SymmetricMatrix | Array, /, *, check: Check = "raise", name: str = "matrix"
 ) -> OrderedBasis:
     """Return an eigenbasis by an eigendecomposition, in descending order.
 

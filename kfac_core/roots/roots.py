@@ -30,11 +30,7 @@ from kfac_core.linalg.factorize import (
     problem_flags,
 )
 from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
-from kfac_core.linalg.symmetric import (
-    ScaledMatrix,
-    SymmetricMatrix,
-    multiply_symmetric,
-)
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import damping_array, symmetric_argument
 
 __all__ = ["InverseRoot", "inverse_root", "root_residual"]
@@ -186,10 +182,7 @@ def root_residual(
 
 
 def _root(
-    problem: ScaledMatrix,
-    basis: Eigendecomposition,
-    degree: int,
-    xp: Namespace,
+    problem: ScaledMatrix, basis: Eigendecomposition, degree: int, xp: Namespace
 ) -> InverseRoot:
     """Return the root from an eigendecomposition of ``c B``, checked against M."""
     damped = basis.eigenvalues + problem.shift[..., None]
@@ -199,10 +192,7 @@ def _root(
     z = probe_of(problem.matrix.array, xp)
     residual = root_residual(problem, X, z, degree=degree, xp=xp)
     finite = (basis.status & int(Status.MATRIX_NOT_FINITE)) == 0
-    valid = (
-        *problem_flags(problem, finite, xp),
-        (positive, Status.NOT_POSITIVE),
-    )
+    valid = (*problem_flags(problem, finite, xp), (positive, Status.NOT_POSITIVE))
     usable = first_flag(*valid, xp=xp) == 0
     status = first_flag(*valid, (residual <= RESIDUAL_LIMIT, Status.INACCURATE), xp=xp)
     marked = xp.where(usable[..., None, None], X.array, xp.full_like(X.array, xp.nan))

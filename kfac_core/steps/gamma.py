@@ -48,12 +48,7 @@ class Trial(NamedTuple, Generic[Step]):
 
 
 def gamma_candidates(
-    gamma: Scalar,
-    /,
-    *,
-    factor: float,
-    minimum: float = 0.0,
-    maximum: float = math.inf,
+    gamma: Scalar, /, *, factor: float, minimum: float = 0.0, maximum: float = math.inf
 ) -> tuple[Scalar, Scalar, Scalar]:
     """Return ``(gamma, factor gamma, gamma / factor)``, each within the bounds.
 

@@ -112,10 +112,7 @@ class QuadraticModel:
         return xp.sum(c * self.slope) + 0.5 * xp.sum(c[:, None] * matrix * c)
 
     def minimize(
-        self,
-        *,
-        fixed: Sequence[Scalar | None] | None = None,
-        check: Check = "raise",
+        self, *, fixed: Sequence[Scalar | None] | None = None, check: Check = "raise"
     ) -> Minimum:
         """Return the coefficients that minimize the damped model.
 

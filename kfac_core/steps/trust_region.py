@@ -118,12 +118,7 @@ def kl_clip(
 
 
 def clip_of_product(
-    product: Array,
-    /,
-    *,
-    learning_rate: Scalar,
-    bound: Scalar,
-    check: Check = "raise",
+    product: Array, /, *, learning_rate: Scalar, bound: Scalar, check: Check = "raise"
 ) -> TrustRegion:
     """Return `kl_clip` from ``grad . P grad``.
 
