@@ -54,6 +54,16 @@ def damaged(tmp_path):
     return write(tmp_path, "damaged", b"x" * 100)
 
 
+def test_a_folder_stands_for_its_records(run, differing, damaged, tmp_path):
+    (tmp_path / "empty").mkdir()
+    code, _, errors = run(tmp_path)
+    assert code == 2
+    assert len(errors) == 1
+    assert str(damaged) in errors[0]
+    with pytest.raises(kc.errors.RecordError, match="the folder has no"):
+        run(tmp_path / "empty")
+
+
 def test_all_agree(run, backend):
     """Exit code 0, and with ``-v`` a table with a row for every check."""
     code, [*lines, total], errors = run(

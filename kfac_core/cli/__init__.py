@@ -10,11 +10,13 @@ line runs what the core must not import.  How all of them write is in
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Protocol
 
@@ -130,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nobody reads on.
     """
     parser = _parser()
+    _complete(parser)
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
         chosen.refuse_unknown(unknown)
@@ -197,6 +200,12 @@ def _parser() -> Parser:
         module.add_arguments(child)
         child.set_defaults(run=module.run, refuse_unknown=child.refuse_unknown)
     return parser
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell where it asks for completions; argcomplete is optional."""
+    if "_ARGCOMPLETE" in os.environ and find_spec("argcomplete"):
+        importlib.import_module("argcomplete").autocomplete(parser)
 
 
 def _epilog(module: Command) -> str:

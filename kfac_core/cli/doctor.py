@@ -142,6 +142,8 @@ def _checked(get_adapter: Any) -> dict[str, Any]:
 
 
 def _backend(name: str) -> dict[str, Any]:
+    if not _is_installed(name):
+        return _not_imported(name)
     report = _checked(lambda: get_backend(name))
     report |= {"adapter": adapter_problem(name) or "loaded", "devices": []}
     if report["usable"]:
@@ -154,10 +156,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 def _not_imported(name: str) -> dict[str, Any]:
     """Return what can be said of a backend without importing its library."""
-    try:
-        installed = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        installed = False
+    installed = _is_installed(name)
     versions = {}
     # The distribution may have another name, as CuPy's builds have.
     with contextlib.suppress(PackageNotFoundError):
@@ -169,6 +168,13 @@ def _not_imported(name: str) -> dict[str, Any]:
         "versions": versions,
         "devices": [],
     }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _how_to_install(name: str) -> str:

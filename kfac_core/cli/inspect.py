@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kfac_core.checkpoint import read_header
 from kfac_core.cli.options import add_json
-from kfac_core.cli.screen import print_json, printable
+from kfac_core.cli.screen import aligned, print_json, printable
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
 
 SUMMARY = "say what is in a checkpoint"
-EXAMPLES = ("kfac-core inspect curvature.npz",)
+EXAMPLES = (
+    "kfac-core inspect curvature.npz",
+    "kfac-core inspect curvature.npz --blocks",
+)
 _COUNTS = ("updates", "age", "failures", "basis_age")
 EXIT_CODES = {0: "it was read", 2: "it is no checkpoint, or a damaged one"}
 
@@ -21,6 +25,9 @@ EXIT_CODES = {0: "it was read", 2: "it is no checkpoint, or a damaged one"}
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("file", help="a checkpoint, *.npz")
+    parser.add_argument(
+        "--blocks", action="store_true", help="show every block and its arrays"
+    )
     add_json(parser)
 
 
@@ -47,7 +54,9 @@ def run(arguments: argparse.Namespace, /) -> int:
         print_json(report)
     else:
         # Names in a file are not to steer a terminal.
-        print("\n".join(map(printable, _lines(report))))
+        print("\n".join(map(printable, _summary(report))))
+        if arguments.blocks:
+            print("\n".join(map(printable, _block_lines(report))))
     return 0
 
 
@@ -103,13 +112,43 @@ def _block(
     }
 
 
-def _lines(report: Mapping[str, Any]) -> list[str]:
-    lines = [
+def _summary(report: Mapping[str, Any]) -> list[str]:
+    """Return one screen: the file, and blocks of one kind in one row, with totals."""
+    blocks = report["blocks"].values()
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for block in blocks:
+        kinds.setdefault(_kind(block), []).append(block)
+    rows = [_row(*kind, members) for kind, members in sorted(kinds.items())]
+    if len(rows) > 1:
+        rows.append(_row("total", "", list(blocks)))
+    columns = "layer", "approximation", "blocks", "numbers", "updates", "operators"
+    return [
         f"{report['file']}: version {report['version']}, {report['bytes']:,} bytes, by "
         f"{report['producer']}",
         f"  conventions  {_pairs(report['conventions'])}",
         f"  settings     {_pairs(report['settings'])}",
+        *aligned(columns, rows),
     ]
+
+
+def _kind(block: Mapping[str, Any]) -> tuple[str, str]:
+    layer, approximation = block["layer"] or {}, block["approximation"] or {}
+    return str(layer.get("kind", "")), str(approximation.get("name", ""))
+
+
+def _row(
+    layer: str, approximation: str, blocks: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    tensors = [tensor for block in blocks for tensor in block["tensors"].values()]
+    numbers = sum(math.prod(tensor["shape"]) for tensor in tensors)
+    updates = sorted({block["updates"] or 0 for block in blocks})
+    span = f"{updates[0]}" if len(updates) == 1 else f"{updates[0]} to {updates[-1]}"
+    operators = sum(block["has_operator"] for block in blocks)
+    return layer, approximation, str(len(blocks)), f"{numbers:,}", span, str(operators)
+
+
+def _block_lines(report: Mapping[str, Any]) -> list[str]:
+    lines = []
     for name, block in report["blocks"].items():
         layer, approximation = block["layer"] or {}, block["approximation"] or {}
         operator = f"age {block['age']}" if block["has_operator"] else "none"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfac_core.array.selection import enable_float64, selected_backend
@@ -29,6 +30,7 @@ __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 SUMMARY = "recompute the answers in verification records"
 EXAMPLES = (
     "kfac-core verify step.safetensors",
+    "kfac-core verify records/",
     "kfac-core verify --backend torch:cuda:0 --dtype float32 --json *.safetensors",
 )
 EXIT_CODES = {
@@ -43,7 +45,7 @@ _COLUMNS = ("block", "operation", "damping", "error", "limit", "result")
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the options of the subcommand."""
     parser.add_argument(
-        "records", nargs="+", metavar="RECORD", help="a .safetensors file"
+        "records", nargs="+", metavar="RECORD", help="a .safetensors file, or a folder"
     )
     parser.add_argument(
         "--backend",
@@ -101,8 +103,9 @@ def run(arguments: argparse.Namespace, /) -> int:
         enable_float64(backend=arguments.backend)
     limit = arguments.memory_limit
     results = []
-    with Progress(len(arguments.records)) as progress:
-        for path in arguments.records:
+    paths = [path for argument in arguments.records for path in _files(argument)]
+    with Progress(len(paths)) as progress:
+        for path in paths:
             progress.begin(path)
             result = _verified(
                 path,
@@ -127,6 +130,16 @@ def run(arguments: argparse.Namespace, /) -> int:
     elif not arguments.quiet and any(r["problem"] is None for r in results):
         print(_total(results, f"{selection.spec}, {arguments.dtype}"))
     return code
+
+
+def _files(path: str) -> list[str]:
+    """Return the records of a folder, at any depth, or the file itself."""
+    if not Path(path).is_dir():
+        return [path]
+    records = sorted(map(str, Path(path).rglob("*.safetensors")))
+    if not records:
+        raise RecordError(f"{printable(path)}: the folder has no .safetensors file")
+    return records
 
 
 def _total(results: list[dict[str, Any]], where: str) -> str:
