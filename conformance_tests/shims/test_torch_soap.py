@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import SOAP  # noqa: E402
 
-RATE, BETAS, EPS = 3e-3, (0.9, 0.95), 1e-8
+RATE, BETAS, EPS = 1e-2, (0.9, 0.95), 1e-8
 STEPS = 13
 
 
@@ -85,7 +85,8 @@ class Naive:
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * (L.T @ V @ R) ** 2
         m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
         d = m / ((self.v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
-        self.W.data -= RATE * (L @ d @ R.T).reshape(self.W.shape)
+        rate = RATE / (1 + (self.t - 1) / 100) ** 0.5
+        self.W.data -= rate * (L @ d @ R.T).reshape(self.W.shape)
 
 
 def naively_trained(data, *, by_rows, classes=3):
@@ -93,6 +94,7 @@ def naively_trained(data, *, by_rows, classes=3):
     model = network(classes)
     layers = [model[0], model[3], model[5]]
     adam = torch.optim.Adam([m.bias for m in layers], lr=RATE, betas=BETAS, eps=EPS)
+    falls = torch.optim.lr_scheduler.LambdaLR(adam, lambda t: (1 + t / 100) ** -0.5)
     weights = [Naive(m.weight) for m in layers]
     for x, y in data:
         model.zero_grad()
@@ -106,6 +108,7 @@ def naively_trained(data, *, by_rows, classes=3):
                 outputs.append(x)
         fn.cross_entropy(x, y).backward()
         adam.step()
+        falls.step()
         for naive, a, z in zip(weights, inputs, outputs, strict=True):
             g = z.grad
             if a.ndim == 3:
@@ -143,7 +146,7 @@ def test_what_has_no_basis_is_updated_by_adamw():
     values = torch.randn(5), torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, 1)
     ours = [nn.Parameter(x.clone()) for x in values[:2]]
     theirs = [nn.Parameter(x.clone()) for x in values[:2]]
-    soap = SOAP(ours, lr=0.1)
+    soap = SOAP(ours, lr=0.1, anneal_after=None)
     adamw = torch.optim.AdamW(
         theirs, lr=0.1, betas=BETAS, weight_decay=0.0, fused=False
     )
@@ -161,7 +164,7 @@ def test_weight_decay_is_decoupled():
     """Zero gradients leave ``(1 - lr weight_decay)^t`` of each weight, vectors too."""
     model = nn.Linear(4, 3).double()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = SOAP(model, lr=0.1, weight_decay=0.5)
+    optimizer = SOAP(model, lr=0.1, weight_decay=0.5, anneal_after=None)
     for _ in range(2):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)

@@ -9,6 +9,7 @@ from kfac_core.roots.orthogonal_iteration import (
 from kfac_core.roots.roots import InverseRoot, inverse_root
 from kfac_core.roots.soap import (
     adam_quotient,
+    annealed_rate,
     averaged_factor,
     carried_moments,
     diagonal_blocks,
@@ -23,6 +24,7 @@ __all__ = [
     "InverseRoot",
     "OrderedBasis",
     "adam_quotient",
+    "annealed_rate",
     "averaged_factor",
     "carried_moments",
     "diagonal_blocks",

@@ -29,6 +29,7 @@ from kfac_core.roots.orthogonal_iteration import ordered_basis
 
 __all__ = [
     "adam_quotient",
+    "annealed_rate",
     "averaged_factor",
     "carried_moments",
     "diagonal_blocks",
@@ -293,6 +294,35 @@ def adam_quotient(
     v = beta2 * second + (1 - beta2) * gradient * gradient
     d = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
     return m, v, d
+
+
+def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Scalar:
+    r"""Return :math:`\eta / \sqrt{1 + t / \tau}`, a learning rate that falls by itself.
+
+    Steps of Adam are as long as their rate, however small the gradient, so that a constant
+    rate that is large enough at first makes the loss jump at the end.
+
+    Parameters
+    ----------
+    rate : float or 0-d array
+        Rate eta of the first step.
+    steps : int or 0-d array
+        Number t of steps taken.
+    after : float or None
+        Steps tau after which the rate falls; None for a constant one.
+
+    Returns
+    -------
+    float or 0-d array
+        Rate of the next step.
+
+    Examples
+    --------
+    >>> from kfac_core.roots import annealed_rate
+    >>> annealed_rate(0.01, 0, after=100.0), annealed_rate(0.01, 300, after=100.0)
+    (0.01, 0.005)
+    """
+    return rate if after is None else rate / (1 + steps / after) ** 0.5
 
 
 def _times_rows(Q: Array, V: Array) -> Array:

@@ -46,11 +46,12 @@ class SOAPState(NamedTuple):
 
 def soap(
     network: Network,
-    learning_rate: kc.integration.Schedule = 3e-3,
+    learning_rate: kc.integration.Schedule = 1e-2,
     betas: tuple[float, float] = (0.9, 0.95),
     *,
     weight_decay: float = 0.0,
     update_every: int = 10,
+    anneal_after: float | None = 100.0,
     eps: float = 1e-8,
     decay: float = 0.8,
     block: int = 1024,
@@ -78,6 +79,9 @@ def soap(
         Decoupled weight decay.
     update_every : int
         Steps between new bases, after three at the first three steps.
+    anneal_after : float, optional
+        Steps tau after which the rate falls, ``rate / sqrt(1 + t / tau)`` after t steps,
+        beside its schedule; None for the rate as it is.
     eps : float
         Added to the root of the second moment.
     decay : float
@@ -141,6 +145,9 @@ def soap(
         constraints.require_range("betas", beta, constraints.DECAY)
     constraints.require_range("decay", decay, constraints.DECAY)
     constraints.require_range("update_every", update_every, constraints.COUNT)
+    constraints.require_range(
+        "anneal_after", anneal_after, constraints.optional(constraints.POSITIVE)
+    )
     constraints.require_range("block", block, constraints.COUNT)
     basis = _Bases(network, block, decay, axis_name)
 
@@ -181,6 +188,7 @@ def soap(
         if weight_decay:
             d = jax.tree.map(lambda x, p: x + weight_decay * p, d, params)
         rate = kc.integration.value_at(learning_rate, state.steps)
+        rate = kc.roots.annealed_rate(rate, state.steps, after=anneal_after)
         d = jax.tree.map(lambda x: (-rate * x).astype(x.dtype), d)
         return d, state._replace(steps=step, first=first, second=second)
 

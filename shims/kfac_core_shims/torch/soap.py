@@ -29,8 +29,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     eigenvectors :math:`Q_A` of :math:`A = \mathrm{E}[x x^T]` and :math:`Q_G` of
     :math:`G = \mathrm{E}[g g^T]`,
 
-    .. math:: W \leftarrow (1 - \eta \lambda) W - \eta \, Q_G \,
-        \mathrm{Adam}\left(Q_G^T V Q_A\right) Q_A^T
+    .. math:: W \leftarrow (1 - \eta_t \lambda) W - \eta_t \, Q_G \,
+        \mathrm{Adam}\left(Q_G^T V Q_A\right) Q_A^T, \qquad
+        \eta_t = \eta / \sqrt{1 + t / \tau}
 
     Parameters
     ----------
@@ -38,13 +39,16 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         Model, also its ``DistributedDataParallel`` or what ``torch.compile`` returned; or
         parameters, or parameter groups as of any optimizer of PyTorch.
     lr : float
-        Learning rate, as for Adam.
+        Learning rate eta of the first step, as for Adam.
     betas : tuple of float
         Decays of the first and the second moment.
     weight_decay : float
         Decoupled weight decay, as of AdamW.
     update_every : int
         Steps between new bases, after three at the first three steps.
+    anneal_after : float, optional
+        Steps tau after which the rate falls by itself, beside any scheduler's factor; None
+        for the rate as it stands in ``param_groups``.
     rows_of : torch.nn.Module, optional
         Model whose rows are used, where `model` is its parameters in groups.
     eps : float
@@ -100,7 +104,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     >>> model = torch.nn.Sequential(
     ...     torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
     ... )
-    >>> optimizer = SOAP(model, lr=1e-2)
+    >>> optimizer = SOAP(model)
     >>> for _ in range(300):
     ...     loss = torch.nn.functional.mse_loss(model(x), y)
     ...     optimizer.zero_grad()
@@ -113,11 +117,12 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(
         self,
         model: torch.nn.Module | Iterable[Any],
-        lr: float = 3e-3,
+        lr: float = 1e-2,
         betas: tuple[float, float] = (0.9, 0.95),
         *,
         weight_decay: float = 0.0,
         update_every: int = 10,
+        anneal_after: float | None = 100.0,
         rows_of: torch.nn.Module | None = None,
         eps: float = 1e-8,
         decay: float = 0.8,
@@ -127,6 +132,11 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         require = kc.constraints.require_range
         require("update_every", update_every, kc.constraints.COUNT)
+        require(
+            "anneal_after",
+            anneal_after,
+            kc.constraints.optional(kc.constraints.POSITIVE),
+        )
         require("decay", decay, kc.constraints.DECAY)
         require("block", block, kc.constraints.COUNT)
         require("max_rows", max_rows, kc.constraints.COUNT)
@@ -140,6 +150,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             parameters, rows_of = model.parameters(), model
         self._options: dict[str, Any] = {
             "update_every": update_every,
+            "anneal_after": anneal_after,
             "decay": decay,
             "block": block,
             "max_rows": max_rows,
@@ -407,7 +418,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _step(self, group: dict[str, Any], stacks: list[Stack], plain: Any) -> None:
         """Update the parameters of a group: AdamW, on stacks in their bases."""
-        rate, decay = group["lr"], group["weight_decay"]
+        rate = kc.roots.annealed_rate(
+            group["lr"], group["steps"], after=self._options["anneal_after"]
+        )
+        decay = group["weight_decay"]
         states = [self.state[p] for p in plain]
         arguments: list[Any] = [_real(p) for p in plain]
         grads = [_real(p.grad) for p in plain]
