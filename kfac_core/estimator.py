@@ -273,7 +273,7 @@ class Estimator:
         Report
             Reports by block, which print as a table.  Synchronizes with the device.
         """
-        state = self._gathered()
+        state = self.gathered()
         return Report(
             {
                 name: report_of(self.blocks[name], held)
@@ -635,7 +635,7 @@ class Estimator:
         """
         return dump_state(
             self.network,
-            self._gathered(),
+            self.gathered(),
             self._promises(),
             damping=self._damping,
             decay=self._decay,
@@ -667,6 +667,16 @@ class Estimator:
             self.network, self.state = network, loaded
             self._damping, self._decay = damping, decay
 
+    def gathered(self) -> NetworkState:
+        """Return the state of all rows, which is `state` on one process.
+
+        Where processes divide the blocks it is collective, and every rank gets the
+        statistics and operators of all blocks, which takes the memory of one process.
+        """
+        if isinstance(self._executor, DistributedExecutor):
+            return self._executor.gathered(self.state)
+        return self.state.as_part(None)
+
     def check_replicas(self, **arrays: Mapping[str, Any] | Array) -> None:
         """Raise unless all processes hold the same of what must be the same.
 
@@ -694,12 +704,6 @@ class Estimator:
             f"`{name}` is of several processes, and this estimator is of one. Make it with "
             "Estimator(..., execution=Distributed(communicator=...))."
         )
-
-    def _gathered(self) -> NetworkState:
-        """Return the state of all processes together."""
-        if isinstance(self._executor, DistributedExecutor):
-            return self._executor.gathered(self.state)
-        return self.state.as_part(None)
 
     def _promises(self) -> dict[str, Any]:
         """Return what a state must share with the estimator that it is loaded into."""

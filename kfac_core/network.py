@@ -31,7 +31,7 @@ from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.feeding import is_empty, require_finite_rows
+from kfac_core.layers.feeding import require_finite_rows
 from kfac_core.linalg.factorizations import Solving
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.options import RANGES, Averaging, Refreshing, Sharing
@@ -237,8 +237,7 @@ class Network:
             for name, batch in by_block.items():
                 before, options = state.blocks[name], common
                 statistics = before.statistics
-                absent = executor.updates_all and is_empty(batch)
-                if statistics is None and not absent:
+                if statistics is None and not executor.updates_all:
                     statistics = self.blocks[name].first_statistics(
                         batch,
                         precision=self.precision,
@@ -287,8 +286,11 @@ class Network:
                 block, before = self.blocks[name], state.blocks[name]
                 old = before.statistics
                 if part is not None:
-                    old = old or block.initial(part.like, precision=self.precision)
-                    states.require_same_form(name, part, old)
+                    like = part.like if old is None else old.like
+                    empty = block.initial(like, precision=self.precision)
+                    # What a process keeps may be packed, or no sums at all.
+                    states.require_same_form(name, part, empty)
+                    old = old or empty
                 now = states.coefficients(before, old, self.averaging, decay)
                 tasks[name] = block, old, part, *now
         except Exception as error:

@@ -238,10 +238,9 @@ def batch_moments(
         constraints.require_kind("precision", precision, Precision, "Precision")
     chunks = block.row_parts(batch, max_patch_elements=max_patch_elements)
     first = next(chunks)
-    if statistics is None or not statistics.bases:
-        empty = block.initial(first.like, precision=precision or Precision())
-    else:
-        empty = statistics.emptied()
+    empty = block.initial(first.like, precision=precision or Precision())
+    if statistics is not None:
+        empty = replaced(empty, bases=statistics.bases)
     xp = empty.namespace
     entered = replaced(options, xp=xp)
     chunks = itertools.chain([first], chunks)

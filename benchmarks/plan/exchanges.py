@@ -15,13 +15,15 @@ from kfac_core.distributed.communicator import Operation, Traffic
 from kfac_core.distributed.executor import vote_length
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
-from kfac_core.distributed.reduction import Item, buckets
+from kfac_core.distributed.reduction import Item, bytes_of
 from kfac_core.distributed.transport import (
     BYTES,
+    buckets,
     dtype_name,
     lengths_of,
     narrower,
     pack,
+    packed_matrices,
 )
 from kfac_core.distributed.whole_batch import counts_first
 from kfac_core.network import Network, NetworkState
@@ -69,10 +71,10 @@ def predicted_traffic(
     state = network.refresh(state, damping=1.0)
     update, refresh, step = Traffic(), Traffic(), Traffic()
     p, names = placement.size, [*network.blocks]
-    _add_update(update, network, options, state, p, like)
+    _add_update(update, network, options, placement, state, like)
     _vote(refresh, network, p)
     if options.reduce == "refresh":
-        _add_sums(refresh, network, options, placement, state, everywhere=False)
+        _add_sums(refresh, network, options, placement, _averages(state))
     _vote(refresh, network, p)
     if placement.holders > 1:
         group = placement.groups[rank // placement.holders]
@@ -103,10 +105,11 @@ def _add_update(
     update: Traffic,
     network: Network,
     options: Distributed,
+    placement: Placement,
     state: NetworkState,
-    p: int,
     like: Array,
 ) -> None:
+    p = placement.size
     if counts_first(network, options.loss):
         _vote(update, network, p)
         for block in network.blocks.values():
@@ -114,9 +117,23 @@ def _add_update(
                 numbers = _numbers(block.layer.parameter_shapes)
                 update.count("all_reduce", numbers * BYTES[dtype_name(like)], p)
     _vote(update, network, p)
+    # What one block takes from another is not sent.
+    averages = {
+        name: {side: x for side, x in sides.items() if (name, side) not in pairs}
+        for name, sides in _averages(state).items()
+        for pairs in [network.shared_factors.pairs]
+    }
     if options.reduce == "update":
-        alone = Placement(p, 1, dict.fromkeys(network.blocks, 0), {})
-        _add_sums(update, network, options, alone, state, everywhere=True)
+        _add_sums(update, network, options, placement, averages, everywhere=True)
+    elif options.reduce == "owner":
+        for names in buckets(
+            network.blocks,
+            lambda name: 8 * placement.loads[name].statistics,
+            options.bucket_bytes,
+        ):
+            packed = packed_matrices({name: averages[name] for name in names})
+            _add_sums(update, network, options, placement, packed)
+        _vote(update, network, p)
 
 
 def _add_sums(
@@ -124,21 +141,20 @@ def _add_sums(
     network: Network,
     options: Distributed,
     placement: Placement,
-    state: NetworkState,
+    averages: Mapping[str, Mapping[str, Any]],
     *,
-    everywhere: bool,
+    everywhere: bool = False,
 ) -> None:
-    """Count the averages that are added up."""
+    """Count the averages of some blocks that are added up."""
     p = placement.size
     sums: dict[str, Item] = {}
-    for name, held in state.blocks.items():
-        for side, average in _averages(held).items():
+    for name, sides in averages.items():
+        for side, average in sides.items():
             giver = network.shared_factors.pairs.get((name, side))
-            if giver is None or not everywhere:
-                key = f"{name}/{side}" if giver is None else "/".join(giver)
-                sums.setdefault(key, Item(key, placement.owners[name], average))
+            key = f"{name}/{side}" if giver is None else "/".join(giver)
+            sums.setdefault(key, Item(key, placement.owners[name], average))
     operation: Operation = "all_reduce" if everywhere else "reduce_scatter"
-    for bucket in buckets(sums.values(), options.bucket_bytes):
+    for bucket in buckets(sums.values(), bytes_of, options.bucket_bytes):
         for dtype, length in _lengths(
             {item.key: item.average for item in bucket}
         ).items():
@@ -151,9 +167,11 @@ def _numbers(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _averages(held: Any) -> Mapping[str, Any]:
-    averages: Mapping[str, Any] = held.statistics.averages
-    return averages
+def _averages(state: NetworkState) -> dict[str, Mapping[str, Any]]:
+    return {
+        name: block.known_statistics(name).averages
+        for name, block in state.blocks.items()
+    }
 
 
 def _lengths(value: Any) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import types
 
@@ -20,6 +21,7 @@ from conformance_tests.builders.shards import (
     shard,
 )
 from conformance_tests.builders.tolerances import tolerance
+from kfac_core.array.structure import leaves
 from kfac_core.distributed import Distributed, run_ranks
 from kfac_core.distributed.placement import divisors
 
@@ -85,7 +87,8 @@ def _require_exact(backend, size, steps=4):
     rng = np.random.default_rng(size)
     # The other numbers of holders, and both ways of reducing, come with other sizes.
     holders = divisors(size)[size % len(divisors(size))]
-    options = {"holders": holders, "reduce": "update" if size % 5 == 3 else "refresh"}
+    reduce = ("refresh", "owner", "owner", "update")[size % 4]
+    options = {"holders": holders, "reduce": reduce}
     averaging = kc.Averaging(burn_in=2, debias=size % 2 == 0, weight=0.7)
 
     blocks = every_block()
@@ -105,7 +108,7 @@ def _require_exact(backend, size, steps=4):
 
 @pytest.mark.parametrize(
     ("holders", "reduce"),
-    [(1, "refresh"), (2, "update"), (3, "refresh"), (6, "refresh")],
+    [(1, "refresh"), (2, "update"), (3, "refresh"), (6, "refresh"), (1, "owner")],
 )
 def test_every_strategy_gives_the_same(holders, reduce):
     """Owners that send directions, groups, and everybody."""
@@ -264,7 +267,7 @@ def test_sharing_and_chains(size):
         alone, found = both(
             *(backend, np.random.default_rng(3), blocks, size),
             schedule=schedule,
-            options={"holders": holders},
+            options={"holders": holders, "reduce": "owner" if size == 3 else "refresh"},
             sharing=sharing,
         )
         first = first or found[0]
@@ -275,7 +278,8 @@ def test_sharing_and_chains(size):
 
 
 @pytest.mark.parametrize("loaded_by", [1, 2, 3])
-def test_a_state_of_p_processes_loads_on_q(loaded_by):
+@pytest.mark.parametrize("reduce", [("refresh", "owner"), ("owner", "refresh")])
+def test_a_state_of_p_processes_loads_on_q(loaded_by, reduce):
     """A state is that of one process, to roundoff, and goes on on any number."""
     backend = HOST
     rng = np.random.default_rng(4)
@@ -289,14 +293,16 @@ def test_a_state_of_p_processes_loads_on_q(loaded_by):
     expected = second.run(backend, alone, None, gradients)
 
     def saving(communicator):
-        made = estimator_of(blocks, communicator, like=like, options={"holders": 2})
+        options = {"holders": 2, "reduce": reduce[0]}
+        made = estimator_of(blocks, communicator, like=like, options=options)
         first.run(backend, made, communicator.rank, gradients)
         return made.state_dict()
 
     states = run_ranks(4, saving)
 
     def loading(communicator):
-        made = estimator_of(blocks, communicator, like=like, options={"holders": 1})
+        options = {"holders": 1, "reduce": reduce[1]}
+        made = estimator_of(blocks, communicator, like=like, options=options)
         made.load_state_dict(states[0])
         return second.run(backend, made, communicator.rank, gradients)
 
@@ -310,7 +316,7 @@ def test_a_state_of_p_processes_loads_on_q(loaded_by):
 
 
 @pytest.mark.parametrize("kinds", ["statistics", "operators", "directions", "all"])
-@pytest.mark.parametrize("reduce", ["refresh", "update"])
+@pytest.mark.parametrize("reduce", ["refresh", "update", "owner"])
 def test_messages_in_float32(kinds, reduce):
     """What is sent may be rounded; all ranks then have the same, to the bit."""
     rng = np.random.default_rng(6)
@@ -366,6 +372,77 @@ def test_what_is_not_sent_is_not_rounded():
         floats = [x for x in values if x.dtype == np.float64 and x.ndim == 2]
         assert floats
         assert not any(np.array_equal(x, x.astype(np.float32)) for x in floats)
+
+
+def test_what_a_rank_keeps_shrinks_with_their_number():
+    """Statistics and operators of 48 equal layers are 1 / p of those of one process."""
+    blocks = {f"{k}": kc.Block(dense(24, 24), kc.Kronecker()) for k in range(48)}
+    rng = np.random.default_rng(0)
+    rows = {name: rng.normal(size=(2, 8, 24)) for name in blocks}
+
+    def kept(communicator):
+        made = estimator_of(
+            *(blocks, communicator),
+            like=np.zeros(1),
+            options={"holders": 1, "reduce": "owner"},
+            refreshing=kc.Refreshing(keep_matrices=False),
+        )
+        made.update({n: kc.Batch(*x) for n, x in rows.items()})
+        made.refresh()
+        numbers = [0, 0]
+        for block in made.state.blocks.values():
+            numbers[0] += sum(x.size for _, x in leaves(block.statistics))
+            numbers[1] += sum(x.size for _, x in leaves(block.operator))
+        return numbers
+
+    alone = np.asarray(run_ranks(1, kept)[0])
+    # Of a symmetric matrix one triangle: 325 and 300 numbers, and some scalars.
+    assert 625 <= alone[0] / 48 <= 635
+    for p in (2, 4, 8):
+        for numbers in run_ranks(p, kept):
+            assert (np.asarray(numbers) <= 1.3 * alone / p).all(), p
+
+
+def test_parts_of_a_batch_and_flags_with_statistics_at_owners():
+    """Merged parts are one batch; flagged rows change nothing and raise nothing."""
+    blocks = {name: every_block()[name] for name in ("expand", "eigen", "tnt")}
+    rng = np.random.default_rng(8)
+    batches = {name: batch_of(rng, block, 6) for name, block in blocks.items()}
+    gradients = gradients_of(HOST, rng, blocks)
+
+    def run(made, rank, size):
+        for start in range(2):
+            parts = range(6)[start * 3 : (start + 1) * 3][rank::size]
+            moments = {}
+            for k, (name, block) in itertools.product(parts, blocks.items()):
+                part = kc.batch_moments(
+                    *(block, shard(HOST, batches[name], k, k + 1)),
+                    conventions=made.conventions,
+                    statistics=made.state[name].statistics,
+                )
+                moments[name] = moments[name].merged(part) if name in moments else part
+            made.absorb(moments)
+            made.rebase(moments="kronecker")
+        bad = {name: shard(HOST, batch, 0, 2) for name, batch in batches.items()}
+        if rank:
+            bad["tnt"].inputs[...] = np.nan
+        if size > 1:
+            made.update(bad, check="status")
+            flags = [int(block.status) for block in made.state.blocks.values()]
+            assert flags[:2] == [0, 0]
+            assert flags[2]
+        made.refresh()
+        return [made.precondition(gradients)]
+
+    expected = run(estimator_of(blocks), 0, 1)
+    options = {"reduce": "owner", "holders": 1, "bucket_bytes": 8}
+    found = run_ranks(
+        2, lambda c: run(estimator_of(blocks, c, options=options), c.rank, 2)
+    )
+
+    for directions in found:
+        error, where = largest_difference(directions, expected)
+        assert error < LIMIT, where
 
 
 def test_what_cannot_be_reduced_is_refused_by_name():

@@ -4,7 +4,8 @@ Conventions.  Every rank has its own part of each batch, possibly none, and call
 methods in the same order.  The result is that of one process with all rows, up to rounding:
 
 * `update`: each rank keeps running sums of its own rows.  The ranks exchange one small
-  vector with the weights of their rows and whether all are finite.
+  vector with the weights of their rows and whether all are finite.  With
+  ``reduce="owner"`` the sums of a batch go to the blocks' owners, which alone keep them.
 * `refresh`: sums are added up at the blocks' owners, each of which factorizes its blocks.
   Operators go to the other holders; see `kfac_core.distributed.placement`.
 * products: every rank gives the same vectors.  Holders compute, and the results of each
@@ -16,7 +17,7 @@ Whatever fails on one rank is agreed on first, and then raised on all; no state 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -48,7 +49,14 @@ from kfac_core.distributed.reduction import (
 )
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.replicas import code_digests, require_same
-from kfac_core.distributed.transport import BYTES, dtype_name, narrower
+from kfac_core.distributed.transport import (
+    BYTES,
+    buckets,
+    dtype_name,
+    narrower,
+    packed_matrices,
+    unpacked_matrices,
+)
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
@@ -209,17 +217,28 @@ class DistributedExecutor(Executor):
         blocks: dict[str, BlockState] = {}
         for name, block in state.blocks.items():
             statistics, operator = block.statistics, block.operator
-            if statistics is not None and not self._has_sums:
-                statistics = statistics.emptied()
+            if statistics is not None:
+                statistics = self._part_of(name, statistics)
             if operator is not None and not self._holds(name):
                 operator = self._remote(name, operator.like, int(operator.status()))
             blocks[name] = replaced(block, statistics=statistics, operator=operator)
         return NetworkState(blocks, self.share)
 
-    @property
-    def _has_sums(self) -> bool:
-        """Whether sums that all ranks know are kept here."""
-        return self._communicator.rank == 0 or self.options.reduce == "update"
+    def _part_of(self, name: str, statistics: Statistics) -> Statistics:
+        """Return what this rank keeps of statistics that all ranks know."""
+        if self.options.reduce == "owner":
+            return self._owned_part(name, statistics)
+        if self._communicator.rank == 0 or self.options.reduce == "update":
+            return statistics
+        return statistics.emptied()
+
+    def _owned_part(self, name: str, statistics: Statistics) -> Statistics:
+        """Return statistics with packed sums on their owner, and without sums elsewhere."""
+        if self.placement.owners[name] == self._communicator.rank:
+            averages = packed_matrices(statistics.averages)
+        else:
+            averages = map_structure(_without_numbers, statistics.averages)
+        return replaced(statistics, averages=averages)
 
     def check_replicas(
         self, state: NetworkState, /, **arrays: Mapping[str, Any] | Array
@@ -269,44 +288,109 @@ class DistributedExecutor(Executor):
                 loss=self.options.loss,
                 like=next(task[1].like for task in tasks.values()),
             )
-        local = {}
-        for name, batch in batches.items():
-            block, statistics, _, options = tasks[name]
-            alone = replaced(options, decay=0.0, weight=None)
-            local[name] = (block, statistics.emptied(), batch, alone)
-        moments, error = self._attempt(stage, local)
-        return self._absorbed(stage, tasks, moments, error)
+
+        def moments_of(names: Sequence[str]) -> tuple[dict[str, Any], Any]:
+            local = {}
+            for name in names:
+                if name in batches:
+                    block, statistics, _, options = tasks[name]
+                    alone = replaced(options, decay=0.0, weight=None)
+                    empty = self._empty(name, statistics)
+                    local[name] = (block, empty, batches[name], alone)
+            return self._attempt(stage, local)
+
+        if self.options.reduce == "owner":
+            return self._absorbed_by_owners(tasks, set(batches), moments_of)
+        return self._absorbed(tasks, *moments_of([*tasks]))
 
     def _absorb(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics(tasks)
         moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
-        return self._absorbed(stage, tasks, moments, None)
+        if self.options.reduce == "owner":
+            return self._absorbed_by_owners(
+                *(tasks, set(moments)),
+                lambda names: ({n: moments[n] for n in names if n in moments}, None),
+            )
+        return self._absorbed(tasks, moments, None)
+
+    def _absorbed_by_owners(
+        self,
+        tasks: Mapping[str, tuple[Any, ...]],
+        here: set[str],
+        moments_of: Callable[[Sequence[str]], tuple[dict[str, Any], Any]],
+    ) -> dict[str, Statistics]:
+        """Return statistics after an update whose sums go to the owners of the blocks.
+
+        So many blocks at a time that their sums fill a message; a second vote says whether
+        all rows were finite.
+        """
+        any_rows = [float(name in here) for name in tasks]
+        total = self._agreement.vote(self._update_step(tasks), any_rows)
+        with_rows = [name for name, ranks in zip(tasks, total, strict=True) if ranks]
+        updated: dict[str, Statistics] = {}
+        flags = dict.fromkeys(with_rows, 0)
+        error: Exception | None = None
+        for names in buckets(
+            with_rows,
+            lambda name: 8 * self.placement.loads[name].statistics,
+            self.options.bucket_bytes,
+        ):
+            moments: dict[str, Any] = {}
+            if error is None:
+                moments, error = moments_of(names)
+            parts = {}
+            for name in names:
+                part = moments.get(name) or self._empty(name, tasks[name][1])
+                flags[name] = int(part.status)
+                averages = packed_matrices(part.averages)
+                parts[name] = replaced(part, averages=averages)
+            own_sides = self._without_taken(parts)
+            sums = self._summed(own_sides, to_owners=True)
+            for name in names:
+                statistics = self._owned_part(name, tasks[name][1])
+                if self.placement.owners[name] == self._communicator.rank:
+                    added = self._with_averages(name, own_sides[name], sums)
+                    averages = {**parts[name].averages, **added.averages}
+                    moments_of_all = replaced(parts[name], averages=averages)
+                    block, _, *others = tasks[name]
+                    task = block, statistics, *others
+                    statistics = self._share(task, moments_of_all, None)
+                updated[name] = statistics
+        flagged = float(any(flags.values()))
+        if self._agreement.vote("added up", [flagged], error=error)[0]:
+            return self._flagged(tasks, flags)
+        return updated
+
+    def _update_step(self, tasks: Tasks) -> str:
+        """Return what an update of all ranks has in common."""
+        # Traced coefficients cannot be compared.
+        numbers = {
+            number
+            for task in tasks.values()
+            for number in _coefficients(task)
+            if type(number) is float
+        }
+        dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
+        return f"update with {sorted(numbers)}; {', '.join(dtypes)}"
 
     def _absorbed(
         self,
-        stage: Stage,
         tasks: Tasks,
         moments: Mapping[str, Statistics],
         error: Exception | None,
     ) -> dict[str, Statistics]:
         """Return statistics after an update with this rank's part of the batch."""
         local = [_weights_of(task[1], moments.get(n)) for n, task in tasks.items()]
-        # Traced coefficients cannot be compared.
-        coefficients = {name: _coefficients(task) for name, task in tasks.items()}
-        numbers = {
-            number
-            for pair in coefficients.values()
-            for number in pair
-            if type(number) is float
-        }
-        dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
-        step = f"update with {sorted(numbers)}; {', '.join(dtypes)}"
+        step = self._update_step(tasks)
         total = self._agreement.vote(step, np.concatenate(local), error=error)
         stops = np.cumsum([len(part) for part in local])[:-1]
         weights = dict(zip(tasks, np.split(total, stops), strict=True))
         with_rows = [name for name, numbers in weights.items() if numbers[0] > 0]
         if any(numbers[1] > 0 for numbers in weights.values()):
-            return self._flagged(stage, with_rows, tasks, moments)
+            flags = {
+                n: int(moments[n].status) if n in moments else 0 for n in with_rows
+            }
+            return self._flagged(tasks, flags)
         parts = {n: moments.get(n) or tasks[n][1].emptied() for n in with_rows}
         totals: dict[str, dict[str, float] | None] = dict.fromkeys(with_rows)
         if self.options.reduce == "update":
@@ -316,27 +400,34 @@ class DistributedExecutor(Executor):
                 sides = tasks[name][1].averages
                 totals[name] = dict(zip(sides, weights[name][2:].tolist(), strict=True))
         return {
-            name: absorbed_share(
-                tasks[name][1],
-                parts[name],
-                decay=coefficients[name][0],
-                weight=coefficients[name][1],
-                decays=tasks[name][0].approximation.decays,
-                totals=totals[name],
-            )
+            name: self._share(tasks[name], parts[name], totals[name])
             for name in with_rows
         }
 
-    def _flagged(
+    def _share(
         self,
-        stage: Stage,
-        names: Sequence[str],
-        tasks: Tasks,
-        moments: Mapping[str, Statistics],
+        task: tuple[Any, ...],
+        moments: Statistics,
+        totals: Mapping[str, float] | None,
+    ) -> Statistics:
+        """Return the statistics of a task after an update; see `absorbed_share`."""
+        decay, weight = _coefficients(task)
+        decays = task[0].approximation.decays
+        return absorbed_share(
+            *(task[1], moments),
+            decay=decay,
+            weight=weight,
+            decays=decays,
+            totals=totals,
+        )
+
+    def _flagged(
+        self, tasks: Tasks, flags_here: Mapping[str, int]
     ) -> dict[str, Statistics]:
         """Raise for rows that are not finite on some rank, or return their flags."""
-        local = [int(moments[n].status) if n in moments else 0 for n in names]
-        of_ranks = self._agreement.gathered(np.asarray(local, np.int64))
+        names = [*flags_here]
+        local = np.asarray([*flags_here.values()], np.int64)
+        of_ranks = self._agreement.gathered(local, length=len(names))
         # Merged moments were read before; an update says whether its flags are.
         options = tasks[names[0]][3]
         if not isinstance(options, UpdateOptions) or options.check == "raise":
@@ -366,17 +457,23 @@ class DistributedExecutor(Executor):
         self._agreement.vote("rebased", error=error)
         if not local:
             return {}
-        news = {
-            name: (new.bases, new.status, _changed(new.averages, sums[name].averages))
-            for name, new in rebased.items()
-        }
+        news = {}
+        for name, new in rebased.items():
+            changed = {}
+            if self.options.reduce != "owner":
+                changed = _changed(new.averages, sums[name].averages)
+            news[name] = new.bases, new.status, changed
         like = local[names[0]].like
         received = self._to_all(news, like, dtype=self.options.operators_dtype)
         statistics: dict[str, Statistics] = {}
         for name in names:
             bases, status, changed = received[name]
-            if not self._has_sums:
-                changed = map_structure(lambda x: x * 0, changed)
+            if self.options.reduce == "owner":
+                averages = rebased.get(name, local[name]).averages
+                new = Statistics(averages, status, bases)
+                statistics[name] = self._owned_part(name, new)
+                continue
+            changed = self._part_of(name, Statistics(changed, status)).averages
             averages = {**local[name].averages, **changed}
             statistics[name] = Statistics(averages, status, bases)
         return statistics
@@ -482,6 +579,9 @@ class DistributedExecutor(Executor):
         """Return the statistics of all rows, of the blocks that this rank owns."""
         owned = self.placement.owned_by(self._communicator.rank)
         owned = [name for name in owned if name in local]
+        if self.options.reduce == "owner":
+            self._agreement.meet(step)
+            return {name: unpacked_matrices(local[name]) for name in owned}
         forms = [f"{name}: {_form_of(local[name])}" for name in local]
         self._agreement.meet("; ".join([step, *forms]))
         if self.options.reduce == "update":
@@ -493,18 +593,7 @@ class DistributedExecutor(Executor):
         self, local: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all ranks' rows on every rank."""
-        # What one block takes from another is empty here.
-        parts = {
-            name: replaced(
-                statistics,
-                averages={
-                    side: average
-                    for side, average in statistics.averages.items()
-                    if side not in self.network.shared_factors.taken_by(name)
-                },
-            )
-            for name, statistics in local.items()
-        }
+        parts = self._without_taken(local)
         sums = self._summed(parts, to_owners=False)
         return {
             name: replaced(
@@ -512,6 +601,20 @@ class DistributedExecutor(Executor):
                 averages={
                     **statistics.averages,
                     **self._with_averages(name, parts[name], sums).averages,
+                },
+            )
+            for name, statistics in local.items()
+        }
+
+    def _without_taken(self, local: Mapping[str, Statistics]) -> dict[str, Statistics]:
+        """Return statistics without what one block takes from another, which is empty."""
+        return {
+            name: replaced(
+                statistics,
+                averages={
+                    side: average
+                    for side, average in statistics.averages.items()
+                    if side not in self.network.shared_factors.taken_by(name)
                 },
             )
             for name, statistics in local.items()
@@ -555,6 +658,14 @@ class DistributedExecutor(Executor):
                 statistics = block.initial(like, precision=self.network.precision)
             filled[name] = (block, statistics, *others)
         return filled
+
+    def _empty(self, name: str, statistics: Statistics) -> Statistics:
+        """Return zero statistics in the same bases, which may be without sums here."""
+        if self.options.reduce != "owner":
+            return statistics.emptied()
+        block = self.network.blocks[name]
+        empty = block.initial(statistics.like, precision=self.network.precision)
+        return replaced(empty, bases=statistics.bases)
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
@@ -660,6 +771,12 @@ def _weights_of(
     # Weights of rows that are not finite are finite: they are counts.
     numbers[1:] = backend_of(xp).to_numpy(xp.stack([flag, *weights]))
     return numbers
+
+
+def _without_numbers(x: Array) -> Array:
+    """Return an array of the same library without numbers; one number is a zero."""
+    xp = ns.own_namespace(x)
+    return xp.zeros((0,) * x.ndim, dtype=x.dtype, device=ns.device_of(x))
 
 
 def _changed(averages: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:

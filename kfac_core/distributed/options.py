@@ -46,9 +46,12 @@ class Distributed:
         `kfac_core.distributed.choose_placement`.
     interval : int
         Steps between refreshes, for ``holders="auto"``.
-    reduce : {"refresh", "update"}
-        When statistics are added up: at a refresh, at the owners; or at every update, so
-        that every rank has the statistics of all rows.
+    reduce : {"refresh", "update", "owner"}
+        Where statistics are, and when they are added up.  With ``"refresh"`` every rank
+        keeps those of its own rows, and they are added up at the owners at a refresh: least
+        talk.  With ``"owner"`` the sums of each update go to the owners, which alone keep
+        them, packed: least memory, about 1 / p of all statistics on each of p ranks.  With
+        ``"update"`` every rank has the statistics of all rows.
     loss : {"shard", "batch", "ddp"}
         Loss whose gradients are given, if the estimator's reduction is a mean: the
         mean over this rank's rows; this rank's part of the mean over all rows; or p times
@@ -81,7 +84,9 @@ class Distributed:
     -----
     For an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at
     a refresh, to one rank.  An update keeps the sums of one batch beside the running sums
-    until the ranks have agreed, and copies both once.
+    until the ranks have agreed, and copies both once; with ``reduce="owner"`` it keeps
+    those of one message, has a second vote, and sends as many numbers as a refresh
+    otherwise does.  The bases of EKFAC are on all ranks.
 
     The rank that sends operators, bases or directions in a narrower dtype rounds its own
     copy too, so that all ranks have the same to the bit.  What is not sent is not rounded.
@@ -92,7 +97,7 @@ class Distributed:
     communicator: Communicator
     holders: int | Literal["auto", "all"] = "auto"
     interval: int = 10
-    reduce: Literal["refresh", "update"] = "refresh"
+    reduce: Literal["refresh", "update", "owner"] = "refresh"
     loss: LossScale = "shard"
     statistics_dtype: MessageDtype | None = None
     operators_dtype: MessageDtype | None = None

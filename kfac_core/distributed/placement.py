@@ -33,6 +33,7 @@ from kfac_core import errors
 from kfac_core.array import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
+from kfac_core.distributed.transport import buckets
 from kfac_core.execution.costs import block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
@@ -135,13 +136,12 @@ class Placement:
             Messages in their order.
         """
         messages: list[list[list[str]]] = []
-        size = bucket_bytes
-        for name in names:
-            if size >= bucket_bytes:
-                messages.append([[] for _ in range(self.size // self.holders)])
-                size = 0
-            messages[-1][self.group_of(name)].append(name)
-            size += 8 * self.loads[name].direction
+        for bucket in buckets(
+            names, lambda name: 8 * self.loads[name].direction, bucket_bytes
+        ):
+            messages.append([[] for _ in range(self.size // self.holders)])
+            for name in bucket:
+                messages[-1][self.group_of(name)].append(name)
         return messages
 
     def flops(self) -> list[float]:

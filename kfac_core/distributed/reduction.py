@@ -24,14 +24,14 @@ from kfac_core.array import Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import leaves
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.transport import in_dtype, pack, unpack
+from kfac_core.distributed.transport import buckets, in_dtype, pack, unpack
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
 __all__ = [
     "Item",
     "absorbed_share",
-    "buckets",
+    "bytes_of",
     "summed",
 ]
 
@@ -128,7 +128,7 @@ def summed(
     """
     receivers = range(communicator.size) if to_owners else range(1)
     started = []
-    for bucket in buckets(items, bucket_bytes):
+    for bucket in buckets(items, bytes_of, bucket_bytes):
         parts = [
             pack(
                 {
@@ -160,30 +160,9 @@ def summed(
     return sums
 
 
-def buckets(items: Iterable[Item], limit: int, /) -> list[list[Item]]:
-    """Return items in lists of about so many bytes, in their order.
-
-    Parameters
-    ----------
-    items : iterable of Item
-        Averages.
-    limit : int
-        Bytes from which a list is full.
-
-    Returns
-    -------
-    list of list of Item
-        One for each message.
-    """
-    filled: list[list[Item]] = []
-    size = limit
-    for item in items:
-        if size >= limit:
-            filled.append([])
-            size = 0
-        filled[-1].append(item)
-        size += sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))
-    return filled
+def bytes_of(item: Item, /) -> int:
+    """Return about how many bytes an average has, as `summed` fills its messages."""
+    return sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))
 
 
 def _wire(name: str, dtype: str | None) -> str:

@@ -11,11 +11,11 @@ that stand in several places of a structure are sent once, where the form goes w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from kfac_core import errors
-from kfac_core.array import Array, Namespace
+from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import (
     fields_of,
@@ -24,20 +24,25 @@ from kfac_core.array.structure import (
     rebuilt,
     structure_of_name,
 )
-from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
+from kfac_core.linalg.packing import PackedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = [
     "BYTES",
     "Packed",
+    "buckets",
     "dtype_name",
     "in_dtype",
     "lengths_of",
     "narrower",
     "pack",
+    "packed_matrices",
     "rounded",
     "unpack",
+    "unpacked_matrices",
 ]
+
+T = TypeVar("T")
 
 BYTES = {
     "bfloat16": 2,
@@ -51,6 +56,56 @@ BYTES = {
 
 Form = Any
 """Plain data: dicts, lists, numbers, strings and None."""
+
+
+def buckets(
+    items: Iterable[T], size: Callable[[T], int], limit: int, /
+) -> list[list[T]]:
+    """Return items in lists of about so many bytes, in their order.
+
+    Parameters
+    ----------
+    items : iterable
+        What is sent.
+    size : callable
+        Bytes of an item.
+    limit : int
+        Bytes from which a list is full.
+
+    Returns
+    -------
+    list of list
+        One for each message.
+    """
+    filled: list[list[T]] = []
+    total = limit
+    for item in items:
+        if total >= limit:
+            filled.append([])
+            total = 0
+        filled[-1].append(item)
+        total += size(item)
+    return filled
+
+
+def packed_matrices(value: Any, /) -> Any:
+    """Return a value with one triangle of each symmetric matrix; see `PackedMatrix`."""
+    if isinstance(value, SymmetricMatrix):
+        return PackedMatrix.of(value)
+    return _with_parts(value, packed_matrices)
+
+
+def unpacked_matrices(value: Any, /) -> Any:
+    """Return the value that `packed_matrices` packed."""
+    if isinstance(value, PackedMatrix):
+        return value.unpacked()
+    return _with_parts(value, unpacked_matrices)
+
+
+def _with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: function(part) for name, part in value.items()}
+    return rebuilt(value, function) if is_structure(value) else value
 
 
 class Packed:
@@ -99,7 +154,7 @@ class Packed:
     def _structure(self, value: Any) -> dict[str, Any]:
         cls = type(value)
         if cls is SymmetricMatrix:
-            return self._symmetric(value)
+            return {"unpacked": self._structure(PackedMatrix.of(value))}
         fields = {
             name: {"static": _listed(getattr(value, name))}
             if static
@@ -107,14 +162,6 @@ class Packed:
             for name, static in fields_of(cls)
         }
         return {"class": f"{cls.__module__}:{cls.__qualname__}", "fields": fields}
-
-    def _symmetric(self, value: SymmetricMatrix) -> dict[str, Any]:
-        x = value.array
-        packed = pack_triangle(x, xp=ns.own_namespace(x))
-        node = self._array(packed)
-        node["shape"] = list(x.shape)
-        node["symmetric"] = [bool(value.full_storage), ns.is_row_major(x)]
-        return node
 
     def _array(self, value: Array) -> dict[str, Any]:
         xp = ns.own_namespace(value)
@@ -176,7 +223,7 @@ def lengths_of(form: Form, /) -> dict[str, int]:
     """Return how many numbers of each dtype a form refers to."""
     lengths: dict[str, int] = {}
     for node in _array_nodes(form):
-        length = math.prod(_packed_shape_of(node))
+        length = math.prod(node["shape"])
         lengths[node["array"]] = lengths.get(node["array"], 0) + length
     return lengths
 
@@ -188,7 +235,7 @@ def _array_nodes(node: Form) -> Iterator[dict[str, Any]]:
     if "array" in node:
         yield node
         return
-    below: Any = node.get("tuple", ())
+    below: Any = [node["unpacked"]] if "unpacked" in node else node.get("tuple", ())
     for kind in ("dict", "fields"):
         if kind in node:
             below = node[kind].values()
@@ -215,7 +262,13 @@ class _Reader:
             return {name: self.value(part) for name, part in node["dict"].items()}
         if "same" in node:
             return self._seen[node["same"]]
-        value = self._array(node) if "array" in node else self._structure(node)
+        value: Any
+        if "array" in node:
+            value = self._array(node)
+        elif "unpacked" in node:
+            value = self._structure(node["unpacked"]).unpacked()
+        else:
+            value = self._structure(node)
         if "number" in node:
             self._seen[node["number"]] = value
         return value
@@ -231,7 +284,7 @@ class _Reader:
         return cls(**fields)
 
     def _array(self, node: dict[str, Any]) -> Any:
-        dtype, shape = node["array"], _packed_shape_of(node)
+        dtype, shape = node["array"], tuple(node["shape"])
         start = self._at[dtype]
         stop = start + math.prod(shape)
         self._at[dtype] = stop
@@ -242,27 +295,7 @@ class _Reader:
             # Products round by the order in memory, and all ranks must round alike.
             y = xp.matrix_transpose(x)
             x = xp.matrix_transpose(xp.reshape(xp.reshape(y, (-1,)), tuple(y.shape)))
-        if node.get("bool"):
-            return xp.astype(x, xp.bool)
-        if "symmetric" not in node:
-            return x
-        return _symmetric(x, node, xp)
-
-
-def _symmetric(packed: Array, node: dict[str, Any], xp: Namespace) -> SymmetricMatrix:
-    """Return a matrix in the order and with the triangles that it was sent from."""
-    whole, row_major = node["symmetric"]
-    full = unpack_triangle(packed, node["shape"][-1], xp=xp)
-    if row_major:
-        return SymmetricMatrix(full if whole else xp.tril(full), whole)
-    return SymmetricMatrix(xp.matrix_transpose(full if whole else xp.triu(full)), whole)
-
-
-def _packed_shape_of(node: dict[str, Any]) -> tuple[int, ...]:
-    shape = tuple(node["shape"])
-    if "symmetric" not in node:
-        return shape
-    return (*shape[:-2], *packed_shape(shape[-1]))
+        return xp.astype(x, xp.bool) if node.get("bool") else x
 
 
 def _class_of(name: str) -> Any:

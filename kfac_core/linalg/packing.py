@@ -14,11 +14,66 @@ This is the rectangular full packed form of LAPACK up to the order of its blocks
 
 from __future__ import annotations
 
+from typing import Any
+
 from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
+from kfac_core.array.structure import structure
+from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["pack_triangle", "packed_rows", "packed_shape", "unpack_triangle"]
+__all__ = [
+    "PackedMatrix",
+    "pack_triangle",
+    "packed_rows",
+    "packed_shape",
+    "unpack_triangle",
+]
+
+
+def _first_layout(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """Return the static fields of a sum: the layout is that of the first."""
+    full = all(fields["full_storage"] for fields in (first, *others))
+    return {**first, "full_storage": full}
+
+
+@structure(static=("size", "full_storage", "row_major"), meet=_first_layout)
+class PackedMatrix:
+    """A symmetric matrix, or a stack of them, of which one triangle is kept.
+
+    Attributes
+    ----------
+    array : array, shape (..., rows, columns)
+        Lower triangle, from `pack_triangle`; with ``n (n + 1) / 2`` numbers.
+    size : int
+        Number n of rows of the matrix.
+    full_storage, row_major : bool
+        Triangles and order in memory of the matrix that it was made of.
+    """
+
+    array: Array
+    size: int
+    full_storage: bool
+    row_major: bool
+
+    @staticmethod
+    def of(matrix: SymmetricMatrix, /) -> PackedMatrix:
+        """Return a matrix packed."""
+        x = matrix.array
+        packed = pack_triangle(x, xp=ns.own_namespace(x))
+        layout = bool(matrix.full_storage), ns.is_row_major(x)
+        return PackedMatrix(packed, matrix.size, *layout)
+
+    def unpacked(self) -> SymmetricMatrix:
+        """Return the matrix in the order and with the triangles that it had."""
+        xp = ns.own_namespace(self.array)
+        full = unpack_triangle(self.array, self.size, xp=xp)
+        if self.row_major:
+            triangle = full if self.full_storage else xp.tril(full)
+        else:
+            triangle = full if self.full_storage else xp.triu(full)
+            triangle = xp.matrix_transpose(triangle)
+        return SymmetricMatrix(triangle, self.full_storage)
 
 
 def packed_shape(n: int, /) -> tuple[int, int]:

@@ -331,6 +331,8 @@ class Curvature(kc.integration.NaturalGradient):
     def factors(self, name: str, /) -> tuple[Any, Any, Any]:
         """Return both factors of a layer's block, in PyTorch's order of its weight.
 
+        With a communicator it is collective.
+
         Parameters
         ----------
         name : str
@@ -355,7 +357,7 @@ class Curvature(kc.integration.NaturalGradient):
             Before the first update.
         """
         self.estimator.network.layers.known(name)
-        return factors_of(self.sites[name], self.estimator.state[name].statistics)
+        return factors_of(self.sites[name], self.estimator.gathered()[name].statistics)
 
     def balance(self) -> None:
         """Give the rows of each pass of the step the weight that the loss gives them.

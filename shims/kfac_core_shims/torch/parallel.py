@@ -96,8 +96,8 @@ def execution_of(
     options: dict[str, Any] = {"loss": "ddp", "interval": interval}
     like: Any = next((p.detach() for p in model.parameters()), None)
     if divided:
-        # Of an operator only one process has a copy.
-        options["holders"] = 1
+        # Who divides parameters has no room for all statistics and operators.
+        options |= {"holders": 1, "reduce": "owner"}
         like = like.to_local() if hasattr(like, "placements") else like
     options["like"] = like
     if isinstance(execution, kc.Execution):
