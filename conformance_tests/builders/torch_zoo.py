@@ -140,7 +140,8 @@ def check_step(
     blocks: dict[str, dict[str, Any]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            blocks.setdefault(_block_of(name), {})[name] = p
+            block = name if name in kfac.skipped else _block_of(name)
+            blocks.setdefault(block, {})[name] = p
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()

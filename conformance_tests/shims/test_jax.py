@@ -17,18 +17,7 @@ LAMBDA = 0.1
 LOSS = kc.losses.Categorical()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def double():
-    """64-bit floats, so that tolerances mean something."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(5)
+pytestmark = pytest.mark.usefixtures("jax_float64")
 
 
 def made(network, **options):
@@ -54,7 +43,7 @@ def nll(z, y):
 
 
 @pytest.fixture(scope="module")
-def small(double):
+def small(jax_float64):
     """Parameters, inputs and labels of `mlp`."""
     rng = np.random.default_rng(5)
     params = {

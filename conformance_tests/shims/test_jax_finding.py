@@ -19,18 +19,7 @@ shim = pytest.importorskip("kfac_core_shims.jax")
 LAMBDA = 0.1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def double():
-    """64-bit floats, so that tolerances mean something."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(5)
+pytestmark = pytest.mark.usefixtures("jax_float64")
 
 
 def solved(F, *parts):

@@ -18,13 +18,7 @@ shim = pytest.importorskip("kfac_core_shims.jax")
 DAMPING, RATE = 0.01, 0.5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def double():
-    """64-bit floats, so that tolerances mean something."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("jax_float64")
 
 
 def array(*shape, seed=0):

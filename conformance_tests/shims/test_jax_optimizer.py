@@ -18,13 +18,7 @@ N, D, P = 6, 3, 2
 DECAY, AVERAGING, L2 = 0.5, 0.9, 0.01
 
 
-@pytest.fixture(autouse=True, scope="module")
-def double():
-    """64-bit floats, so that tolerances mean something."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("jax_float64")
 
 
 def function(params, x):

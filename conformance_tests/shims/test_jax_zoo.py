@@ -21,13 +21,7 @@ N, T, D, H = 5, 3, 4, 3
 ORDER = np.array([2, 0, 1, 4, 3])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def double():
-    """64-bit floats, so that tolerances mean something."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("jax_float64")
 
 
 def u(p, x):

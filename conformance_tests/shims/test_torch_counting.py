@@ -34,12 +34,7 @@ HALVES = slice(0, 4), slice(4, 8)
 PARTS = slice(0, 3), slice(3, 8)
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("torch_float64")
 
 
 class Network(nn.Sequential):

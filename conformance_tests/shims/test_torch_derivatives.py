@@ -22,15 +22,10 @@ from kfac_core_shims.torch import KFAC  # noqa: E402
 
 from ..builders import torch_zoo  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.usefixtures("torch_float64"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*"),
+]
 
 
 def network():

@@ -31,12 +31,7 @@ EXACT = {"fisher": "exact", **EACH_STEP}
 NEWEST = {"decay": 1e-9, **EXACT}
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("torch_float64")
 
 
 def network():
@@ -90,56 +85,6 @@ def test_an_input_that_was_written_to_is_refused(fisher):
     torch.testing.assert_close(A, rows.T @ rows / 8, rtol=1e-5, atol=1e-6)
     with pytest.raises(kc.UnsupportedError, match="'mix' was written to"):
         stepped(in_place=True)
-
-
-# Hooks and arguments.
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_hook_that_scales_a_layers_output_is_outside_of_the_layer(before):
-    """Whether it was there when `KFAC` was made, or came later."""
-    model, (x, y) = network(), batch()
-
-    def hook():
-        return model[0].register_forward_hook(lambda module, inputs, out: 3 * out)
-
-    handle = hook() if before else None
-    kfac = KFAC(model, **EXACT)
-    handle = handle or hook()
-    fn.cross_entropy(model(x), y).backward()
-    kfac.step()
-    handle.remove()
-
-    inner = model[0](x)
-    outer = model[2](torch.tanh(3 * inner))
-    assert_factors(kfac, {"0": by_hand([(x, inner)], outer)})
-
-
-def test_arguments_by_name_have_the_order_of_forward():
-    """Both inputs of a bilinear layer, and the output size of a convolution."""
-
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.spread = nn.ConvTranspose1d(1, 1, 3, stride=2)
-            self.pair = nn.Bilinear(10, 10, 4, bias=False)
-
-        def forward(self, x):
-            h = self.spread(output_size=[10], input=x[:, None])[:, 0]
-            return self.pair(input2=x.repeat(1, 5)[:, :10], input1=h)
-
-    model, x = Named(), torch.randn(6, 4)
-    kfac = KFAC(model, **EXACT)
-    fn.cross_entropy(model(x), torch.randint(0, 4, (6,))).backward()
-    kfac.step()
-
-    h, repeated = (
-        model.spread(x[:, None], output_size=[10])[:, 0],
-        x.repeat(1, 5)[:, :10],
-    )
-    products = torch.einsum("ni,nj->nij", h, repeated).flatten(1).detach()
-    A = kfac.estimator.state["pair"].statistics.averages["input"].value(debias=True)
-    torch.testing.assert_close(A.full(), products.T @ products / 6)
 
 
 # Checkpoints.
@@ -423,6 +368,20 @@ def test_hooks_can_tell_what_is_drawn_from_what_the_loss_sent(fisher):
         rows = 8 * clamped
         expected = expected[0], rows.T @ rows / 8
     assert_factors(kfac, {"0": expected})
+
+
+def test_squares_that_overflow_are_named_and_change_nothing():
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, fisher="empirical", **EACH_STEP)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    before = kfac.factors("2")
+    model.zero_grad()
+    fn.cross_entropy(model(x * 1e200), y).backward()
+    with pytest.raises(kc.NotFiniteError, match=r"'0'.*overflow"):
+        kfac.step()
+    for now, then in zip(kfac.factors("2"), before, strict=True):
+        assert torch.equal(torch.as_tensor(now), torch.as_tensor(then))
 
 
 # Parameters that the model no longer has, or did not train.

@@ -17,7 +17,6 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core.losses import Categorical  # noqa: E402
 from kfac_core_shims.torch import KFAC  # noqa: E402
 
 from .test_torch import (  # noqa: E402
@@ -34,74 +33,6 @@ from .test_torch import (  # noqa: E402
 )
 
 __all__ = ["seeded"]  # used by itself, in every test
-
-
-def test_a_weight_used_without_its_module_is_named():
-    """Logits may read an embedding's weight: as columns, where the ids read rows."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.ids, self.mix = nn.Embedding(4, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return fn.linear(torch.tanh(self.mix(self.ids(x))), self.ids.weight)
-
-    model = Tied()
-    x, y = torch.randint(0, 4, (9,)), torch.randint(0, 4, (9,))
-    kfac = attached(model, likelihood=Categorical())
-    assert kfac.skipped == {}
-    with pytest.warns(UserWarning, match="ids.*something else reads"):
-        before, after = step(model, kfac, x, y, fn.cross_entropy)
-
-    assert [n for n in before if torch.equal(before[n], after[n])] == ["ids.weight"]
-    assert [*kfac.skipped] == ["ids.weight"]
-
-
-def test_a_reentrant_checkpoint_is_named():
-    """Its layers have no part in the graph that is observed."""
-    model = Network()
-    kfac = attached(model, fisher="empirical")
-    again = torch.utils.checkpoint.checkpoint
-    hidden = again(model.one, torch.randn(5, 4, requires_grad=True), use_reentrant=True)
-    outputs = model.two(torch.tanh(hidden))
-    kfac.observe(outputs)
-    half_squares(outputs, torch.randn(5, 3)).backward()
-    with pytest.warns(UserWarning, match=r"one\.weight.*one\.bias"):
-        kfac.step()
-
-    assert [*kfac.skipped] == ["one.weight", "one.bias"]
-
-
-def test_a_reentrant_checkpoint_between_layers_is_named():
-    """PyTorch lets nothing but a loss's own backward pass through it."""
-
-    class Checkpointed(Network):
-        def forward(self, x):
-            again = torch.utils.checkpoint.checkpoint
-            return self.two(again(torch.tanh, self.one(x), use_reentrant=True))
-
-    model, x, y = Checkpointed(), torch.randn(5, 4), torch.randint(0, 3, (5,))
-    kfac = KFAC(model)
-    with pytest.raises(kc.UnsupportedError, match="use_reentrant=False"):
-        fn.cross_entropy(model(x), y).backward()
-    assert kfac.steps == 0
-
-
-def test_a_batch_norm_in_eval_mode_has_its_running_statistics():
-    """Fine-tuning with a frozen norm: x is normalized by what the module holds."""
-    norm = nn.BatchNorm1d(4)
-    model = nn.Sequential(norm, nn.Flatten()).double()
-    kfac = attached(model)
-    norm.running_mean.normal_()
-    norm.running_var.uniform_(0.5, 2.0)
-    norm.eval()
-    x, y = doubles(5, 4), doubles(5, 4)
-    before, after = step(model, kfac, x, y, half_squares)
-
-    unit = (x - norm.running_mean) / torch.sqrt(norm.running_var + norm.eps)
-    close(after["0.weight"], before["0.weight"] / ((unit**2).mean(0) + DAMPING))
-    close(after["0.bias"], before["0.bias"] / (1 + DAMPING))
 
 
 def test_a_parameter_frozen_or_freed_later_is_named():

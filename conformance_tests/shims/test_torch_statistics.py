@@ -18,12 +18,7 @@ EXACT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("torch_float64")
 
 
 class Tied(torch.nn.Module):
@@ -51,19 +46,6 @@ class Functional(torch.nn.Module):
         x = torch.tanh(self.first(x))
         x = torch.tanh(torch.nn.functional.linear(x, self.first.weight))
         return self.head(x)
-
-
-class Attention(torch.nn.Module):
-    """Tokens that read each other, before the layer that is looked at and after it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
-
-    def forward(self, x):
-        h = torch.tanh(self.inner(x))
-        h = torch.softmax(h @ h.mT, -1) @ h
-        return self.head(h)
 
 
 def output_gradients(outputs, z):
@@ -218,27 +200,6 @@ def test_several_draws_are_as_many_sources_of_one_pass():
     assert not np.allclose(first, second)
     with pytest.raises(kc.ConventionError, match="`samples` is 1"):
         KFAC(model, samples=2, **EXACT).update(model(x))
-
-
-def test_a_source_for_each_token_is_exact_where_tokens_are_mixed():
-    """T x P columns; all tokens at once are not, and signs only in expectation."""
-    model = Attention()
-    x = torch.randn(5, 4, 3)
-    z, [(_, y)] = seen_outputs(model.inner, lambda: model(x))
-    g = output_gradients(y, z)
-    assert len(g) == 4 * 2
-    expected = (torch.einsum("mnti,mntj->ij", g, g) / (5 * 4)).numpy()
-
-    def outer(positions):
-        kfac = KFAC(model, positions=positions, **EXACT)
-        kfac.update(model(x))
-        G = factors_of(kfac, "inner")[1]
-        # The block is that of the mean over rows of outputs.
-        return G * (5 * 4) / 5
-
-    np.testing.assert_allclose(outer("separate"), expected, rtol=1e-12)
-    for others in ("together", "signs"):
-        assert not np.allclose(outer(others), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["first", "second", "functional"])

@@ -21,11 +21,7 @@ CATEGORICAL = {"likelihood": "categorical"}
 TOKENS = {"positions": "separate"}
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("torch_float64")
 
 
 def randn(*shape):
@@ -133,10 +129,10 @@ def layers(forward, loop=None, **options):
     return Program(model=model, loop=loop or squares(randn(7, 3)), **options)
 
 
-def normalization(layer, *shape):
-    """A norm, of which each position counts as an example."""
+def normalization(layer, *shape, flat=False):
+    """A norm, of which each position counts as an example, or all those of an example."""
     return Program(
-        model=lambda: nn.Sequential(layer()),
+        model=lambda: nn.Sequential(layer(), *[nn.Flatten(1)] * flat),
         loop=squares(randn(*shape)),
         diagonal=["0.weight", "0.bias"],
     )
@@ -208,11 +204,90 @@ def flattened(m, x):
     return m.two(h.sum(1))
 
 
-def tied(m, ids):
-    return m.logits(torch.tanh(m.words(ids)))
+class Sharing(nn.Module):
+    """Two layers with one weight; each has a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def by_the_embedding(m, ids):
+    return fn.linear(torch.tanh(m.mix(m.ids(ids))), m.ids.weight)
+
+
+def scaled_output(m, x):
+    """Call a layer with a hook that multiplies what it returns."""
+    handle = m.one.register_forward_hook(lambda module, inputs, y: 3 * y)
+    y = torch.tanh(m.one(x))
+    handle.remove()
+    return m.two(y)
+
+
+def by_name(m, x):
+    h = m.spread(output_size=[10], input=x[:, None])[:, 0]
+    return m.pair(input2=x.repeat(1, 5)[:, :10], input1=h)
+
+
+def attending(m, x):
+    h = torch.tanh(m.one(x))
+    return m.two(torch.softmax(h @ h.mT, -1) @ h)
+
+
+def first_reentrant(m, x):
+    h = checkpoint(m.one, x.requires_grad_(), use_reentrant=True)
+    return m.two(torch.tanh(h))
+
+
+def tanh_reentrant(m, x):
+    return m.two(checkpoint(torch.tanh, m.one(x), use_reentrant=True))
+
+
+def observed(make):
+    """A loop that says itself which outputs the loss reads."""
+
+    def loop(model, kfac):
+        z = model(make())
+        kfac.observe(z)
+        (0.5 * z.square().sum(-1).mean()).backward(retain_graph=True)
+        return z
+
+    return loop
+
+
+def zero_scale(norm):
+    """A norm whose outputs are zero: inputs are normalized for the statistics."""
+    nn.init.zeros_(norm.weight)
+    return norm
+
+
+def frozen_norm():
+    """A batch norm with running statistics, as in fine-tuning."""
+    norm = nn.BatchNorm1d(4).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2.0)
+    return norm
 
 
 PROGRAMS = {
+    "linear": Program(
+        model=lambda: nn.Sequential(nn.Linear(4, 3)), loop=squares(randn(8, 4))
+    ),
+    "no bias": Program(
+        model=lambda: nn.Sequential(nn.Linear(4, 3, bias=False)),
+        loop=squares(randn(8, 4)),
+    ),
+    "1d": convolution(lambda: nn.Conv1d(2, 3, 4), 4),
+    "2d": convolution(lambda: nn.Conv2d(2, 3, (2, 3)), 2, 3),
+    "3d": convolution(lambda: nn.Conv3d(1, 2, 2), 2, 2, 2, channels=1),
+    "zeros": convolution(lambda: nn.Conv2d(2, 3, 3, padding=1, stride=3), 2, 2),
+    "groups": convolution(
+        lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), 5, channels=4
+    ),
     "circular": convolution(
         lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular", stride=3), 3, 3
     ),
@@ -251,6 +326,11 @@ PROGRAMS = {
         loop=squares(lambda: torch.tensor([0, 2, 2, 4])),
         diagonal=["0.weight"],
     ),
+    "padding of an embedding": Program(
+        model=lambda: nn.Sequential(nn.Embedding(5, 3, padding_idx=1)),
+        loop=squares(lambda: torch.tensor([0, 2, 2, 4, 1, 0])),
+        diagonal=["0.weight"],
+    ),
     "bag, sum": Program(
         model=lambda: nn.Sequential(nn.EmbeddingBag(5, 3, mode="sum")),
         loop=squares(lambda: torch.tensor([[0, 2], [2, 2], [4, 1], [0, 4]])),
@@ -270,14 +350,19 @@ PROGRAMS = {
         loop=squares(lambda: torch.tensor([0, 2, 2, 4])),
         skipped=["bag.weight"],
     ),
+    "one slope": normalization(nn.PReLU, 6, 3),
     "a slope for each channel": normalization(lambda: nn.PReLU(3), 6, 3),
-    "layer norm": normalization(lambda: nn.LayerNorm(4), 7, 4),
+    "layer norm": normalization(lambda: zero_scale(nn.LayerNorm(4)), 7, 4),
+    "layer norm, time first": normalization(lambda: nn.LayerNorm(4), 7, 5, 4),
     "rms norm": normalization(lambda: nn.RMSNorm(4), 7, 4),
+    "rms norm, time first": normalization(lambda: nn.RMSNorm(4), 7, 5, 4),
     "norm of another library": normalization(OnePlusNorm, 7, 4),
-    "instance norm": Program(
-        model=lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True), nn.Flatten(1)),
-        loop=squares(randn(5, 4, 3)),
-        diagonal=["0.weight", "0.bias"],
+    "group norm": normalization(lambda: nn.GroupNorm(2, 6), 5, 6, 2, flat=True),
+    "batch norm": normalization(lambda: zero_scale(nn.BatchNorm1d(6)), 5, 6),
+    "batch norm 2d": normalization(lambda: nn.BatchNorm2d(6), 5, 6, 2, 1, flat=True),
+    "running statistics": normalization(frozen_norm, 5, 4),
+    "instance norm": normalization(
+        lambda: nn.InstanceNorm1d(4, affine=True), 5, 4, 3, flat=True
     ),
     "attention to itself": attention(lambda x: (x, x, x)),
     "attention to a memory": attention(lambda x: (x, x.flip(2), x.flip(2))),
@@ -303,6 +388,40 @@ PROGRAMS = {
     "a layer called twice": layers(twice),
     "a weight multiplied by the model itself": layers(by_itself),
     "within a checkpoint": layers(in_checkpoint),
+    "within a reentrant checkpoint": layers(
+        first_reentrant,
+        observed(randn(7, 3)),
+        options={"output": None},
+        skipped=["one.weight", "one.bias"],
+    ),
+    "a reentrant checkpoint between layers": layers(
+        tanh_reentrant, raises=(kc.UnsupportedError, "use_reentrant=False")
+    ),
+    "one weight in two modules": Program(
+        model=Sharing,
+        loop=squares(randn(6, 3)),
+        skipped=["one.bias", "two.bias"],
+    ),
+    "an embedding that something else reads": Program(
+        model=calling(
+            by_the_embedding, ids=lambda: nn.Embedding(4, 3), mix=linear(3, 3)
+        ),
+        loop=classes(lambda: torch.randint(0, 4, (9,))),
+        options=CATEGORICAL,
+        skipped=["ids.weight"],
+    ),
+    "a hook that scales an output": layers(scaled_output),
+    "arguments by name": Program(
+        model=calling(
+            by_name,
+            spread=lambda: nn.ConvTranspose1d(1, 1, 3, stride=2),
+            pair=lambda: nn.Bilinear(10, 10, 2, bias=False),
+        ),
+        loop=squares(randn(6, 4)),
+    ),
+    "tokens that read each other": layers(
+        attending, squares(randn(5, 4, 3)), options=TOKENS
+    ),
     "time first": layers(time_first, squares(randn(4, 6, 3))),
     "flattened tokens": layers(flattened, squares(randn(6, 4, 3))),
     "tokens": layers(twice, squares(randn(5, 3, 3)), options=TOKENS),
