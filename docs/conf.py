@@ -43,6 +43,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"kfac_core {release}"
+html_logo = html_favicon = "_static/logo.svg"
 
 default_role = "py:obj"  # a link where the name is public, else code
 autodoc_member_order = "bysource"

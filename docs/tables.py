@@ -136,17 +136,6 @@ def _sklearn(name: str) -> str:
         return example.markdown(name, example.runs(name))
 
 
-def torch_digits() -> str:
-    """Return the classifier of the PyTorch quick start."""
-    example = importlib.import_module("torch_digits")
-    run = importlib.import_module("torch_run")
-    curves = run.runs(**example.PROBLEM, seeds=3)
-    return importlib.import_module("curves").table(curves)
-
-
-def torch_model(problem: str) -> str:
-    """Return the comparison on one of the models of the PyTorch quick start."""
-    return str(importlib.import_module("torch_models").compared(problem))
 
 
 def jax_digits() -> str:
@@ -162,15 +151,6 @@ def keras_digits() -> str:
     curves = example.runs(steps=150, seeds=3)
     return importlib.import_module("curves").table(curves, loss=".2g")
 
-
-def torch_deep(build: str) -> str:
-    """Return a deep network of the PyTorch quick start; a peer may keep its row."""
-    example = importlib.import_module("torch_deep")
-    network = getattr(example, build)
-    lines = example.table(network, example.GRIDS, steps=150, seconds=4, seeds=1)
-    if importlib.util.find_spec("kfac") is None:
-        lines += "\n" + shown(f"torch_deep {build}").splitlines()[-1]
-    return lines
 
 
 def fidelity_of(layer: str) -> str:
@@ -278,18 +258,11 @@ _ADAPTERS = (
     (f"{_EXAMPLES}kfac_jax_adapter.py:Unmasked", "kfac_jax"),
 )
 
-_TORCH = "docs/quickstart_torch.md"
 _BENCHMARKS = (
     *("autoencoder", "transformer", "small layers", "one call", "calls"),
     *("memory", "growth", "targets not met", "training on PyTorch"),
     "memory of training on PyTorch",
 )
-_MODELS = {
-    "encoder": ("torch",),
-    "bert": ("torch", "transformers"),
-    "gpt2": ("torch", "transformers"),
-    "lstm": ("torch",),
-}
 
 TABLES = {
     "laplace evidence": Table("docs/posteriors.md", laplace_evidence),
@@ -297,23 +270,12 @@ TABLES = {
     "numpy_digits": Table("docs/quickstart_numpy.md", numpy_digits, 60),
     "sklearn digits": Table("docs/quickstart_numpy.md", sklearn_digits, 60),
     "sklearn regression": Table("docs/quickstart_numpy.md", sklearn_regression, 60),
-    "torch_digits": Table(_TORCH, torch_digits, 60, ("torch",)),
-    "torch_deep classifier": Table(
-        _TORCH, partial(torch_deep, "classifier"), 60, ("torch",)
-    ),
-    "torch_deep autoencoder": Table(
-        _TORCH, partial(torch_deep, "autoencoder"), 60, ("torch",)
-    ),
     "jax_digits": Table(
         "docs/quickstart_jax.md", jax_digits, 60, ("jax", "flax", "optax")
     ),
     "keras_digits": Table(
         "docs/quickstart_keras.md", keras_digits, 60, ("keras", "torch")
     ),
-    **{
-        f"torch_models {name}": Table(_TORCH, partial(torch_model, name), 60, needs)
-        for name, needs in _MODELS.items()
-    },
     "tuning": Table("docs/tuning.md", tuning, 100),
     "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
     "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),

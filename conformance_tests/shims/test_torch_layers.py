@@ -161,7 +161,7 @@ def test_a_computed_weight_has_the_block_of_what_it_computes(kind):
     kfac.remove()
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "quickstart_torch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference_torch.md"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
