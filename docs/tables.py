@@ -136,8 +136,6 @@ def _sklearn(name: str) -> str:
         return example.markdown(name, example.runs(name))
 
 
-
-
 def jax_digits() -> str:
     """Return the classifier of the JAX quick start."""
     example = importlib.import_module("jax_digits")
@@ -150,7 +148,6 @@ def keras_digits() -> str:
     example = importlib.import_module("keras_digits")
     curves = example.runs(steps=150, seeds=3)
     return importlib.import_module("curves").table(curves, loss=".2g")
-
 
 
 def fidelity_of(layer: str) -> str:
