@@ -310,6 +310,18 @@ def discarded_by_hand(model, kfac, x, y):
     parts_by_hand(model, kfac, x, y)
 
 
+def warmup_by_hand(model, kfac, x, y):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scale in (3, 2):
+        optimizer.zero_grad()
+        z = model(scale * x)
+        kfac.observe(z)
+        fn.cross_entropy(z, y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    parts_by_hand(model, kfac, x, y)
+
+
 def put_back(model, kfac, x, y):
     total = [torch.zeros_like(p) for p in model.parameters()]
     for rows in HALVES:
@@ -401,6 +413,7 @@ PROGRAMS = {
     "left out, same graph": Program(left_out_in_its_own_graph),
     "discarded": Program(discarded),
     "discarded by hand": Program(discarded_by_hand, BY_HAND),
+    "warmup by hand": Program(warmup_by_hand, BY_HAND),
     "put back": Program(put_back, BY_HAND),
     "discriminator": Program(discriminator),
     "perturbed": Program(perturbed),

@@ -87,14 +87,14 @@ class Gradients:
             if name not in self._replaced:
                 yield from (p for p in site.trained if p.requires_grad)
 
-    def watch(self, on_cleared: Callable[[], None], /) -> list[Any]:
+    def watch(self, on_cleared: Callable[..., None], /) -> list[Any]:
         """Look at each backward pass as it comes to the parameters.
 
         Parameters
         ----------
         on_cleared : method
             Held weakly, and called where the gradients of earlier passes are gone, as by
-            ``zero_grad``.
+            ``zero_grad``, or the parameters ``changed``, as by an optimizer's step.
 
         Returns
         -------
@@ -156,14 +156,21 @@ class Gradients:
         return self._adds
 
     def _begin_to_add(self) -> None:
+        changed = self._have_changed()
         self._differentiated = [(p, p._version) for p in self.trained]
         if not self._came:
             self._find_uncleared()
-        elif not self._are_there():
+            return
+        cleared = not self._are_there()
+        if cleared:
             self._came, self._uncleared = False, {}
-            forget = self._on_cleared()
-            if forget is not None:
-                forget()
+        forget = self._on_cleared()
+        if forget is not None and (cleared or changed):
+            forget(changed=changed)
+
+    def _have_changed(self) -> bool:
+        """Whether any parameter has changed since the last pass that came to it."""
+        return any(p._version != version for p, version in self._differentiated)
 
     def _are_there(self) -> bool:
         """Whether any is not zero."""
@@ -205,7 +212,7 @@ class Gradients:
                 "optimizer does not have; or freeze these, p.requires_grad_(False), "
                 "before KFAC is made. To accumulate, call kfac.step() after the last part."
             )
-        if any(p._version != version for p, version in self._differentiated):
+        if self._have_changed():
             raise kc.NotReadyError(
                 "The parameters have changed since loss.backward(), as by "
                 "optimizer.step(), which has then used plain gradients. Call kfac.step() "

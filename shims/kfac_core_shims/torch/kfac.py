@@ -126,9 +126,9 @@ class KFAC(Curvature):
     Notes
     -----
     A step counts the forward passes of the model that ``backward()`` went through since
-    the last step, except for those whose gradients ``zero_grad`` has cleared.  `discard`
-    forgets them.  Outputs that are given to `observe` count in their place, however they
-    are differentiated.
+    the last step, except for those whose gradients ``zero_grad`` has cleared, and those
+    with other parameters than the last of them.  `discard` forgets them.  Outputs that are
+    given to `observe` count in their place, however they are differentiated.
 
     On p processes gradients are averages over processes, as ``DistributedDataParallel``
     leaves them.  With R the rows of all, a process differentiates the mean over its rows if

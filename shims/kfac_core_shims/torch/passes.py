@@ -1,7 +1,8 @@
 """Which forward passes a step counts, and what came back through them.
 
 The rule.  A step counts the forward passes of the model that ``backward()`` went through
-since the last step, except for those whose gradients ``zero_grad`` has cleared.
+since the last step, except for those whose gradients ``zero_grad`` has cleared, and those
+with other parameters than the last of them.
 `KFAC.discard` forgets them.  Outputs that are given to `KFAC.observe` count as soon as
 anything is differentiated through them to the parameters, and nothing else counts in that
 step.
@@ -305,13 +306,15 @@ class PassRecorder:
         """Remember a pass that holds a graph, which `forget` has it drop."""
         self._held.add(started)
 
-    def forget_cleared(self) -> None:
-        """Forget the model's own passes, whose gradients were cleared."""
-        if not self.is_by_hand:
-            for observation in self.observations:
-                observation.forget()
-            self.observations, self.derived = [], set()
-            self.kfac.give_up()
+    def forget_cleared(self, *, changed: bool) -> None:
+        """Forget passes whose gradients were cleared, or of parameters that have changed."""
+        if self.is_by_hand and not changed:
+            return
+        to_come = [o for o in self.observations if not o.is_differentiated]
+        for observation in self.counted:
+            observation.forget()
+        self.observations, self.derived = to_come, set()
+        self.kfac.give_up()
 
     def drop_passes(self) -> None:
         """Let go of the graphs of the model's own passes."""
