@@ -307,7 +307,7 @@ class PassRecorder:
         self._held.add(started)
 
     def forget_cleared(self, *, changed: bool) -> None:
-        """Forget passes whose gradients were cleared, or of parameters that have changed."""
+        """Forget passes whose gradients were cleared, or whose parameters `changed`."""
         if self.is_by_hand and not changed:
             return
         to_come = [o for o in self.observations if not o.is_differentiated]
