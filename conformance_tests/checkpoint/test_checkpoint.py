@@ -161,7 +161,7 @@ def test_numpy_opens_the_file(rng, tmp_path):
 def test_inspect_says_what_is_in_a_file(rng, tmp_path, capsys):
     """Layers, kernel order, conventions, ages and shapes, without reading a tensor."""
     path = tmp_path / "state.npz"
-    kc.save_checkpoint(path, trained_on_numpy(rng))
+    kc.save_checkpoint(path, trained_on_numpy(rng), about={"examples": 7})
 
     assert main(["inspect", str(path)]) == 0
     summary = capsys.readouterr().out.splitlines()
@@ -170,6 +170,7 @@ def test_inspect_says_what_is_in_a_file(rng, tmp_path, capsys):
     text = capsys.readouterr().out
     for word in (
         "weight_layout io",
+        "examples 7",
         "kronecker",
         "reduction sum",
         "decay 0.8",
@@ -184,3 +185,26 @@ def test_inspect_says_what_is_in_a_file(rng, tmp_path, capsys):
     path.write_bytes(b"nothing")
     assert main(["inspect", str(path)]) == 2
     assert "damaged" in capsys.readouterr().err
+
+
+def test_files_of_other_blocks_are_joined(backend, rng, tmp_path):
+    """Four blocks from four files; each as it was to the bit."""
+    blocks, parts = {}, []
+    for i in range(4):
+        layer, kind = PAIRS["kronecker"]
+        blocks[f"b{i}"] = kc.Block(layer, kind)
+        one = make_estimator({f"b{i}": blocks[f"b{i}"]}, **SETTINGS)
+        one.update({f"b{i}": fed(backend, rng, layer)})
+        parts.append(tmp_path / f"{i}.npz")
+        kc.save_checkpoint(parts[-1], one)
+    path = tmp_path / "joined.npz"
+    kc.checkpoint.join_checkpoints(path, parts, about={"examples": 3})
+    whole = make_estimator(blocks, **SETTINGS)
+    kc.load_checkpoint(path, whole, backend="numpy")
+    last = make_estimator({"b3": blocks["b3"]}, **SETTINGS)
+    kc.load_checkpoint(parts[-1], last, backend="numpy")
+    expected = wholes(last.state["b3"].statistics)
+    for name, value in wholes(whole.state["b3"].statistics).items():
+        assert value.tobytes() == expected[name].tobytes()
+    with pytest.raises(kc.StateError, match="has blocks of the files before"):
+        kc.checkpoint.join_checkpoints(path, [parts[0], parts[0]])

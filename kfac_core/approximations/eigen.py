@@ -167,14 +167,14 @@ class Eigen(Approximation):
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
-        problem = self._factors.problem_with(layer)
+        problem = self.factors.problem_with(layer)
         if problem is not None and layer.kind == "embedding":
             return problem.replace("Kronecker", "Eigen")
         return problem
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics, in the coordinate basis."""
-        factors = self._factors.initial(layer, place)
+        factors = self.factors.initial(layer, place)
         n, m = layer.matrix_shape
         lead = (layer.groups,) if layer.groups > 1 else ()
         sizes = {"input": n, "output": m // layer.groups}
@@ -198,7 +198,7 @@ class Eigen(Approximation):
         and ``2 M R n m`` to square the examples' gradients.  Of these no more are formed at
         a time than take the memory of the rows, and none where an example is one row.
         """
-        factors = self._factors.updated(statistics, rows, layer, options)
+        factors = self.factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
         moment_options = replaced(options, decay=decay)
         averages = {
@@ -327,7 +327,8 @@ class Eigen(Approximation):
         return replaced(operator, flags=operator.flags | flags)
 
     @property
-    def _factors(self) -> Kronecker:
+    def factors(self) -> Kronecker:
+        """The approximation of the same factors without moments."""
         return Kronecker(input=self.input, output=self.output, sharing=self.sharing)
 
     def _moments(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,7 +115,7 @@ def opened(path: str | os.PathLike[str], /) -> Iterator[Archive]:
 
 
 def write_archive(
-    file: IO[bytes], document: str, arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], /
+    file: IO[bytes], document: str, arrays: Iterable[np.ndarray[Any, np.dtype[Any]]], /
 ) -> None:
     """Write an archive.
 
@@ -125,7 +125,7 @@ def write_archive(
         Open for writing.
     document : str
         The JSON document, in ASCII.
-    arrays : sequence of numpy.ndarray
+    arrays : iterable of numpy.ndarray
         Arrays of the dtypes `DTYPES`.
     """
     # A `ZipInfo` has no time, so that equal states are equal files.

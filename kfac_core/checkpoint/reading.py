@@ -7,11 +7,12 @@ is read only after its shape was found to be one that the estimator has.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -21,12 +22,17 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import asarray, selected_backend
 from kfac_core.checkpoint.archive import Archive, opened, path_of
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
-from kfac_core.checkpoint.writing import FORMAT, VERSION
+from kfac_core.checkpoint.writing import (
+    FORMAT,
+    VERSION,
+    target_of,
+    write_atomically,
+)
 from kfac_core.constraints import shown
 from kfac_core.estimator import Estimator
 from kfac_core.serialization import DeferredArray
 
-__all__ = ["load_checkpoint", "read_header"]
+__all__ = ["join_checkpoints", "load_checkpoint", "read_header"]
 
 
 def load_checkpoint(
@@ -137,6 +143,63 @@ def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
             },
             "bytes": path_of(path).stat().st_size,
         }
+
+
+def join_checkpoints(
+    path: str | os.PathLike[str],
+    parts: Sequence[str | os.PathLike[str]],
+    /,
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the blocks of several files to one, an array at a time.
+
+    Parameters
+    ----------
+    path : path-like
+        The file; replaced where it exists.
+    parts : sequence of path-like
+        Checkpoints of other blocks each, under the same conventions and settings.
+    about : mapping, optional
+        As of `save_checkpoint`.
+
+    Raises
+    ------
+    StateError
+        For files that `load_checkpoint` would not read, that have a block in common, or
+        that differ in conventions or settings.  `path` is then as it was.
+    """
+    constraints.require_any("parts", parts)
+    target = target_of(path)
+    with contextlib.ExitStack() as stack:
+        archives = [stack.enter_context(opened(part)) for part in parts]
+        documents = [_document(archive) for archive in archives]
+        joined, first = documents[0], {**documents[0]["state"], "blocks": None}
+        lengths = [1 + max(d["tensors"].values(), default=-1) for d in documents]
+        for number, document in enumerate(documents[1:], 1):
+            state = document["state"]
+            if {**state, "blocks": None} != first:
+                raise errors.StateError(
+                    f"{parts[number]}: has other conventions or settings than {parts[0]}."
+                )
+            if common := joined["state"]["blocks"].keys() & state["blocks"].keys():
+                raise errors.StateError(
+                    f"{parts[number]}: has blocks of the files before, {sorted(common)}."
+                )
+            joined["state"]["blocks"].update(state["blocks"])
+            start = sum(lengths[:number])
+            joined["tensors"].update(
+                {name: start + index for name, index in document["tensors"].items()}
+            )
+            joined["transposed"] += document["transposed"]
+        if about is not None:
+            joined["about"] = dict(about)
+
+        def arrays() -> Iterator[Any]:
+            for archive, length in zip(archives, lengths, strict=True):
+                yield from map(archive.read, range(length))
+
+        write_atomically(target, joined, arrays())
 
 
 def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> Any:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -28,7 +29,14 @@ from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint.archive import path_of, write_archive
 from kfac_core.estimator import Estimator
 
-__all__ = ["FORMAT", "VERSION", "Parts", "save_checkpoint"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Parts",
+    "save_checkpoint",
+    "target_of",
+    "write_atomically",
+]
 
 FORMAT = "kfac_core.checkpoint"
 VERSION = 2
@@ -37,7 +45,12 @@ Parts: TypeAlias = Literal["all", "statistics", "operators"]
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], estimator: Estimator, /, *, parts: Parts = "all"
+    path: str | os.PathLike[str],
+    estimator: Estimator,
+    /,
+    *,
+    parts: Parts = "all",
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the state of an estimator to a file.
 
@@ -56,6 +69,9 @@ def save_checkpoint(
         Everything; or the statistics alone, of which a refresh makes the operators
         again; or the operators with their factorizations alone, which multiply as they
         did, while the next update begins new statistics.
+    about : mapping, optional
+        What the caller notes about the file, as JSON; `read_header` returns it in the
+        document.
 
     Raises
     ------
@@ -85,13 +101,9 @@ def save_checkpoint(
     ...     again = kc.Estimator(blocks, reduction="sum")
     ...     kc.load_checkpoint(path, again)
     """
-    target = Path(os.path.realpath(path_of(path)))
     constraints.require_kind("estimator", estimator, Estimator, "an Estimator")
     constraints.require_range("parts", parts, constraints.one_of(*get_args(Parts)))
-    if os.path.lexists(target) and not target.is_file():
-        raise errors.StateError(
-            f"{target}: not a regular file; it would be replaced. Give another path."
-        )
+    target = target_of(path)
     state = _only(estimator.state_dict(), parts)
     arrays: list[Any] = []
     indices: dict[bytes, int] = {}
@@ -119,6 +131,38 @@ def save_checkpoint(
         "transposed": transposed,
         "state": state,
     }
+    if about is not None:
+        document["about"] = dict(about)
+    write_atomically(target, document, arrays)
+
+
+def target_of(path: str | os.PathLike[str], /) -> Path:
+    """Return the file that a checkpoint replaces; raise for what is not a regular file."""
+    target = Path(os.path.realpath(path_of(path)))
+    if os.path.lexists(target) and not target.is_file():
+        raise errors.StateError(
+            f"{target}: not a regular file; it would be replaced. Give another path."
+        )
+    return target
+
+
+def write_atomically(
+    target: Path,
+    document: Mapping[str, Any],
+    arrays: Iterable[np.ndarray[Any, np.dtype[Any]]],
+    /,
+) -> None:
+    """Write a document and arrays, one after the other, to a file that replaces another.
+
+    Parameters
+    ----------
+    target : Path
+        The file.
+    document : mapping
+        What is not an array, as JSON.
+    arrays : iterable of numpy.ndarray
+        Arrays in the order that the document says.
+    """
     text = json.dumps(document, allow_nan=False)
     # `tempfile` makes private files, whatever the umask says.
     temporary = target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.part")

@@ -86,6 +86,7 @@ def contents(path: str, /) -> dict[str, Any]:
         "bytes": header["bytes"],
         "version": document["version"],
         "producer": document.get("producer"),
+        "about": document.get("about"),
         "conventions": state.get("conventions"),
         "settings": state.get("settings"),
         "blocks": {
@@ -127,6 +128,11 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
         f"{report['producer']}",
         f"  conventions  {_pairs(report['conventions'])}",
         f"  settings     {_pairs(report['settings'])}",
+        *(
+            []
+            if report["about"] is None
+            else [f"  about        {_pairs(report['about'])}"]
+        ),
         *aligned(columns, rows),
     ]
 

@@ -1,6 +1,7 @@
 """Building blocks for the integration of frameworks."""
 
 from kfac_core.integration import defaults as defaults
+from kfac_core.integration.collection import Collected, collect_statistics
 from kfac_core.integration.coverage import coverage_table
 from kfac_core.integration.estimation import require_estimation
 from kfac_core.integration.framework_conv import framework_conv
@@ -27,6 +28,7 @@ from kfac_core.integration.wiring import Captured, Wiring, usual_approximation
 
 __all__ = [
     "Captured",
+    "Collected",
     "DampingRule",
     "Interval",
     "LayerCall",
@@ -37,6 +39,7 @@ __all__ = [
     "Wiring",
     "batches_in_parts",
     "batches_of_calls",
+    "collect_statistics",
     "coverage_table",
     "framework_conv",
     "interval_at",

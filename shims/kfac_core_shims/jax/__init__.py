@@ -12,6 +12,7 @@ a list of operations), ``finding`` (layers in it), ``examples`` (whose rows are 
 (SOAP: Adam in the eigenbasis of the factors).
 """
 
+from kfac_core_shims.jax.collecting import collect
 from kfac_core_shims.jax.compiled import compiled
 from kfac_core_shims.jax.gauss_newton import (
     GaussNewton,
@@ -39,6 +40,7 @@ __all__ = [
     "OptimizerState",
     "Progress",
     "SOAPState",
+    "collect",
     "compiled",
     "dense",
     "kfac_optimizer",

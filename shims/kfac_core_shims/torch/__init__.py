@@ -3,10 +3,13 @@
 `KFAC` replaces the gradients of a model by natural gradients, between
 ``loss.backward()`` and ``optimizer.step()``.  `KFACOptimizer` is an optimizer without a
 learning rate, `GaussNewton` one for least-squares problems, and `SOAP` a drop-in for AdamW.
+`collect` takes the curvature of a trained model over a data set, for influence, posteriors
+and merging.
 `register_layer` covers modules of other libraries, and `DistributedState` is for
 ``torch.distributed.checkpoint``.
 """
 
+from kfac_core_shims.torch.collecting import Factors, collect, read_factors
 from kfac_core_shims.torch.gauss_newton import GaussNewton
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import register_layer
@@ -18,7 +21,10 @@ __all__ = [
     "KFAC",
     "SOAP",
     "DistributedState",
+    "Factors",
     "GaussNewton",
     "KFACOptimizer",
+    "collect",
+    "read_factors",
     "register_layer",
 ]

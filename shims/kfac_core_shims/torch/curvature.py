@@ -294,6 +294,36 @@ class Curvature(kc.integration.NaturalGradient):
             raise error
         self.estimator.absorb(statistics or {})
 
+    def batches(
+        self, outputs: Any, /, weight: Any = None, *, seed: int = 0
+    ) -> list[dict[str, kc.Batch]]:
+        """Return what the layers saw in a pass, and what came back from its outputs.
+
+        Nothing is scaled by numbers of rows or examples, and no state changes.
+
+        Parameters
+        ----------
+        outputs, weight
+            As of `observe`.
+        seed : int
+            Of the labels that are drawn.
+
+        Returns
+        -------
+        list of dict of str to Batch
+            Of the summed loss, in parts of equal shapes.
+        """
+        self._collects = True
+        self._passes.drawn = seed
+        try:
+            self.observe(outputs, weight)
+            calls = self._passes.calls_of(self._passes.observations)
+            alone = {call.block: 1.0 for call in calls}
+            return kc.integration.batches_in_parts(calls, rows=1.0, examples=alone)
+        finally:
+            self._collects = False
+            self._forget()
+
     def _statistics_of(self, passes: Iterable[Any]) -> dict[str, kc.Statistics] | None:
         """Return the statistics of a batch in parts; None without rows, of a process."""
         statistics: dict[str, kc.Statistics] | None = None

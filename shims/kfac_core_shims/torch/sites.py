@@ -70,6 +70,15 @@ class Site:
         """Return the length of the first axis of what is read."""
         return int(self.parameters[role].shape[0])
 
+    def values(self) -> dict[str, Any]:
+        """Return the parameters in the layer's layout, without their graph."""
+        found: dict[str, Any] = {}
+        for role, shape in self.layer.parameter_shapes.items():
+            x = self._own(role, self.parameters[role].detach())
+            x = self.part.to_layer(x) if role == "weight" else x
+            found[role] = x.reshape(shape)
+        return found
+
     def gradients(self) -> dict[str, Any] | None:
         """Return the gradients in the layer's layout; None unless the weight has one."""
         gradients: dict[str, Any] = {}

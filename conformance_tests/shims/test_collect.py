@@ -1,0 +1,196 @@
+"""Statistics of a data set: those of one dense computation, killed or not, in any parts."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.posterior import spectral_blocks
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from kfac_core_shims.torch import collect, read_factors  # noqa: E402
+
+
+class KilledError(Exception):
+    """A run was killed."""
+
+
+def stopping(after):
+    """Return a progress function that stops a run after so many batches."""
+    left = [after]
+
+    def progress(done, total):
+        assert 0 < done <= total
+        left[0] -= 1
+        if not left[0]:
+            raise KilledError
+
+    return progress
+
+
+def classifier():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(4, 3)).double().eval()
+
+
+def batches():
+    torch.manual_seed(1)
+    return [(x, None) for x in torch.randn(23, 2, 3, 3, dtype=torch.float64).split(4)]
+
+
+def dense_blocks(model, data):
+    """Return each layer's Gauss-Newton matrix of a cross-entropy, (in + 1, out) first."""
+    x = torch.cat([x for x, _ in data])
+    params = {n: p.detach() for n, p in model.named_parameters()}
+
+    def outputs(params, x):
+        return torch.func.functional_call(model, params, (x[None],))[0]
+
+    J = torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)
+    p = torch.softmax(model(x).detach(), -1)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    found = {}
+    for name in ("3", "5"):
+        both = torch.cat([J[f"{name}.weight"], J[f"{name}.bias"][..., None]], dim=-1)
+        rows = both.transpose(-1, -2).flatten(2)
+        found[name] = torch.einsum("nci,ncd,ndj->ij", rows, H, rows) / len(x)
+    return found
+
+
+def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis():
+    """E is the best diagonal: of the dense Gauss-Newton block, in the factors' basis."""
+    model, data = classifier(), batches()
+    factors = collect(model, data, fisher="exact")
+    assert factors.examples == 23
+    spectra = spectral_blocks(factors.blocks, factors.statistics)
+    for name, F in dense_blocks(model, data).items():
+        bases = factors.statistics[name].bases
+        Q = np.kron(*(bases[s].eigenvectors.numpy() for s in ("input", "output")))
+        expected = np.diag(Q.T @ F.numpy() @ Q)
+        np.testing.assert_allclose(
+            spectra[name].spectrum.flatten(), expected, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("after", [1, 3, 8, 11, 20])
+def test_a_killed_run_is_resumed_to_the_bit(tmp_path, after):
+    """In either stage and any part; the file is that of a run that nobody stopped."""
+    model, data = classifier(), batches()
+    options = {"max_elements": 300, "save_every": 2}
+    whole, path = tmp_path / "whole.npz", tmp_path / "stopped.npz"
+    collect(model, data, path=whole, **options)
+    with pytest.raises(KilledError):
+        collect(model, data, path=path, progress=stopping(after), **options)
+    assert not path.exists()
+    collect(model, data, path=path, **options)
+    assert path.read_bytes() == whole.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["stopped.npz", "whole.npz"]
+
+
+def test_parts_and_files_change_no_number(tmp_path):
+    """One part in memory, and one part for each layer, read from the file."""
+    model, data, path = classifier(), batches(), tmp_path / "factors.npz"
+    together = spectral_blocks(*_both(collect(model, data)))
+    collect(model, data, path=path, max_elements=1)
+    apart = spectral_blocks(*_both(read_factors(model, path)))
+    assert together.keys() == apart.keys() == {"0", "3", "5"}
+    for name, operator in together.items():
+        torch.testing.assert_close(apart[name].spectrum, operator.spectrum)
+
+
+def _both(factors):
+    return factors.blocks, factors.statistics
+
+
+def test_processes_end_with_the_sums_over_all(tmp_path):
+    """Three shares of the data, one of each process, are the whole of it."""
+    model, data = classifier(), batches()
+    expected = spectral_blocks(*_both(collect(model, data, fisher="exact")))
+
+    def run(communicator):
+        own = data[communicator.rank :: 3]
+        path = tmp_path / "factors.npz"
+        one = classifier()
+        factors = collect(
+            one, own, fisher="exact", path=path, communicator=communicator
+        )
+        return factors.examples, factors.statistics
+
+    for examples, statistics in kc.distributed.run_ranks(3, run):
+        assert examples == 23
+        blocks = collect(model, data, fisher="exact").blocks
+        for name, operator in spectral_blocks(blocks, statistics).items():
+            torch.testing.assert_close(
+                operator.spectrum, expected[name].spectrum, rtol=1e-9, atol=1e-12
+            )
+
+
+class Mixture(nn.Module):
+    """Two experts, each of which sees some of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    def forward(self, x):
+        """Send rows by the sign of their first number."""
+        y = x.new_zeros(len(x), 2)
+        for sign, expert in zip((True, False), self.experts, strict=True):
+            rows = (x[:, 0] > 0) == sign
+            y[rows] = expert(x[rows])
+        return y
+
+
+def test_an_expert_has_the_curvature_of_all_examples():
+    """Its own rows, divided by the examples of the data, whatever a batch sent to it."""
+    torch.manual_seed(0)
+    model = Mixture().double().eval()
+    x = torch.randn(30, 3, dtype=torch.float64)
+    factors = collect(model, x.split(7), likelihood="gaussian", fisher="exact")
+    spectra = spectral_blocks(*_both(factors))
+    for name, rows in (("experts.0", x[x[:, 0] > 0]), ("experts.1", x[x[:, 0] <= 0])):
+        X = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
+        expected = torch.kron(X.T @ X, torch.eye(2, dtype=X.dtype)) / len(x)
+        torch.testing.assert_close(spectra[name].to_dense(), expected)
+
+
+def test_empirical_gradients_are_those_of_the_losses():
+    """Of one linear layer with one output K-FAC's moments are exact."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    x, y = torch.randn(2, 12, 3, dtype=torch.float64)
+    data = list(zip(x.split(5), y[:, :1].split(5), strict=True))
+
+    def losses(model, batch):
+        return ((model(batch[0]) - batch[1]) ** 2)[:, 0]
+
+    factors = collect(model, data, fisher="empirical", loss=losses)
+    g = 2.0 * (model(x) - y[:, :1]).detach()
+    D = torch.cat([g * x, g], dim=1)
+    Q = factors.statistics[""].bases["input"].eigenvectors
+    expected = ((D @ Q) ** 2).mean(0)
+    found = spectral_blocks(*_both(factors))[""].spectrum[:, 0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_have_statistics_in_single(half):
+    model = classifier().to(half)
+    data = [x.to(half) for x, _ in batches()]
+    factors = collect(model, data)
+    assert all(s.dtype == torch.float32 for s in factors.statistics.values())
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "other.npz"
+    layer = kc.Dense(in_features=2, out_features=2, bias=False, weight_layout="io")
+    blocks = {"a": kc.Block(layer, kc.Kronecker())}
+    estimator = kc.Estimator(blocks, reduction="sum")
+    estimator.update({"a": kc.Batch(np.ones((3, 2)), np.ones((3, 2)))})
+    kc.save_checkpoint(path, estimator)
+    with pytest.raises(kc.StateError, match="not made by `collect`"):
+        collect(classifier(), batches(), path=path)
+    with pytest.raises(kc.ConventionError, match="`path`"):
+        collect(classifier(), batches(), save_every=2)

@@ -1,0 +1,69 @@
+"""Statistics of a data set on JAX: those of NumPy's formulas, killed or not."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.posterior import spectral_blocks
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+from kfac_core_shims.jax import Network, collect  # noqa: E402
+
+
+class KilledError(Exception):
+    """A run was killed."""
+
+
+def apply(params, x):
+    h = jnp.tanh(x @ params["A"] + params["a"])
+    return h @ params["B"] + params["b"]
+
+
+def problem(rng):
+    shapes = {"A": (4, 5), "a": (5,), "B": (5, 3), "b": (3,)}
+    params = {
+        k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()
+    }
+    x = jnp.asarray(rng.normal(size=(21, 4)), jnp.float32)
+    network = Network(apply, params, x, approximation=lambda name, layer: kc.Eigen())
+    return network, params, x
+
+
+def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis(rng):
+    network, params, x = problem(rng)
+    data = [x[:8], x[8:16], x[16:]]
+    found = collect(
+        network, params, data, likelihood=kc.losses.Categorical(), fisher="exact"
+    )
+    J = jax.vmap(jax.jacrev(apply), (None, 0))(params, x)
+    p = np.asarray(jax.nn.softmax(apply(params, x)), np.float64)
+    H = np.einsum("nc,cd->ncd", p, np.eye(3)) - p[:, :, None] * p[:, None, :]
+    rows = np.concatenate([J["B"], J["b"][:, :, None, :]], axis=2).reshape(21, 3, -1)
+    F = np.einsum("nci,ncd,ndj->ij", rows, H, rows) / 21
+    spectra = spectral_blocks(found.blocks, found.statistics)
+    name = next(n for n, b in found.blocks.items() if b.layer.matrix_shape == (6, 3))
+    bases = found.statistics[name].bases
+    Q = np.kron(*(np.asarray(bases[s].eigenvectors) for s in ("input", "output")))
+    assert found.examples == 21
+    np.testing.assert_allclose(
+        np.ravel(spectra[name].spectrum), np.diag(Q.T @ F @ Q), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_killed_run_is_resumed_to_the_bit(rng, tmp_path):
+    network, params, x = problem(rng)
+    data, left = [x[:8], x[8:16], x[16:]], [5]
+
+    def progress(done, total):
+        left[0] -= 1
+        if not left[0]:
+            raise KilledError
+
+    options = {"likelihood": kc.losses.Categorical(), "save_every": 1}
+    whole, path = tmp_path / "whole.npz", tmp_path / "stopped.npz"
+    collect(network, params, data, path=whole, **options)
+    with pytest.raises(KilledError):
+        collect(network, params, data, path=path, progress=progress, **options)
+    collect(network, params, data, path=path, **options)
+    assert path.read_bytes() == whole.read_bytes()

@@ -1,0 +1,462 @@
+"""Statistics of a network over a data set: layers by parts, saved as it goes, resumed.
+
+Conventions.  The curvature is that of one example's negative log-likelihood, summed over
+its rows (tokens, positions) and averaged over the N examples of the data set.  A framework
+gives a *capture*: what makes batches of layers from a batch of data.  Everything else is
+here.  A block of `kfac_core.Eigen` takes the data twice: once for its factors, once for the
+second moments in their bases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from kfac_core import constraints, errors
+from kfac_core.approximations.eigen import Eigen
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.approximations.options import UpdateOptions
+from kfac_core.approximations.second_moment import Diagonal, Full
+from kfac_core.array import map_structure, replaced
+from kfac_core.array import namespaces as ns
+from kfac_core.block import Block
+from kfac_core.checkpoint.reading import join_checkpoints, load_checkpoint, read_header
+from kfac_core.checkpoint.writing import save_checkpoint
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.estimator import Estimator
+from kfac_core.factors.average import Average
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.stages import rebase_block, update_block
+from kfac_core.state import BlockState, NetworkState
+
+__all__ = ["Capture", "Collected", "collect_statistics"]
+
+Blocks: TypeAlias = Mapping[str, Block]
+
+Capture: TypeAlias = Callable[
+    [Blocks], AbstractContextManager[Callable[[Any, int], tuple[Iterable[Any], int]]]
+]
+"""For some blocks a context with ``(batch, seed) -> (parts, examples)``: mappings of blocks
+to `kfac_core.Batch`, of the summed loss, and the number of examples."""
+
+
+@dataclass
+class Collected:
+    """The statistics of a network's blocks over a data set.
+
+    Parameters
+    ----------
+    estimator : kfac_core.Estimator
+        Estimator of the blocks; it holds the statistics, unless they are in a file.
+    examples : int
+        N.
+    path : Path, optional
+        The file, read when the statistics are first asked for.
+    backend : str, optional
+        Where its arrays go; see `kfac_core.load_checkpoint`.
+    """
+
+    estimator: Estimator
+    examples: int
+    path: Path | None = None
+    backend: str | None = None
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by name."""
+        return self.estimator.blocks
+
+    @classmethod
+    def read(
+        cls,
+        layers: Mapping[str, Layer],
+        path: str | os.PathLike[str],
+        /,
+        *,
+        backend: str | None = None,
+    ) -> Collected:
+        """Return what a file holds, for the layers of the network that it is of.
+
+        Parameters
+        ----------
+        layers : mapping of str to Layer
+            At least those of the file's blocks.
+        path : path-like
+            Checkpoint from `collect_statistics`.
+        backend : str, optional
+            ``name[:device]`` of the arrays.
+
+        Returns
+        -------
+        Collected
+            Its arrays are read when they are asked for.
+
+        Raises
+        ------
+        StateError
+            For a file that was not collected, or that is of other layers.
+        """
+        document = read_header(path)["document"]
+        examples = (document.get("about") or {}).get("examples")
+        state = document["state"]
+        missing = state["blocks"].keys() - layers.keys()
+        if examples is None or missing:
+            raise errors.StateError(
+                f"{path}: expected a file that `collect` wrote for this network"
+                + (f", got blocks {sorted(missing)}." if missing else ".")
+            )
+        kinds = {k.name: k for k in (Kronecker, Eigen, Full, Diagonal)}
+        blocks = {}
+        for name, held in state["blocks"].items():
+            options = dict(held["approximation"])
+            blocks[name] = Block(layers[name], kinds[options.pop("name")](**options))
+        conventions = state["conventions"]
+        estimator = Estimator(
+            blocks,
+            reduction="sum",
+            sources=conventions["sources"],
+            mode=conventions["mode"],
+        )
+        return cls(estimator, examples, Path(path), backend)
+
+    @cached_property
+    def statistics(self) -> dict[str, Statistics]:
+        """The statistics by name of the block."""
+        if self.path is not None:
+            load_checkpoint(self.path, self.estimator, backend=self.backend)
+        state = self.estimator.state
+        return {name: state[name].known_statistics(name) for name in self.blocks}
+
+
+def collect_statistics(
+    blocks: Blocks,
+    capture: Capture,
+    loader: Iterable[Any],
+    /,
+    *,
+    estimator: Callable[[Blocks], Estimator],
+    path: str | os.PathLike[str] | None = None,
+    backend: str | None = None,
+    max_elements: int | None = None,
+    save_every: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    communicator: Communicator | None = None,
+) -> Collected:
+    """Return the statistics of a data set.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        Blocks of the network.
+    capture : Capture
+        Runs the network.
+    loader : iterable
+        Batches; gone through once or twice for each part, and the same each time.
+    estimator : callable
+        Makes an estimator of some of the blocks, with ``reduction="sum"``.
+    path : path-like, optional
+        Checkpoint that the result is written to.  Where it exists already and is of these
+        blocks, it is the result; unfinished parts beside it are resumed, to the bit.
+    backend : str, optional
+        ``name[:device]`` that files are read to.
+    max_elements : int, optional
+        Bound on the numbers in the statistics of the blocks that are taken together; others
+        wait for a further pass over the data.  Without it there is one part.
+    save_every : int, optional
+        Batches between saved states.  Without it only finished parts are saved.
+    progress : callable, optional
+        Called with the number of batches done and of those that there are; the latter is 0
+        for a loader without a length.
+    communicator : Communicator, optional
+        Processes, each with a loader of its own share of the data; they end with the sums
+        over all.
+
+    Returns
+    -------
+    Collected
+        Statistics of all blocks.
+
+    Raises
+    ------
+    ConventionError
+        For several parts, or `save_every`, without a `path`.
+    NotReadyError
+        If a block saw no example, on any process.
+    StateError
+        For a file at `path` of other blocks.
+    """
+    for name, number in (("max_elements", max_elements), ("save_every", save_every)):
+        optional = constraints.optional(constraints.COUNT)
+        constraints.require_range(name, number, optional)
+    target = None if path is None else Path(path)
+    if target is not None and target.exists():
+        about = read_header(target)["document"].get("about") or {}
+        if "examples" not in about:
+            raise errors.StateError(
+                f"{target}: not made by `collect`. Give another path, or remove the file."
+            )
+        return Collected(estimator(blocks), about["examples"], target, backend)
+    parts = [*_parts(blocks, max_elements)]
+    if target is None and (len(parts) > 1 or save_every is not None):
+        raise errors.ConventionError(
+            "Layers by parts and saved states go to files: give a `path`."
+        )
+    stages = [2 if any(map(_has_moments, part.values())) else 1 for part in parts]
+    length = len(loader) if isinstance(loader, Sized) else 0
+    runs = []
+    for number, part in enumerate(parts):
+        file = None
+        if target is not None:
+            rank = "" if communicator is None else f".{communicator.rank}"
+            file = target.with_name(f"{target.name}.part{number}{rank}")
+        run = _Run(part, capture, loader, estimator, file, backend)
+        run.save_every, run.communicator = save_every, communicator
+        if progress is not None:
+            run.progress = _Offset(progress, sum(stages[:number]), sum(stages), length)
+        run.finish()
+        if len(parts) > 1:
+            run.statistics = {}  # In the file; the next part needs the memory.
+        runs.append(run)
+    examples = runs[0].examples
+    if target is None:
+        return Collected(runs[0].holding(), examples)
+    if communicator is None or communicator.rank == 0:
+        files = [run.file for run in runs if run.file is not None]
+        join_checkpoints(target, files, about={"examples": examples})
+    if communicator is not None:
+        runs[0].wait()
+    for run in runs:
+        if run.file is not None:
+            run.file.unlink()
+    return Collected(estimator(blocks), examples, target, backend)
+
+
+def elements_of(block: Block, /) -> int:
+    """Return about how many numbers the statistics of a block are."""
+    n, m = block.layer.matrix_shape
+    kind: Any = block.approximation
+    if kind.name == "full":
+        return (n * m) ** 2
+    sides = {"input": n, "output": m // block.layer.groups}
+    full = [k for side, k in sides.items() if getattr(kind, side, "") == "full"]
+    factors = block.layer.groups * sum(k * k for k in full) + n + m
+    return 2 * factors + n * m if kind.has_bases else factors
+
+
+@dataclass
+class _Offset:
+    """Progress of one part among others."""
+
+    progress: Callable[[int, int], None]
+    before: int
+    stages: int
+    length: int
+
+    def __call__(self, stage: int, batches: int) -> None:
+        """Report the batches of a stage of this part."""
+        done = (self.before + stage) * self.length + batches
+        self.progress(done, self.stages * self.length)
+
+
+@dataclass
+class _Run:
+    """The statistics of blocks that are taken together."""
+
+    blocks: Blocks
+    capture: Capture
+    loader: Iterable[Any]
+    estimator: Callable[[Blocks], Estimator]
+    file: Path | None
+    backend: str | None
+    save_every: int | None = None
+    communicator: Communicator | None = None
+    progress: Callable[[int, int], None] | None = None
+    stage: int = 0
+    batches: int = 0
+    examples: int = 0
+
+    def __post_init__(self) -> None:
+        self.statistics: dict[str, Statistics] = {}
+        self.like: Any = None
+
+    def finish(self) -> None:
+        """Take the factors, and then the moments in their bases, from where it stood."""
+        self._resume()
+        moving = {n: b for n, b in self.blocks.items() if _has_moments(b)}
+        if self.stage == 0:
+            self._take(self._stage_blocks(), frozenset())
+            self._finish_sums(self.blocks, {"input", "output", "repeats", "block"})
+            self.statistics = self._rebased()
+            self.stage, self.batches = 1, 0
+            if moving:
+                self._save()
+        if self.stage == 1:
+            if moving:
+                self._take(moving, frozenset({"input", "output"}))
+                self._finish_sums(moving, {"block"})
+            self.stage = 2
+            self._save()
+        self.like = next(iter(self.statistics.values())).like
+
+    def wait(self) -> None:
+        """Wait until all processes have come here."""
+        self._total(self.like)
+
+    def holding(self) -> Estimator:
+        """Return an estimator that holds the statistics."""
+        estimator = self.estimator(self._stage_blocks())
+        state = dict.fromkeys(self.blocks, BlockState())
+        for name, statistics in self.statistics.items():
+            # Each row is an update of weight 1.
+            rows = max(float(a.weight) for a in statistics.averages.values())
+            age = 0 if statistics.bases else -1
+            state[name] = BlockState(statistics, updates=int(rows), basis_age=age)
+        estimator.state = NetworkState(state)
+        return estimator
+
+    def _stage_blocks(self) -> dict[str, Block]:
+        """Return the blocks as they are in this stage; first without moments."""
+        if self.stage:
+            return dict(self.blocks)
+        return {
+            name: Block(block.layer, block.approximation.factors)
+            if isinstance(block.approximation, Eigen)
+            else block
+            for name, block in self.blocks.items()
+        }
+
+    def _take(self, blocks: Blocks, skip: frozenset[str]) -> None:
+        """Go through the data, and add what blocks see."""
+        conventions = self.estimator(blocks).conventions
+        options = UpdateOptions(conventions, 1.0, None, skip=skip)
+        rank = 0 if self.communicator is None else self.communicator.rank
+        with self.capture(blocks) as passes:
+            rest = itertools.islice(self.loader, self.batches, None)
+            for k, batch in enumerate(rest, self.batches):
+                parts, count = passes(batch, (rank << 64) + (self.stage << 48) + k)
+                for part in parts:
+                    for name in part.keys() & blocks.keys():
+                        self._add(name, blocks[name], part[name], options)
+                del parts
+                self.batches = k + 1
+                if self.stage == 0:
+                    self.examples += count
+                if self.save_every is not None and self.batches % self.save_every == 0:
+                    self._save()
+                if self.progress is not None:
+                    self.progress(self.stage, self.batches)
+
+    def _add(self, name: str, block: Block, batch: Any, options: UpdateOptions) -> None:
+        old = self.statistics.get(name)
+        if old is None:
+            use = batch[0] if isinstance(batch, list | tuple) else batch
+            old = block.initial(use.output_grads)
+        new = update_block(block, old, batch, options, name=name)
+        if options.skip:
+            # The examples were counted with the factors.
+            same = {"repeats": old.averages["repeats"]}
+            new = replaced(new, averages={**new.averages, **same})
+        self.statistics[name] = new
+
+    def _finish_sums(self, blocks: Blocks, names: set[str]) -> None:
+        """Add up the sums of all processes, and divide by the examples of the network.
+
+        A layer may see more or fewer examples than the network: tokens of an expert.
+        """
+        if self.stage == 0:
+            like = next((s.like for s in self.statistics.values()), None)
+            if like is not None:
+                self.examples = int(self._total(like * 0 + self.examples))
+        for name in blocks:
+            if name not in self.statistics:
+                raise errors.NotReadyError(
+                    f"Block {name!r} saw no example: the data is empty, or nothing in it "
+                    "reaches this layer. Leave the layer out, or give other data."
+                )
+            statistics = self.statistics[name]
+            averages = dict(statistics.averages)
+            for key in names & averages.keys():
+                total: Average = map_structure(self._total, averages[key])
+                if key in ("repeats", "block"):
+                    share = total.weight / self.examples
+                    scaled = map_structure(lambda x, c=share: x * c, total.sum)
+                    total = replaced(total, sum=scaled)
+                averages[key] = total
+            self.statistics[name] = replaced(statistics, averages=averages)
+
+    def _total(self, x: Any) -> Any:
+        """Return the sum of an array over processes."""
+        if self.communicator is None:
+            return x
+        xp = ns.own_namespace(x)
+        flat = self.communicator.all_reduce(xp.reshape(x, (-1,))).wait()
+        return xp.reshape(flat, x.shape)
+
+    def _rebased(self) -> dict[str, Statistics]:
+        """Return the statistics with the bases of their factors, and zero moments."""
+        found = {}
+        for name, block in self.blocks.items():
+            statistics = self.statistics[name]
+            if isinstance(block.approximation, Eigen):
+                empty = block.initial(statistics.like)
+                averages = {**empty.averages, **statistics.averages}
+                statistics = replaced(empty, averages=averages)
+                statistics = rebase_block(block, statistics, "zero", "raise")
+                if self.communicator is not None:
+                    # Of equal matrices libraries may return bases of other signs.
+                    first = 1 if self.communicator.rank == 0 else 0
+                    bases = map_structure(
+                        lambda x, c=first: self._total(x * c), statistics.bases
+                    )
+                    statistics = replaced(statistics, bases=bases)
+            found[name] = statistics
+        return found
+
+    def _save(self) -> None:
+        if self.file is None:
+            return
+        about = {
+            "stage": self.stage,
+            "batches": self.batches,
+            "collected": self.examples,
+        }
+        save_checkpoint(self.file, self.holding(), parts="statistics", about=about)
+
+    def _resume(self) -> None:
+        if self.file is None or not self.file.exists():
+            return
+        about = read_header(self.file)["document"]["about"]
+        self.stage, self.batches = about["stage"], about["batches"]
+        self.examples = about["collected"]
+        estimator = self.estimator(self._stage_blocks())
+        load_checkpoint(self.file, estimator, backend=self.backend)
+        self.statistics = {
+            name: block.statistics
+            for name, block in estimator.state.blocks.items()
+            if block.statistics is not None
+        }
+
+
+def _parts(blocks: Blocks, max_elements: int | None) -> Iterator[dict[str, Block]]:
+    """Yield blocks together as far as the bound allows, in their order."""
+    part: dict[str, Block] = {}
+    size = 0
+    for name, block in blocks.items():
+        elements = elements_of(block)
+        if part and max_elements is not None and size + elements > max_elements:
+            yield part
+            part, size = {}, 0
+        part[name] = block
+        size += elements
+    yield part
+
+
+def _has_moments(block: Block) -> bool:
+    return isinstance(block.approximation, Eigen)

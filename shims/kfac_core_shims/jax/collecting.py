@@ -1,0 +1,121 @@
+"""`collect`: the curvature of a trained function over a data set."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+import kfac_core as kc
+from kfac_core_shims.jax.network import Network
+
+__all__ = ["collect"]
+
+
+def collect(
+    network: Network,
+    params: Any,
+    loader: Iterable[Any],
+    *,
+    likelihood: kc.losses.Loss,
+    path: str | os.PathLike[str] | None = None,
+    fisher: kc.losses.EstimationMode = "gradients",
+    samples: int = 1,
+    positions: kc.losses.Positions = "signs",
+    max_elements: int | None = None,
+    save_every: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    communicator: kc.distributed.Communicator | None = None,
+) -> kc.integration.Collected:
+    """Collect the curvature of a network over a data set.
+
+    Parameters
+    ----------
+    network : Network
+        Its blocks say which statistics are taken: for EKFAC make it with
+        ``approximation=lambda name, layer: kc.Eigen()``.
+    params : pytree
+        Trained parameters.
+    loader : iterable
+        Batches, each a tuple of the function's inputs, or its only input; gone through
+        once, or twice for each part with EKFAC, the same each time.
+    likelihood : kfac_core.losses.Loss
+        Likelihood of one row of outputs.
+    path, max_elements, save_every, progress, communicator
+        As of `kfac_core.integration.collect_statistics`.
+    fisher : {"gradients", "exact"}
+        Whether labels are drawn from the model, or summed over.
+    samples : int
+        Labels drawn for each row.
+    positions : {"signs", "separate", "together"}
+        See `kfac_core.losses.drawn_vectors`.
+
+    Returns
+    -------
+    kfac_core.integration.Collected
+        Blocks, statistics and the number of examples, for
+        ``kfac_core.influence.Influence`` and ``kfac_core.Posterior``.
+
+    Raises
+    ------
+    KFACError
+        As `kfac_core.integration.collect_statistics`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import kfac_core as kc
+    >>> from kfac_core_shims.jax import Network, collect
+    >>> x, params = jnp.ones((8, 4)), {"W": jnp.ones((4, 3))}
+    >>> network = Network(lambda params, x: x @ params["W"], params, x)
+    >>> factors = collect(network, params, [x, x], likelihood=kc.losses.Categorical())
+    >>> factors.examples
+    16
+    """
+    run = jax.jit(network.function)
+
+    def pulled(params: Any, inputs: Any, vectors: Any) -> Any:
+        return network.vjp(params, *inputs)[1](vectors).batches
+
+    pull = jax.jit(pulled)
+
+    @contextmanager
+    def capture(blocks: Mapping[str, kc.Block]) -> Iterator[Any]:
+        def passes(batch: Any, seed: int) -> tuple[Any, int]:
+            inputs = batch if isinstance(batch, tuple) else (batch,)
+            outputs = run(params, *inputs)
+            vectors = kc.losses.drawn_vectors(
+                likelihood,
+                outputs,
+                mode=fisher,
+                seed=seed,
+                shared=positions == "signs" or outputs.ndim > 2,
+                samples=samples,
+                positions=positions,
+            )
+            return [pull(params, inputs, vectors)], len(outputs)
+
+        yield passes
+
+    return kc.integration.collect_statistics(
+        network.blocks,
+        capture,
+        loader,
+        estimator=functools.partial(
+            kc.Estimator,
+            reduction="sum",
+            decay=1.0,
+            sources=kc.losses.source_reduction_of(fisher),
+            mode=fisher,
+        ),
+        path=path,
+        backend="jax",
+        max_elements=max_elements,
+        save_every=save_every,
+        progress=progress,
+        communicator=communicator,
+    )

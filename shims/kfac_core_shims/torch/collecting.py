@@ -1,0 +1,312 @@
+"""`collect`: the curvature of a trained model over a data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import kfac_core as kc
+from kfac_core_shims.torch import parallel
+from kfac_core_shims.torch.coverage import choose
+from kfac_core_shims.torch.finding import find_sites
+from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.sites import Site
+
+__all__ = ["Factors", "collect", "outputs_of", "read_factors"]
+
+
+@dataclass
+class Factors:
+    """Statistics of a model's layers over a data set; made by `collect` or `read_factors`.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+        The model.
+    sites : dict of str to Site
+        Parameters and geometry of each block.
+    collected : kfac_core.integration.Collected
+        Blocks, statistics and the number of examples N.
+    skipped : dict of str to str
+        Trained parameters without a block, with the reason.
+    """
+
+    model: Any
+    sites: dict[str, Site]
+    collected: kc.integration.Collected
+    skipped: dict[str, str]
+
+    @property
+    def examples(self) -> int:
+        """N, of which the curvature is the mean."""
+        return self.collected.examples
+
+    @property
+    def blocks(self) -> dict[str, kc.Block]:
+        """The blocks by name."""
+        return self.collected.blocks
+
+    @property
+    def statistics(self) -> dict[str, kc.Statistics]:
+        """The statistics by name; read from the file when they are first asked for."""
+        return self.collected.statistics
+
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters of each block, in the layers' layout."""
+        return {name: site.values() for name, site in self.sites.items()}
+
+    def __repr__(self) -> str:
+        table = kc.integration.coverage_table(self.blocks, self.skipped)
+        return f"Factors of {self.examples} examples\n{table}"
+
+
+def collect(
+    model: Any,
+    loader: Iterable[Any],
+    *,
+    likelihood: Any = "categorical",
+    path: str | os.PathLike[str] | None = None,
+    fisher: kc.losses.EstimationMode = "gradients",
+    samples: int = 1,
+    positions: kc.losses.Positions = "signs",
+    forward: Callable[[Any, Any], Any] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    ekfac: bool = True,
+    approximations: Mapping[Any, Any] | None = None,
+    skip_layers: Sequence[str] = (),
+    max_elements: int | None = None,
+    save_every: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    communicator: Any = None,
+) -> Factors:
+    r"""Collect the Kronecker-factored curvature of a model over a data set.
+
+    The curvature of each layer is that of the negative log-likelihood of one example,
+    summed over its rows of outputs (tokens), and averaged over the N examples.  By default
+    it is EKFAC's,
+
+    .. math:: F = (Q_A \otimes Q_G) \, \mathrm{diag}(E) \, (Q_A \otimes Q_G)^T .
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Trained model, in the mode that it is used in (``model.eval()``), of any floating
+        dtype; statistics are in float32 or wider.  Frozen parameters are left out.
+    loader : iterable
+        Batches: ``(inputs, ...)``, or mappings as of Hugging Face's tokenizers.  It is gone
+        through twice for each part of layers (once without EKFAC), so give the same batches
+        in the same order each time (``shuffle=False``).
+    likelihood : str, kfac_core.losses.Loss or torch.nn.Module
+        As of `KFAC`.
+    path : path-like, optional
+        Checkpoint to write.  If it exists, nothing is computed; what a killed run left
+        beside it is resumed, to the bit.
+    fisher : {"gradients", "exact", "empirical"}
+        ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them, and
+        ``"empirical"`` takes the gradients of `loss`.
+    samples, positions
+        As of `KFAC`.
+    forward : callable, optional
+        ``(model, batch) -> outputs`` or ``(outputs, weights of rows)``; by default the
+        model of the batch's inputs, and its ``logits`` if it has any.
+    loss : callable, optional
+        ``(model, batch) -> losses`` of the examples, (N,), for ``fisher="empirical"``.
+    ekfac : bool
+        Whether the second moments in the bases of `kfac_core.Kronecker` factors are taken
+        too, as of `kfac_core.Eigen`, by going through the data once more.
+    approximations, skip_layers
+        As of `KFAC`.
+    max_elements : int, optional
+        Bound on the numbers in the statistics of the layers that are taken together; needs
+        a `path`.  A layer with n inputs and m outputs has ``2 (n^2 + m^2) + n m``.
+    save_every : int, optional
+        Batches between saved states, of which a killed run is resumed; needs a `path`.
+    progress : callable, optional
+        Called with the number of batches done, and of those there are.
+    communicator : kfac_core.distributed.Communicator or str, optional
+        Processes, each with a loader of its own share; by default all of
+        ``torch.distributed`` if it is initialized.  `path` is on a disk that all see.
+
+    Returns
+    -------
+    Factors
+        For `influence`, `kfac_core_shims.torch.Posterior`, `operator` and `merge`.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For options that do not fit, such as several parts without a `path`.
+    kfac_core.NotReadyError
+        If a layer saw no example.
+    kfac_core.NotFiniteError
+        For a row that is not finite.
+
+    Notes
+    -----
+    ``R (n^2 + m^2)`` flops for R rows of a layer, about ``9 (n^3 + m^3)`` for its bases,
+    and ``2 R (n^2 + m^2 + n m)`` for its second moments; two forward and backward passes
+    for each part of the layers.
+
+    References
+    ----------
+    George et al. (2018), arXiv:1806.03884; Grosse et al. (2023), arXiv:2308.03296.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kfac_core_shims.torch import collect
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)).eval()
+    >>> factors = collect(model, torch.randn(10, 4).split(4), likelihood="categorical")
+    >>> factors.examples, sorted(factors.blocks)
+    (10, ['0', '1'])
+    """
+    plain = parallel.inner(model)
+    if fisher == "empirical":
+        if loss is None:
+            raise kc.ConventionError(
+                "fisher='empirical' takes the gradients of each example's loss: give "
+                "`loss`, (model, batch) -> losses of shape (N,)."
+            )
+        per_example = loss
+
+        def forward(model: Any, batch: Any) -> Any:
+            return per_example(model, batch)[:, None]
+
+        # The exact vector of half the square of one output is 1: the loss's own gradient.
+        fisher, likelihood = "exact", "gaussian"
+    run = outputs_of if forward is None else forward
+    found = find_sites(plain, skip_layers=skip_layers)
+    blocks = {}
+    for name, kind in choose(plain, found, approximations or {}).items():
+        site = found.sites[name]
+        if ekfac and isinstance(kind, kc.Kronecker) and not site.part.tied:
+            same: dict[str, Any] = dataclasses.asdict(kind)
+            kind = kc.Eigen(**same)
+        blocks[name] = kc.Block(site.layer, kind)
+
+    @contextmanager
+    def capture(taken: Mapping[str, kc.Block]) -> Iterator[Any]:
+        kfac = KFAC(
+            plain,
+            likelihood=likelihood,
+            fisher=fisher,
+            samples=samples,
+            positions=positions,
+            kl_clip=None,
+            approximations={
+                **dict.fromkeys(found.sites),
+                **{name: block.approximation for name, block in taken.items()},
+            },
+            skip_layers=skip_layers,
+            output=None,
+            communicator="alone",
+        )
+
+        def passes(batch: Any, seed: int) -> tuple[Any, int]:
+            with torch.enable_grad():
+                outputs = run(model, batch)
+            outputs, weight = outputs if isinstance(outputs, tuple) else (outputs, None)
+            return kfac.batches(outputs, weight, seed=seed), len(outputs)
+
+        try:
+            yield passes
+        finally:
+            kfac.remove()
+
+    collected = kc.integration.collect_statistics(
+        blocks,
+        capture,
+        loader,
+        estimator=functools.partial(
+            kc.Estimator,
+            reduction="sum",
+            decay=1.0,
+            sources=kc.losses.source_reduction_of(fisher),
+            mode=fisher,
+        ),
+        path=path,
+        backend=_backend(plain),
+        max_elements=max_elements,
+        save_every=save_every,
+        progress=progress,
+        communicator=_processes(communicator),
+    )
+    sites = {name: found.sites[name] for name in blocks}
+    return Factors(plain, sites, collected, dict(found.reasons))
+
+
+def read_factors(model: Any, path: str | os.PathLike[str], /) -> Factors:
+    """Return the factors that `collect` wrote to a file, for the same model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Model whose layers have the names and shapes of the file.
+    path : path-like
+        The file.
+
+    Returns
+    -------
+    Factors
+        Its arrays are read to the model's device when they are first asked for.
+
+    Raises
+    ------
+    kfac_core.StateError
+        For a file that `collect` did not write, or of another model.
+    """
+    plain = parallel.inner(model)
+    found = find_sites(plain)
+    layers = {name: site.layer for name, site in found.sites.items()}
+    collected = kc.integration.Collected.read(layers, path, backend=_backend(plain))
+    sites = {name: found.sites[name] for name in collected.blocks}
+    return Factors(plain, sites, collected, dict(found.reasons))
+
+
+def outputs_of(model: Any, batch: Any, /) -> Any:
+    """Return the outputs of a model for a batch, which goes to the model's device.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    batch : tensor, sequence or mapping of tensors
+        Inputs; the first of a sequence; a mapping without ``labels`` by name.
+
+    Returns
+    -------
+    torch.Tensor
+        What the model returns, or its ``logits``.
+    """
+    device = next(model.parameters()).device
+    if isinstance(batch, Mapping):
+        inputs = {k: x.to(device) for k, x in batch.items() if k != "labels"}
+        outputs = model(**inputs)
+    else:
+        x = batch[0] if isinstance(batch, list | tuple) else batch
+        outputs = model(x.to(device))
+    return getattr(outputs, "logits", outputs)
+
+
+def _backend(model: Any) -> str:
+    return f"torch:{next(model.parameters()).device}"
+
+
+def _processes(communicator: Any) -> kc.distributed.Communicator | None:
+    """Return the processes that a user meant; None for one."""
+    if communicator is None:
+        running = kc.distributed.running_processes().get("torch", 1)
+        communicator = "torch" if running > 1 else "alone"
+    if communicator == "alone":
+        return None
+    if isinstance(communicator, str):
+        return kc.distributed.connect(communicator, timeout=parallel.TIMEOUT)
+    processes: kc.distributed.Communicator = communicator
+    return processes
