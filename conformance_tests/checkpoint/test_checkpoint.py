@@ -165,7 +165,7 @@ def test_inspect_says_what_is_in_a_file(rng, tmp_path, capsys):
 
     assert main(["inspect", str(path)]) == 0
     summary = capsys.readouterr().out.splitlines()
-    assert summary[4].split()[:3] == ["dense", "kronecker", "1"]
+    assert summary[5].split()[:3] == ["dense", "kronecker", "1"]
     assert main(["inspect", "--blocks", str(path)]) == 0
     text = capsys.readouterr().out
     for word in (

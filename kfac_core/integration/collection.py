@@ -238,7 +238,7 @@ def collect_statistics(
     return Collected(estimator(blocks), examples, target, backend)
 
 
-def elements_of(block: Block, /) -> int:
+def _elements_of(block: Block, /) -> int:
     """Return about how many numbers the statistics of a block are."""
     n, m = block.layer.matrix_shape
     kind: Any = block.approximation
@@ -449,7 +449,7 @@ def _parts(blocks: Blocks, max_elements: int | None) -> Iterator[dict[str, Block
     part: dict[str, Block] = {}
     size = 0
     for name, block in blocks.items():
-        elements = elements_of(block)
+        elements = _elements_of(block)
         if part and max_elements is not None and size + elements > max_elements:
             yield part
             part, size = {}, 0
