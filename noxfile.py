@@ -29,11 +29,11 @@ ROOT = Path(__file__).parent.resolve()
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 # As many processes as there are cores; a later `-n` among the arguments wins.
-PARALLEL = ("-n", "auto", "--dist", "worksteal")
+PARALLEL = ["-n", "auto", "--dist", "worksteal"]
 # PyTorch has 2,000 modules, of which a session imports a few: Python compiles these itself.
-TORCH_CPU = ("-c", "constraints/torch-cpu.txt", "--no-compile")
+TORCH_CPU = ["-c", "constraints/torch-cpu.txt", "--no-compile"]
 # Libraries that two examples stand below, without what these have for CUDA and vision.
-CONSUMERS = (
+CONSUMERS = [
     "laplace-torch==0.3",
     "curvlinops-for-pytorch==3.0.1",
     "backpack-for-pytorch",
@@ -43,37 +43,37 @@ CONSUMERS = (
     "asdfghjkl==0.1a4",
     "torchmetrics",
     "lightning-utilities",
-)
+]
 
 # The way from rows to products, inside of compiled programs and outside, and the answers
 # of other libraries.  What these do not run on JAX every day runs every night.
-JAX_TESTS = tuple(
-    f"conformance_tests/{path}"
-    for path in (
-        "approximations/test_contract.py",
-        "array/test_smoke.py",
-        "conformance/test_records.py",
-        "distributed/test_traced.py",
-        "estimator/test_network_jit.py",
-        "estimator/test_network_state.py",
-        "estimator/test_tracing_jax.py",
-        "influence/test_influence.py",
-        "linalg/test_fallback.py",
-        "linalg/test_gram.py",
-        "losses/test_estimation_modes.py",
-        "posterior/test_posterior.py",
-        "roots",
-        "samples",
-        "steps/test_steps_tracing.py",
-    )
-)
+JAX_TESTS = [
+    "conformance_tests/approximations/test_contract.py",
+    "conformance_tests/array/test_smoke.py",
+    "conformance_tests/conformance/test_records.py",
+    "conformance_tests/distributed/test_traced.py",
+    "conformance_tests/estimator/test_network_jit.py",
+    "conformance_tests/estimator/test_network_state.py",
+    "conformance_tests/estimator/test_tracing_jax.py",
+    "conformance_tests/influence/test_influence.py",
+    "conformance_tests/linalg/test_fallback.py",
+    "conformance_tests/linalg/test_gram.py",
+    "conformance_tests/losses/test_estimation_modes.py",
+    "conformance_tests/posterior/test_posterior.py",
+    "conformance_tests/roots",
+    "conformance_tests/samples",
+    "conformance_tests/steps/test_steps_tracing.py",
+]
 
 # Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
 # an order of its own.
-KERNELS = ("SkylakeX", "Haswell", "Zen", "Nehalem")
+KERNELS = ["SkylakeX", "Haswell", "Zen", "Nehalem"]
 # Options with which XLA compiles sooner what is slower; it ends the process for one that
 # its version does not know.
-QUICK_XLA = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
+QUICK_XLA = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+]
 XLA_PROBE = "import jax; jax.numpy.ones(2) + 1"
 # Prints the kernels that NumPy's BLAS computes with.
 KERNEL_PROBE = """
@@ -120,37 +120,49 @@ def group(name: str) -> list[str]:
     return requirements
 
 
+def install(
+    session: nox.Session, extras: str, *needed: str, torch: bool = False
+) -> None:
+    """Install the project in place, with extras and what its tests need."""
+    requirements = ["-e", f".[{extras}]", *group("test"), *needed]
+    session.install(*requirements, *(TORCH_CPU if torch else []))
+
+
+def run_tests(
+    session: nox.Session, *arguments: str, env: dict[str, str] | None = None
+) -> None:
+    """Run tests on all cores; what follows `--` comes last."""
+    session.run("pytest", *arguments, *PARALLEL, *session.posargs, env=env)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the conformance tests on NumPy and array-api-strict."""
-    session.install("-e", ".[scipy]", *group("test"))
-    session.run("pytest", *PARALLEL, *session.posargs)
+    install(session, "scipy")
+    run_tests(session)
 
 
 @nox.session(name="tests-torch", venv_backend="virtualenv")
 def tests_torch(session: nox.Session) -> None:
     """Run the conformance tests on PyTorch, on the CPU; `--thorough` twice."""
-    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
-    session.run("pytest", "--backend=torch", *PARALLEL, *session.posargs)
-    if "--thorough" not in session.posargs:
-        return
-    # On one thread PyTorch leaves its refreshes to NumPy; the others see it compute.  What
-    # is compiled is never left to NumPy.
-    chosen = "(estimator or refresh or stack or shim) and not tracing"
-    on_host = {"KFAC_CORE_TEST_TORCH_ON_HOST": "1"}
-    command = "pytest", "--backend=torch", "-k", chosen, *PARALLEL, *session.posargs
-    session.run(*command, env=on_host)
+    install(session, "scipy,torch", torch=True)
+    run_tests(session, "--backend=torch")
+    if "--thorough" in session.posargs:
+        # On one thread PyTorch leaves its refreshes to NumPy; the others see it compute.
+        # What is compiled is never left to NumPy.
+        chosen = "(estimator or refresh or stack or shim) and not tracing"
+        on_host = {"KFAC_CORE_TEST_TORCH_ON_HOST": "1"}
+        run_tests(session, "--backend=torch", "-k", chosen, env=on_host)
 
 
 @nox.session(name="tests-jax")
 def tests_jax(session: nox.Session) -> None:
     """Run the tests of what JAX compiles, on the CPU; `--thorough` runs all tests."""
-    session.install("-e", ".[scipy,jax]", *group("test"))
-    said = "--thorough", "conformance_tests"
-    chosen = any(argument.startswith(said) for argument in session.posargs)
-    tests = () if chosen else JAX_TESTS
-    command = "pytest", "--backend=jax", *tests, *PARALLEL, *session.posargs
-    session.run(*command, env=quick_to_compile(session))
+    install(session, "scipy,jax")
+    requested = ("--thorough", "conformance_tests")
+    chosen = any(argument.startswith(requested) for argument in session.posargs)
+    paths = [] if chosen else JAX_TESTS
+    run_tests(session, "--backend=jax", *paths, env=quick_to_compile(session))
 
 
 def quick_to_compile(session: nox.Session) -> dict[str, str]:
@@ -188,47 +200,31 @@ def quick_xla(session: nox.Session) -> str:
 @nox.session(name="tests-shims", venv_backend="virtualenv")
 def tests_shims(session: nox.Session) -> None:
     """Run the tests of the shims, with every framework that they feed from."""
-    session.install(
-        "-e",
-        ".[scipy,torch,flax,keras,sklearn]",
-        *group("test"),
-        "equinox",
-        "dm-haiku",  # whose modules are found in JAX's traces
-        *TORCH_CPU,
-    )
+    # Haiku's and equinox's modules are found in JAX's traces.
+    extras = "scipy,torch,flax,keras,sklearn"
+    install(session, extras, "equinox", "dm-haiku", torch=True)
     # The documentation's pages that need a framework are run here too; integrations
     # without one, and the other pages, are run by `tests`.
-    tests = (
+    paths = [
         "conformance_tests/shims",
         "--ignore=conformance_tests/shims/test_numpy.py",
         "--ignore=conformance_tests/shims/test_sklearn.py",
         "conformance_tests/documentation/test_documentation.py",
-    )
+    ]
     environment = quick_to_compile(session)
     environment["KFAC_CORE_TEST_PAGES"] = "frameworks"
-    session.run("pytest", *tests, *PARALLEL, *session.posargs, env=environment)
+    run_tests(session, *paths, env=environment)
     if "--thorough" in session.posargs:
         keras = "conformance_tests/shims/test_keras.py"
-        environment = {
-            "KERAS_BACKEND": "jax",
-            "XLA_FLAGS": quick_xla(session),
-        }
-        session.run("pytest", keras, *PARALLEL, *session.posargs, env=environment)
+        on_jax = {"KERAS_BACKEND": "jax", "XLA_FLAGS": quick_xla(session)}
+        run_tests(session, keras, env=on_jax)
 
 
 @nox.session(venv_backend="virtualenv")
 def loops(session: nox.Session) -> None:
     """Run PyTorch's training loops: plain ones, Lightning, accelerate, Hugging Face."""
-    session.install(
-        "-e",
-        ".[scipy,torch,sklearn]",
-        *group("test"),
-        "accelerate",
-        "lightning",
-        "peft",
-        "transformers>=5",
-        *TORCH_CPU,
-    )
+    trainers = ["accelerate", "lightning", "peft", "transformers>=5"]
+    install(session, "scipy,torch,sklearn", *trainers, torch=True)
     folder = ROOT / "docs" / "examples" / "loops"
     for path in sorted(folder.glob("*.py")):
         if path.name != "problem.py":
@@ -246,31 +242,22 @@ def tests_distributed(session: nox.Session) -> None:
 
     With `--thorough` the examples with more processes too, and trainers of others.
     """
-    trainers = ("accelerate", "lightning") if "--thorough" in session.posargs else ()
-    needed = "-e", ".[torch,mpi,jax]", "mpich"
-    session.install(*needed, *trainers, *group("test"), *TORCH_CPU)
+    trainers = ["accelerate", "lightning"] if "--thorough" in session.posargs else []
+    install(session, "torch,mpi,jax", "mpich", *trainers, torch=True)
+    environment = quick_to_compile(session)
+    environment["KFAC_CORE_TEST_PROCESSES"] = "torch,mpi,jax"
     session.run(
-        "pytest",
-        "--backend=numpy",
-        PROCESSES,
-        *session.posargs,
-        env={
-            **quick_to_compile(session),
-            "KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax",
-        },
+        "pytest", "--backend=numpy", PROCESSES, *session.posargs, env=environment
     )
 
 
 @nox.session(name="tests-openmpi", venv_backend="virtualenv")
 def tests_openmpi(session: nox.Session) -> None:
     """Run those of MPI with Open MPI, which reports a rank that is gone."""
-    session.install("-e", ".[mpi]", "openmpi", *group("test"))
+    install(session, "mpi", "openmpi")
+    environment = {"KFAC_CORE_TEST_PROCESSES": "mpi"}
     session.run(
-        "pytest",
-        "--backend=numpy",
-        PROCESSES,
-        *session.posargs,
-        env={"KFAC_CORE_TEST_PROCESSES": "mpi"},
+        "pytest", "--backend=numpy", PROCESSES, *session.posargs, env=environment
     )
 
 
@@ -278,13 +265,9 @@ def tests_openmpi(session: nox.Session) -> None:
 def no_backends(session: nox.Session) -> None:
     """Run the tests without any backend file: the generic path; `--thorough` on PyTorch."""
     thorough = "--thorough" in session.posargs
-    extras, constraints = (
-        (".[scipy,torch]", TORCH_CPU) if thorough else (".[scipy]", ())
-    )
-    session.install("-e", extras, *group("test"), *constraints)
+    install(session, "scipy,torch" if thorough else "scipy", torch=thorough)
     backend = "--backend=numpy,torch" if thorough else "--backend=numpy"
-    command = "pytest", backend, *PARALLEL, *session.posargs
-    session.run(*command, env={"KFAC_CORE_TEST_NO_BACKENDS": "1"})
+    run_tests(session, backend, env={"KFAC_CORE_TEST_NO_BACKENDS": "1"})
 
 
 @nox.session(venv_backend="virtualenv", venv_params=["--system-site-packages"])
@@ -296,7 +279,7 @@ def gpu(session: nox.Session) -> None:
     run in the environment of nox.
     """
     if session.virtualenv.venv_backend != "none":
-        session.install("-e", ".[scipy]", *group("test"))
+        install(session, "scipy")
     output = session.run("python", "-c", GPU_PROBE, silent=True)
     if not isinstance(output, str):  # under --install-only nothing was run
         return
@@ -312,22 +295,15 @@ def gpu(session: nox.Session) -> None:
 @nox.session(name="third-party", venv_backend="virtualenv")
 def third_party(session: nox.Session) -> None:
     """Run the conformance tests on the documentation's own backend, dpnp (3 GB)."""
-    example = "./docs/examples/third_party_backend[cpu]"
-    session.install("-e", ".[scipy]", example, *group("test"))
+    install(session, "scipy", "./docs/examples/third_party_backend[cpu]")
     driver = Path(session.virtualenv.location).resolve() / "lib" / "libintelocl.so"
-    session.run(
-        "pytest",
-        "--backend=dpnp",
-        *PARALLEL,
-        *session.posargs,
-        env={"OCL_ICD_FILENAMES": str(driver)},
-    )
+    run_tests(session, "--backend=dpnp", env={"OCL_ICD_FILENAMES": str(driver)})
 
 
 @nox.session(venv_backend="virtualenv")
 def consumers(session: nox.Session) -> None:
     """Compare the examples below laplace-torch and curvlinops with these libraries."""
-    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
+    install(session, "scipy,torch", torch=True)
     session.install("einops", "jaxtyping", "opt_einsum", "packaging", "tqdm")
     session.install("--no-deps", *CONSUMERS)
     session.run(
@@ -343,7 +319,7 @@ def consumers(session: nox.Session) -> None:
 @nox.session(name="cupy-signatures")
 def cupy_signatures(session: nox.Session) -> None:
     """Bind every call of the CuPy backend to CuPy's signatures; needs no GPU."""
-    session.install("-e", ".[scipy,cupy-cuda12]", *group("test"))
+    install(session, "scipy,cupy-cuda12")
     session.run(
         "pytest", "conformance_tests/array/test_cupy_signatures.py", *session.posargs
     )
@@ -376,23 +352,16 @@ def types_of_pages(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
     session.install("-e", ".[records,scipy]", *group("docs"))
-    session.run(
-        "sphinx-build",
-        "-nTW",
-        "--keep-going",
-        "-b",
-        "html",
-        "docs",
-        "docs/_build/html",
-        *session.posargs,
-    )
+    strict = ["-nTW", "--keep-going", "-b", "html"]
+    session.run("sphinx-build", *strict, "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session(venv_backend="virtualenv")
 def tables(session: nox.Session) -> None:
     """Recompute the tables of pages, and compare them; `-- --check --quick` is short."""
-    needed = ".[demo,records,torch,sklearn]", "transformers>=5"
-    session.install("-e", *needed, *TORCH_CPU)
+    session.install(
+        "-e", ".[demo,records,torch,sklearn]", "transformers>=5", *TORCH_CPU
+    )
     session.run("python", "docs/tables.py", *(session.posargs or ["--check"]))
 
 
@@ -405,79 +374,90 @@ def screens(session: nox.Session) -> None:
     )
 
 
-@nox.session
-def package(session: nox.Session) -> None:
-    """Build wheel and sdist, check them, and use each in an empty environment."""
+def build(session: nox.Session) -> dict[str, Path]:
+    """Build wheel and sdist into an empty folder; return them by suffix."""
     session.install("build", "twine")
     folder = Path(session.create_tmp()).resolve()
     shutil.rmtree(folder)
     folder.mkdir()
     session.run("python", "-m", "build", "--outdir", str(folder / "dist"), silent=True)
-    built = sorted((folder / "dist").glob("*"))
-    session.run("python", "-m", "twine", "check", "--strict", *map(str, built))
+    return {path.suffix: path for path in sorted((folder / "dist").glob("*"))}
+
+
+def empty_environment(session: nox.Session, folder: Path) -> str:
+    """Make an environment with nothing in it; return its Python."""
+    session.run("python", "-m", "venv", str(folder))
+    scripts = "Scripts" if sys.platform == "win32" else "bin"
+    return str(folder / scripts / "python")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist, check them, and use each in an empty environment."""
+    built = build(session)
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, built.values()))
     program = ROOT / "conformance_tests" / "builders" / "installed.py"
-    for path in built:
-        empty = folder / path.suffix.removeprefix(".")
-        session.run("python", "-m", "venv", str(empty))
-        scripts = "Scripts" if sys.platform == "win32" else "bin"
-        python = str(empty / scripts / "python")
+    for suffix, path in built.items():
+        folder = path.parents[1] / suffix.removeprefix(".")
+        python = empty_environment(session, folder)
         session.run(python, "-m", "pip", "install", "-q", str(path), external=True)
-        session.chdir(empty)
-        session.run(python, "-I", str(program), external=True)
-        session.chdir(ROOT)
+        with session.chdir(folder):
+            session.run(python, "-I", str(program), external=True)
 
 
 @nox.session
 def wheel(session: nox.Session) -> None:
     """Build, install the wheel by itself, and test it away from the source."""
-    session.install("build")
-    folder = Path(session.create_tmp()).resolve()
-    shutil.rmtree(folder)
-    folder.mkdir()
-    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
-    if not (folder / "dist").exists():  # under --install-only nothing was run
+    built = build(session)
+    if not built:  # under --install-only nothing was run
         return
-
-    [built] = (folder / "dist").glob("*.whl")
-    session.run("python", "-m", "venv", str(folder / "env"))
-    scripts = "Scripts" if sys.platform == "win32" else "bin"
-    python = str(folder / "env" / scripts / "python")
-    requirement = f"kfac-core[scipy] @ {built.as_uri()}"
-    session.run(python, "-m", "pip", "install", "-q", requirement, *group("test"))
+    folder = built[".whl"].parents[1]
+    python = empty_environment(session, folder / "env")
+    requirement = f"kfac-core[scipy] @ {built['.whl'].as_uri()}"
+    session.run(
+        python, "-m", "pip", "install", "-q", requirement, *group("test"), external=True
+    )
 
     # The tests come from the sdist, less the packages: only the wheel can answer.
-    [sdist] = (folder / "dist").glob("*.tar.gz")
-    shutil.unpack_archive(sdist, folder, filter="data")
-    source = folder / sdist.name.removesuffix(".tar.gz")
-    shutil.rmtree(source / "kfac_core")
-    shutil.rmtree(source / "backends")
-    shutil.rmtree(source / "shims")
+    shutil.unpack_archive(built[".gz"], folder, filter="data")
+    source = folder / built[".gz"].name.removesuffix(".tar.gz")
+    for name in ("kfac_core", "backends", "shims"):
+        shutil.rmtree(source / name)
     shutil.rmtree(source / "conformance_tests" / "kfac_core_conformance")
-    session.chdir(source)
-    session.run(python, "-m", "pytest", *session.posargs)
+    with session.chdir(source):
+        session.run(python, "-m", "pytest", *session.posargs, external=True)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build, check and test wheel and sdist, and write what is new into `dist/`."""
+    version = PYPROJECT["project"]["version"]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, found, after = changes.partition(f"\n## [{version}]")
+    if not found:
+        session.error(f"CHANGELOG.md has no section [{version}]")
+    notes = after.partition("\n")[2].partition("\n## ")[0].strip()
+    package(session)
+    wheel(session)
+    target = ROOT / "dist"
+    shutil.copytree(Path(session.create_tmp()) / "dist", target, dirs_exist_ok=True)
+    (target / f"notes-{version}.md").write_text(notes + "\n", encoding="utf-8")
 
 
 @nox.session
 def robustness(session: nox.Session) -> None:
     """Run the long, hostile and unlucky runs at their full size: about half an hour."""
-    session.install("-e", ".[scipy]", *group("test"))
-    session.run(
-        "pytest",
-        "--backend=numpy",
-        "-s",
-        "conformance_tests/survival",
-        *session.posargs,
-        env={"KFAC_CORE_SURVIVAL": "full"},
-    )
+    install(session, "scipy")
+    command = ["pytest", "--backend=numpy", "-s", "conformance_tests/survival"]
+    session.run(*command, *session.posargs, env={"KFAC_CORE_SURVIVAL": "full"})
 
 
 @nox.session(venv_backend="virtualenv")
 def sequences(session: nox.Session) -> None:
     """Run random sequences of calls; `-- --backend=torch --seconds=600 --faults`."""
     backend = next((b for b in ("torch", "jax") if b in " ".join(session.posargs)), "")
-    extra = f"[scipy,{backend}]" if backend else "[scipy]"
-    constraints = TORCH_CPU if backend == "torch" else ()
-    session.install("-e", f".{extra}", *group("test"), *constraints)
+    extras = f"scipy,{backend}" if backend else "scipy"
+    install(session, extras, torch=backend == "torch")
     session.run("python", "-m", "conformance_tests.sequences", *session.posargs)
 
 
@@ -486,36 +466,23 @@ def sequences(session: nox.Session) -> None:
 def lowest(session: nox.Session, backend: str) -> None:
     """Run the tests on the lowest version of every bound, on the oldest Python."""
     extra = "scipy" if backend == "numpy" else f"scipy,{backend}"
-    session.install(
-        "--resolution",
-        "lowest-direct",
-        "--torch-backend",
-        "cpu",
-        "-e",
-        f".[{extra}]",
-        *group("test"),
-    )
-    session.run(
-        "pytest",
-        f"--backend={backend}",
-        *PARALLEL,
-        *session.posargs,
-        # The checks of the first scikit-learn that is supported ask SciPy for it.
-        env={"SCIPY_ARRAY_API": "1"},
-    )
+    lowest_of_each = ["--resolution", "lowest-direct", "--torch-backend", "cpu"]
+    install(session, extra, *lowest_of_each)
+    # The checks of the first scikit-learn that is supported ask SciPy for it.
+    run_tests(session, f"--backend={backend}", env={"SCIPY_ARRAY_API": "1"})
 
 
 @nox.session(venv_backend="uv|virtualenv", python=PYTHONS)
 def pythons(session: nox.Session) -> None:
     """Run the tests on NumPy with each supported Python that is installed."""
-    session.install("-e", ".[scipy]", *group("test"))
-    session.run("pytest", *PARALLEL, *session.posargs)
+    install(session, "scipy")
+    run_tests(session)
 
 
 @nox.session(venv_backend="virtualenv")
 def precision(session: nox.Session) -> None:
     """Compare products with references of 120 digits; print right, refused and wrong."""
-    session.install("-e", ".[scipy,torch,jax]", *group("test"), *TORCH_CPU)
+    install(session, "scipy,torch,jax", torch=True)
     names = session.posargs or ("numpy", "torch", "jax")
     session.run("python", "-m", "conformance_tests.precision", *names)
 
@@ -523,7 +490,7 @@ def precision(session: nox.Session) -> None:
 @nox.session
 def kernels(session: nox.Session) -> None:
     """Run the tests on NumPy with each of OpenBLAS's kernels, on one and two threads."""
-    session.install("-e", ".[scipy]", *group("test"))
+    install(session, "scipy")
     runs = [(kernel, threads) for kernel in KERNELS for threads in (1, 2)]
     run_with_kernels(session, runs)
     # NumPy warns of infinities by what kernels compute; BLAS, called directly, does not.
@@ -565,7 +532,7 @@ def run_with_kernels(
         found += 1
         session.log(f"{kernel}, threads of BLAS: {threads}")
         # Processes that each have threads of BLAS take the processors from each other.
-        parallel = PARALLEL if threads == 1 else ()
+        parallel = PARALLEL if threads == 1 else []
         command = "pytest", "--backend=numpy", *parallel, *session.posargs
         session.run(*command, env=environment)
     if not found:
