@@ -6,9 +6,6 @@ the right thing, and that what is written has the form that is read.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.util
 import json
 import sys
 
@@ -23,7 +20,6 @@ import_benchmarks()
 
 from benchmarks import (  # noqa: E402
     agreement,
-    command,
     growth,
     report,
     workloads,
@@ -84,20 +80,6 @@ def test_every_stage_of_the_library_gives_the_right_answer(backend, tmp_path):
 
     assert len(found) == sum(stage.startswith("precondition") for stage in few.stages)
     check_answers(found, few)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.parametrize("peer", [n for n, e in LIBRARIES.items() if not e.core])
-def test_every_peer_gives_the_same_answer(peer, tmp_path):
-    """Nobody is timed on another computation."""
-    missing = [m for m in LIBRARIES[peer].needs if not importlib.util.find_spec(m)]
-    if missing:
-        pytest.skip(f"{missing[0]} is not installed")
-
-    found = answers_of(peer, TINY, tmp_path)
-
-    assert {"precondition-inverse", "precondition-eigen"} <= set(found)
-    check_answers(found, TINY)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +192,3 @@ def test_guards_and_certificates_are_on_in_what_is_timed(stage, solving):
     x[0, 0] = np.nan
     with pytest.raises(kc.NotFiniteError, match="layer0"):
         estimator.update({"layer0": kc.Batch(x, g)})
-
-
-def test_the_command_refuses_what_it_does_not_know(capsys):
-    """An unknown library is exit code 2 and a list, and nothing is run."""
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-
-    code = command.main(parser.parse_args(["--quick", "--libraries", "x"]))
-
-    assert code == 2
-    assert "no library 'x'" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from ..builders.benchmark_folder import import_benchmarks
 
 import_benchmarks()
 
-from benchmarks.size import BUDGETS, KIT, main, size_of, sizes  # noqa: E402
+from benchmarks.size import KIT, size_of, sizes  # noqa: E402
 
 PROGRAM = '''"""A docstring,
 of two lines."""
@@ -53,13 +53,3 @@ def test_the_kit_is_no_test(tmp_path):
         "tests": 1,
         "kit": 1,
     }
-
-
-def test_the_table_has_budgets_beside_sizes(capsys):
-    assert main() in (0, 1)
-
-    printed = capsys.readouterr().out
-    for name, budget in BUDGETS.items():
-        [line] = [row for row in printed.splitlines() if row.startswith(f"  {name} ")]
-        assert f"{budget:,}" in line
-        assert "%" in line

@@ -1,12 +1,13 @@
 """The examples in docstrings run and print what stands there."""
 
-import doctest
 import importlib
 import inspect
 import sys
 from pathlib import Path
 
 import pytest
+
+from ..builders.doctests import assert_prints
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,11 +37,4 @@ OBJECTS = documented() if DOCS.is_dir() else {}
 
 @pytest.mark.parametrize("path", OBJECTS)
 def test_an_example_prints_what_it_says(path):
-    """With nothing in its namespace but what it imports itself."""
-    text = inspect.getdoc(OBJECTS[path])
-    test = doctest.DocTestParser().get_doctest(text, {}, path, None, None)
-    report = []
-    result = doctest.DocTestRunner().run(test, out=report.append)
-
-    assert result.attempted > 0
-    assert not result.failed, "".join(report)
+    assert_prints(OBJECTS[path], path)
