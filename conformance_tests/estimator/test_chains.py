@@ -152,26 +152,6 @@ def test_a_layer_has_no_operator_of_its_own(backend, rng):
     assert float(each.state["chain"].damping) == 0.5
 
 
-def test_products_that_a_chain_has(backend, rng):
-    """F v, its inverse and samples; others are refused with the reason."""
-    rows = [draw(rng)]
-    v, gradients = gradients_of(backend, rng)
-    estimator = make()
-    estimator.update(fed(backend, *rows[0]))
-    estimator.refresh()
-
-    product = joined(backend, estimator.apply("multiply", gradients))
-    sample = joined(backend, estimator.apply("sample", gradients))
-
-    F = matrix_of(rows)
-    assert_close(product, F @ v, "product", "float64", condition=10)
-    assert np.all(np.isfinite(sample))
-    with pytest.raises(kc.UnsupportedError, match=r"'chain'.*share no eigenvectors"):
-        estimator.apply("multiply_matpower", gradients, -0.5)
-    with pytest.raises(kc.UnsupportedError, match=r"'chain'.*Cholesky"):
-        estimator.apply("multiply_cholesky", gradients)
-
-
 def test_rows_that_are_not_finite_change_nothing(backend, rng):
     """One bad layer leaves the chain, and every other block, as it was."""
     xs, gs = draw(rng)

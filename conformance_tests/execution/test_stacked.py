@@ -12,7 +12,6 @@ from kfac_core.execution import stacked as stacks
 from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
-from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.stages import Executor, plain
 
 from ..builders.reference import kronecker_factors
@@ -154,37 +153,6 @@ def assert_same_products(backend, dtype, got, expected):
         for key, value in parameters.items():
             ours = backend.to_numpy(got[name][key])
             assert_close(ours, backend.to_numpy(value), "inverse", dtype)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("check", ["raise", "status"])
-def test_a_stack_gives_each_block_its_own_average(
-    backend, dtype, rng, bias, sharing, check
-):
-    """Sums and weights after two updates are those of dense sums over the rows."""
-    network = network_of({name: block_of(bias, sharing=sharing) for name in NAMES})
-    seen, inner = data(rng), Seen()
-    executor = Stacked(inner, fewest=2)
-
-    state = fed(backend, dtype, network, seen, executor, check=check)
-
-    assert inner.taken() == [3, 3]
-    weight = DECAY + 1.0
-    for name in NAMES:
-        A, G, S = 0.0, 0.0, 0.0
-        for decay, (x, g) in zip((DECAY, 1.0), seen[name], strict=True):
-            parts = kronecker_factors(x, g[None], bias=bias, sharing=sharing)
-            A, G, S = (
-                total + decay * part
-                for total, part in zip((A, G, S), parts, strict=True)
-            )
-        held = state[name].statistics
-        assert int(held.status) == 0
-        for side, value in (("input", A), ("output", G), ("repeats", S)):
-            average = held.averages[side]
-            assert_close(backend.to_numpy(dense(average)), value, "gram", dtype)
-            assert_close(backend.to_numpy(average.weight), weight, "roundoff", dtype)
 
 
 def test_a_status_is_of_the_bad_block_alone(backend, rng):
@@ -546,18 +514,3 @@ def test_executors_compose(requires_backend, rng):
         got = network.precondition(state, given, executor=executor)
         assert list(got) == list(blocks)
         assert_same_products(backend, "float64", got, directions)
-
-
-def test_factors_that_are_no_matrices_are_no_stack(backend, rng):
-    """Blocks with a diagonal factor are fed, refreshed and multiplied one by one."""
-    network = network_of({n: block_of(output="diagonal") for n in NAMES})
-    inner = Seen()
-    executor = Stacked(inner, fewest=2)
-    state = fed(backend, "float64", network, data(rng), executor)
-    state = network.refresh(state, damping=0.1, executor=executor)
-    given = gradients_of(backend, "float64", rng, network)
-    got = network.precondition(state, given, executor=executor)
-
-    assert inner.taken() == [1] * 12
-    assert isinstance(state["a"].operator, FactoredKronecker)
-    assert_same_products(backend, "float64", got, network.precondition(state, given))
