@@ -830,20 +830,13 @@ def passes(communicator):
         require_close(found, expected)
 
 
-def divided(communicator):
-    """Parameters that `fully_shard` or tensor parallelism divides among processes."""
+def of_tokens():
+    """A model of tokens with several kinds of layers, and its examples."""
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
 
     torch.manual_seed(0)
-    first = nn.Sequential(
+    model = nn.Sequential(
         nn.Embedding(9, 5),
         nn.LayerNorm(5),
         nn.Linear(5, 7),
@@ -854,10 +847,91 @@ def divided(communicator):
     ).double()
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(9, (STEPS, ROWS, 3), generator=generator)
-    y = torch.randint(4, (STEPS, ROWS, 3), generator=generator)
+    return model, (x, torch.randint(4, (STEPS, ROWS, 3), generator=generator))
+
+
+def meshes(communicator):
+    """Meshes of two dimensions: replicas of shards, and shards of tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    first, examples = of_tokens()
+    shape = (2, communicator.size // 2)
+    runs = {}
+    for fisher in ("exact", "empirical"):
+        model = copy.deepcopy(first)
+        alone = kfac_of(model, communicator="alone", fisher=fisher)
+        runs[fisher] = trained(alone, model, 1, all_rows, examples=examples)
+
+    def parts_of(place, number):
+        """Return the rows of one of several processes, some of which may have none."""
+        ends = [0, 2, 2, *range(4, ROWS, 2)][:number]
+
+        def rows(step):
+            return slice(ends[place], [*ends[1:], ROWS][place])
+
+        return rows
+
+    def sharded(model, mesh):
+        for module in model:
+            if [*module.parameters()]:
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = copy.deepcopy(first)
+    sharded(model, mesh)
+    rows = parts_of(communicator.rank, communicator.size)
+    found = trained(
+        *(kfac_of(model), model, communicator.size, rows), examples=examples
+    )
+    require_close(found, runs["exact"])
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    columns = ColwiseParallel(use_local_output=False)
+    kinds = [("exact", 2), ("empirical", 2)]
+    # PyTorch's loss_parallel needs a class on each process.
+    if communicator.size <= 4:
+        kinds += [("exact", 1), ("empirical", 1)]
+    for fisher, dp in kinds:
+        model = copy.deepcopy(first)
+        tp = mesh["tp"] if dp == 2 else init_device_mesh("cpu", (communicator.size,))
+        parallelize_module(model, tp, {"2": columns, "4": RowwiseParallel()})
+        context = contextlib.nullcontext()
+        if dp == 2:
+            sharded(model, mesh["dp"])
+        else:
+            # The loss reads logits that lie on all processes.
+            parallelize_module(model, tp, {"6": columns})
+            context = loss_parallel()
+        rows = parts_of(mesh.get_local_rank("dp"), 2) if dp == 2 else all_rows
+        kfac = kfac_of(model, fisher=fisher)
+        assert len(kfac.estimator.blocks) == 5
+        with context:
+            found = trained(kfac, model, dp, rows, examples=examples)
+        require_close(found, runs[fisher])
+
+
+def divided(communicator):
+    """Parameters that `fully_shard` or tensor parallelism divides among processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    first, examples = of_tokens()
     model = copy.deepcopy(first)
     alone = kfac_of(model, communicator="alone")
-    expected = trained(alone, model, 1, all_rows, examples=(x, y))
+    expected = trained(alone, model, 1, all_rows, examples=examples)
 
     model = copy.deepcopy(first)
     for module in model:
@@ -868,7 +942,7 @@ def divided(communicator):
     assert len(kfac.estimator.blocks) == 5
     found = trained(
         *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
-        examples=(x, y),
+        examples=examples,
     )
     require_close(found, expected)
     # An owner holds the operators of its blocks alone.
@@ -883,7 +957,7 @@ def divided(communicator):
     columns = ColwiseParallel(use_local_output=False)
     plan = {"2": columns, "4": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (communicator.size,)), plan)
-    found = trained(kfac_of(model), model, 1, all_rows, examples=(x, y))
+    found = trained(kfac_of(model), model, 1, all_rows, examples=examples)
     require_close(found, expected)
 
 
@@ -1071,6 +1145,7 @@ SCENARIOS = {
         *(
             ddp,
             divided,
+            meshes,
             soap,
             interrupted,
             resumed,

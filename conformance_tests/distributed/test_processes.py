@@ -52,7 +52,7 @@ OF_TORCH = (
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "soap:2", "soap:3"),
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
-    "stepped_by_kfac:2",
+    *("stepped_by_kfac:2", "meshes:4", "meshes:6"),
     *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4", "owned:6"),
     *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
     *("by_accelerate:2", "by_lightning:2"),
@@ -368,6 +368,14 @@ def test_kfac_on_several_processes_is_kfac_alone(jobs, scenario, size):
     `fully_shard` or tensor parallelism divides.
     """
     assert jobs.said("torch", scenario, size) == dict.fromkeys(range(size), "fine")
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_meshes_of_two_dimensions(jobs, size):
+    """2 x 2 and 2 x 3: replicas of shards, shards of tensor-parallel layers; and a loss
+    that reads logits which are divided.
+    """
+    assert jobs.said("torch", "meshes", size) == dict.fromkeys(range(size), "fine")
 
 
 def test_steps_of_the_optimizer_are_those_of_one_process(jobs):

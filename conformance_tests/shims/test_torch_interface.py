@@ -351,8 +351,12 @@ def test_divided_parameters_are_those_of_one_process(tmp_path):
         line, square = (init_device_mesh("cpu", shape) for shape in ((1,), (1, 1)))
         first, x = nn.Linear(4, 3), torch.randn(6, 4)
         found = []
-        for divided in (lambda m: m, fully_shard, lambda m: distribute_module(m, line)):
-            model = divided(copy.deepcopy(first))
+        for mesh in (None, "fully_shard", line, square):
+            model = copy.deepcopy(first)
+            if mesh == "fully_shard":
+                fully_shard(model)
+            elif mesh is not None:
+                distribute_module(model, mesh)
             kfac = KFAC(
                 model,
                 lr=0.1,
@@ -360,9 +364,8 @@ def test_divided_parameters_are_those_of_one_process(tmp_path):
                 fisher="exact",
                 output=lambda z: z.full_tensor() if hasattr(z, "full_tensor") else z,
             )
-            inputs = x
-            if isinstance(model.weight, tensor.DTensor) and divided is not fully_shard:
-                inputs = tensor.DTensor.from_local(x, line)
+            is_parallel = mesh in (line, square)
+            inputs = tensor.DTensor.from_local(x, mesh) if is_parallel else x
             z = model(inputs)
             z = z.full_tensor() if hasattr(z, "full_tensor") else z
             fn.cross_entropy(z, torch.arange(6) % 3).backward()
@@ -371,8 +374,12 @@ def test_divided_parameters_are_those_of_one_process(tmp_path):
             found.append(g.full_tensor() if hasattr(g, "full_tensor") else g)
         for other in found[1:]:
             torch.testing.assert_close(other, found[0])
-        with pytest.raises(kc.UnsupportedError, match="one dimension"):
-            KFAC(distribute_module(nn.Linear(4, 3), square))
+        partial = nn.Linear(4, 3)
+        partial.weight = nn.Parameter(
+            tensor.DTensor.from_local(torch.ones(3, 4), line, [tensor.Partial()])
+        )
+        with pytest.raises(kc.UnsupportedError, match="expected Shard or Replicate"):
+            KFAC(partial)
         with pytest.raises(kc.UnsupportedError, match="KFACOptimizer"):
             KFACOptimizer(fully_shard(nn.Linear(4, 3)))
     finally:

@@ -153,6 +153,18 @@ class Curvature(kc.integration.NaturalGradient):
         return share
 
     @property
+    def copies(self) -> int:
+        """Number of processes that have the same rows."""
+        return 1 if self._division is None else self._division.copies
+
+    @property
+    def data_place(self) -> int:
+        """Number of this process's rows among those of all processes."""
+        if self._division is not None:
+            return int(self._division.data_place)
+        return 0 if self.communicator is None else self.communicator.rank
+
+    @property
     def processes(self) -> int:
         """Number of processes that gradients are averages over."""
         return self._processes

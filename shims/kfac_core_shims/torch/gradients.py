@@ -103,7 +103,7 @@ class Gradients:
         """
         self._on_cleared = weakref.WeakMethod(on_cleared)
         watching = weakref.ref(self)
-        sharded = self._division is not None and not self._division.tensor_parallel
+        sharded = self._division is not None and self._division.fully_sharded
 
         def came(_: Any) -> None:
             gradients = watching()

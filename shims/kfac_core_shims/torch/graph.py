@@ -28,6 +28,7 @@ __all__ = [
     "calls_below",
     "gradients_at",
     "pull_back",
+    "whole",
     "recorded_below",
 ]
 
@@ -448,8 +449,24 @@ def pull_back(
         The outputs, whose dtype the vectors take.
     """
     for v in vectors.to(like.dtype):
+        if hasattr(like, "placements"):
+            v = _divided_as(v, like)
         for r, g in zip(reached, gradients_at(outputs, reached, v), strict=True):
             r.call.add_source(g)
+
+
+def whole(x: Any, /) -> Any:
+    """Return the whole of a tensor that is divided among processes; others as they are."""
+    return x.full_tensor() if hasattr(x, "placements") else x
+
+
+def _divided_as(x: Any, like: Any) -> Any:
+    """Return a tensor that all processes have as a ``DTensor``, divided like another."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    whole = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements)
 
 
 def gradients_at(outputs: GradientEdge, reached: list[Reached], v: Any, /) -> list[Any]:

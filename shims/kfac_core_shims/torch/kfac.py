@@ -118,8 +118,8 @@ class KFAC(Curvature):
     kfac_core.ConventionError
         For an option that cannot be, with its name.
     kfac_core.UnsupportedError
-        For a model without a covered layer, with parameters that are divided over a mesh of
-        several dimensions, or on processes that nobody mentioned.
+        For a model without a covered layer, with parameters of which some processes have no
+        slice, or on processes that nobody mentioned.
     kfac_core.distributed.ReplicaError
         If processes have different models or options.
 

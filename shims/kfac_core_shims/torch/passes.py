@@ -369,9 +369,8 @@ class PassRecorder:
                 "that is made in one forward pass as one tensor."
             )
         self.is_by_hand = True
-        observation = self._record(
-            edge, outputs.detach(), reached, RowWeights(weight=weight)
-        )
+        weights = RowWeights(weight=weight)
+        observation = self._record(edge, outputs.detach(), reached, weights)
         observation.uncovered = uncovered
         # Without calls to watch, only the number of rows is needed.
         observation.is_differentiated = not self.kfac.wants_statistics
@@ -404,6 +403,7 @@ class PassRecorder:
         if not kfac.wants_outputs or self.is_by_hand:
             return None
         _require_rows(z)
+        outputs, z, gradient = z, graph.whole(z), graph.whole(gradient)
         if not z.numel():
             self.coverage.note(
                 "the outputs had no rows; leave such a batch out, without a step"
@@ -414,7 +414,7 @@ class PassRecorder:
                 return None
         reached, uncovered = self._reached(edge)
         weights = self.loss.look(z, gradient) if z.numel() else RowWeights()
-        observation = self._record(edge, z, reached, weights)
+        observation = self._record(edge, outputs, reached, weights)
         observation.uncovered, observation.replay = uncovered, replay
         observation.is_unscaled = weights.scale is None and bool(observation.rows)
         observation.is_differentiated = observation.rows > 0 or kfac.processes > 1
@@ -479,15 +479,14 @@ class PassRecorder:
         return dataclasses.replace(reached, call=reached.call.again())
 
     def _record(
-        self, edge: Any, z: Any, reached: list[Reached], weights: RowWeights
+        self, edge: Any, outputs: Any, reached: list[Reached], weights: RowWeights
     ) -> Observation:
         """Return the calls of a pass, with gradients if these are not those of the data."""
-        kfac, calls = self.kfac, [r.call for r in reached]
+        kfac, calls, z = self.kfac, [r.call for r in reached], graph.whole(outputs)
         rows = float(z[..., 0].numel())
         if weights.weight is not None:
             rows = float(weights.weight.sum())
-        if kfac.share is not None and kfac.communicator is not None:
-            rows /= kfac.communicator.size  # All processes have the same rows.
+        rows /= kfac.copies
         self.drawn += z[..., 0].numel()
         for call in calls:
             call.is_taken = True
@@ -533,7 +532,7 @@ class PassRecorder:
                 roots = weight.clamp(min=0).sqrt().to(vectors.dtype)
                 vectors = torch.where(weight > 0, vectors, 0.0) * roots
             with drawing(self.model):
-                graph.pull_back(edge, reached, vectors, like=z)
+                graph.pull_back(edge, reached, vectors, like=outputs)
                 self._find_examples(edge, reached, vectors, z)
         return observation
 
@@ -548,11 +547,8 @@ class PassRecorder:
         # examples that a batch norm or the loss mixes.  Signs of others do nothing.
         fewest = min(r.call.examples for r in reached)
         shared = self.positions == "signs" or z.ndim > 2 or fewest < len(z)
-        rank = 0
-        if kfac.communicator is not None and kfac.share is None:
-            rank = kfac.communicator.rank
         # One for each pass of each step on each process, and the same in a resumed run.
-        seed = (rank << 96) + (kfac.steps << 40) + self.drawn
+        seed = (kfac.data_place << 96) + (kfac.steps << 40) + self.drawn
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             drawn = kc.losses.drawn_vectors(
                 kfac.criterion.row.likelihood,
@@ -638,11 +634,6 @@ def _require_rows(z: Any) -> None:
         raise kc.ShapeError(
             f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. {what}; or call "
             "`observe`."
-        )
-    if hasattr(z, "placements"):
-        raise kc.UnsupportedError(
-            "The model's outputs are a DTensor. Say output=lambda y: y.full_tensor(), "
-            "or make the last layer return a plain tensor."
         )
 
 

@@ -1,19 +1,24 @@
 """Parameters that are divided among processes: `fully_shard` and tensor-parallel layers.
 
-Conventions.  p processes form a mesh of one dimension, and each ``DTensor`` has one
-placement: ``Shard(d)``, of which rank r has the r-th of p slices along d, or ``Replicate``.
-With `fully_shard` (FSDP2) a process has rows of its own, and layers are called with whole
-weights.  With tensor parallelism all processes have the same rows, and layers are called
-with ``DTensor``; each process then takes a part of the examples, of all features.
+Conventions.  Each process has a *slice* of each ``DTensor``: the ends of a range along each
+axis, which its coordinates in the tensor's mesh and the placements ``Shard`` and
+``Replicate`` decide; several processes may have the same.  With `fully_shard` (FSDP2, or
+HSDP on a mesh of two dimensions) a process has rows of its own, and layers are called with
+whole weights.  With tensor parallelism processes have the same rows, and layers are called
+with ``DTensor``; each process then takes a part of the examples, of all features.  Of a
+mesh for both, the dimensions up to that of `fully_shard` are of processes with rows of
+their own.
 
-The owner of a block gets the slices of its gradient, multiplies, and sends the slices of
-the direction.  No other process has the whole of either.
+The owner of a block gets each slice of its gradient once, multiplies, and sends the slices
+of the direction.  No other process has the whole of either.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +35,9 @@ _DIVISIBLE = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm
 Arrays = dict[str, dict[str, Any]]
 """Tensors by block, and by parameter of its layer, in the layout of its module."""
 
+Slice: TypeAlias = tuple[tuple[int, int], ...]
+"""Start and stop along each axis."""
+
 
 class Division:
     """How the parameters of a model are divided among all processes.
@@ -37,32 +45,57 @@ class Division:
     Parameters
     ----------
     communicator : Communicator
-        Of the processes of the mesh, in its order.
-    tensor_parallel : bool
-        Whether layers are called with a part of their weights.
+        Of all processes.
+    slices : dict of int to list of Slice
+        By ``id`` of a parameter, the slice of each process.
+    data_places : list of int
+        Of each process, the number of its rows; of the same number are the same.
+    fully_sharded : bool
+        Whether `fully_shard` divides the model.
     directions_dtype : str or None
         As of `Distributed`.
+
+    Attributes
+    ----------
+    data_parts : int
+        Number of processes with rows of their own.
+    data_place : int
+        Number of this process's rows among these.
+    copies : int
+        Number of processes that have the same rows.
     """
 
     def __init__(
         self,
         communicator: kc.distributed.Communicator,
         *,
-        tensor_parallel: bool,
+        slices: dict[int, list[Slice]],
+        data_places: list[int],
+        fully_sharded: bool,
         directions_dtype: str | None,
     ) -> None:
-        self.tensor_parallel = tensor_parallel
+        self.data_parts = len(set(data_places))
+        self.data_place = data_places[communicator.rank]
+        self.copies = data_places.count(self.data_place)
+        self.fully_sharded = fully_sharded
         self._wire: Any = None
         if directions_dtype is not None:
             self._wire = getattr(torch, directions_dtype)
-        self._communicator = communicator
+        self._communicator, self._slices = communicator, slices
         self._agreement = kc.distributed.Agreement(communicator)
         self._sites: dict[str, Site] = {}
+        self._same_rows = communicator
+        if 1 < self.copies < communicator.size:
+            groups = [
+                [rank for rank, other in enumerate(data_places) if other == place]
+                for place in sorted(set(data_places))
+            ]
+            self._same_rows = communicator.split(groups)
 
     @property
-    def data_parts(self) -> int:
-        """Number of processes with rows of their own."""
-        return 1 if self.tensor_parallel else self._communicator.size
+    def tensor_parallel(self) -> bool:
+        """Whether layers are called with a part of their weights."""
+        return self.copies > 1 or not self.fully_sharded
 
     def install(self, blocks: Found) -> None:
         """Leave out the blocks of a model that cannot be divided, with the reason."""
@@ -87,11 +120,12 @@ class Division:
         self._sites = blocks.sites
 
     def _problem(self, site: Site, module: Any) -> str:
-        if not self.tensor_parallel:
+        if self.fully_sharded:
             # Neither its rows nor what computes it is in the graph of a part.
             whole = site.part.read is not None and not site.part.rows
             if not whole or hasattr(site, "originals"):
                 return "fully_shard divides it, and it is read outside its module"
+        if not self.tensor_parallel:
             return ""
         alone = not site.part.tied and [*site.part.parameters] != ["shift"]
         if isinstance(module, _DIVISIBLE) and type(site) is Site and alone:
@@ -112,7 +146,7 @@ class Division:
         torch.Tensor, shape (about N / p, ...)
             With all features.
         """
-        rank, size = self._communicator.rank, self._communicator.size
+        rank, size = self._same_rows.rank, self._same_rows.size
         if isinstance(x, tensor.DTensor):
             placement = x.placements[0]
             if placement.is_partial() or placement.is_shard(0):
@@ -120,18 +154,21 @@ class Division:
             if placement.is_shard():
                 return self._examples_of(x, int(placement.dim) % x.ndim)
             x = x.to_local()
-        return _slice(x, 0, rank, size)
+        return _examples(x, rank, size)
 
     def _examples_of(self, x: Any, axis: int) -> Any:
         """Return a part of the examples, of an array whose other axis is divided."""
-        rank, size = self._communicator.rank, self._communicator.size
+        rank, size = self._same_rows.rank, self._same_rows.size
         local = x.to_local()
         messages = _Messages(local, size)
-        shape = _shape(x.shape, 0, rank, size)
+        start, stop = _bounds(x.shape[0], rank, size)
         for other in range(size):
-            messages.put(other, _slice(local, 0, other, size))
-            messages.expect(other, None, _shape(shape, axis, other, size))
-        slices = messages.exchanged(self._communicator)
+            messages.put(other, _examples(local, other, size))
+            first, last = _bounds(x.shape[axis], other, size)
+            shape = [stop - start, *x.shape[1:]]
+            shape[axis] = last - first
+            messages.expect(other, None, tuple(shape))
+        slices = messages.exchanged(self._same_rows)
         return torch.cat([slices[other, None] for other in range(size)], dim=axis)
 
     def are_nonzero(self, gradients: Iterable[Any], /) -> bool:
@@ -153,7 +190,7 @@ class Division:
         """Return the gradients of parameters that are not divided."""
         whole: Arrays = {}
         for name, role, p in self._parameters(gradients):
-            if _axis(p) is None:
+            if len(set(self._slices[id(p)])) == 1:
                 whole.setdefault(name, {})[role] = gradients[name][role]
         return whole
 
@@ -253,36 +290,37 @@ class Division:
             shaped[role] = x.reshape(site.parameters[role].shape)
         return shaped
 
+    def _sources(self, p: Any, owner: int) -> dict[Slice, int]:
+        """Return the process that sends each slice of a parameter to an owner."""
+        slices = self._slices[id(p)]
+        sources: dict[Slice, int] = {}
+        for rank in (owner, *range(self._communicator.size)):
+            sources.setdefault(slices[rank], rank)
+        return sources
+
     def _gathered(self, gradients: Arrays, owners: Mapping[str, int]) -> Arrays:
         """Return whole gradients of this process's blocks, from everybody's slices."""
         rank, size = self._communicator.rank, self._communicator.size
         messages: dict[Any, _Messages] = {}
-        for name, role, p in self._parameters(gradients):
-            x, axis, owner = gradients[name][role], _axis(p), owners[name]
-            sent = messages.setdefault(x.dtype, _Messages(x, size))
-            if axis is None or owner == rank:
-                continue
-            sent.put(owner, x)
-        for name, role, p in self._parameters(gradients):
-            axis = _axis(p)
-            if owners[name] == rank and axis is not None:
-                for other in range(size):
-                    if other != rank:
-                        shape = _shape(p.shape, axis, other, size)
-                        messages[p.dtype].expect(other, (name, role), shape)
-        arrived = {d: m.exchanged(self._communicator) for d, m in messages.items()}
         whole: Arrays = {}
         for name, role, p in self._parameters(gradients):
-            if owners[name] == rank:
-                x, axis = gradients[name][role], _axis(p)
-                if axis is not None:
-                    of_ranks = arrived[p.dtype]
-                    slices = [
-                        x if r == rank else of_ranks[r, (name, role)]
-                        for r in range(size)
-                    ]
-                    x = torch.cat(slices, dim=axis)
-                whole.setdefault(name, {})[role] = x
+            x, owner = gradients[name][role], owners[name]
+            sent = messages.setdefault(x.dtype, _Messages(x, size))
+            sources = self._sources(p, owner)
+            if owner == rank:
+                whole.setdefault(name, {})[role] = x.new_empty(p.shape)
+                for ends, source in sources.items():
+                    if source == rank:
+                        _view(whole[name][role], ends).copy_(x)
+                    else:
+                        sent.expect(source, (name, role), _shape(ends))
+            elif sources[self._slices[id(p)][rank]] == rank:
+                sent.put(owner, x)
+        for exchanged in messages.values():
+            arrived = exchanged.exchanged(self._communicator)
+            for (source, (name, role)), x in arrived.items():
+                p = self._sites[name].parameters[role]
+                _view(whole[name][role], self._slices[id(p)][source]).copy_(x)
         return whole
 
     def _scattered(
@@ -293,8 +331,7 @@ class Division:
         messages: dict[Any, _Messages] = {}
         slices: Arrays = {name: {} for name in like}
         for name, role, p in self._parameters(like):
-            axis, owner = _axis(p), owners[name]
-            x = like[name][role]
+            owner, x = owners[name], like[name][role]
             wire = self._wire_of(x)
             sent = messages.setdefault(wire, _Messages(x.to(wire), size))
             if owner != rank:
@@ -302,10 +339,8 @@ class Division:
                 continue
             # Rounded here too, since other processes have the same of what is not divided.
             whole = directions[name][role].to(wire)
-            for other in range(size):
-                part = whole
-                if axis is not None:
-                    part = _slice(part, axis, other, size)
+            for other, ends in enumerate(self._slices[id(p)]):
+                part = _view(whole, ends)
                 if other == rank:
                     slices[name][role] = part.to(x.dtype)
                 else:
@@ -366,7 +401,7 @@ def division_of(
     directions_dtype: str | None,
     /,
 ) -> Division:
-    """Return how the parameters of a model are divided.
+    """Return how the parameters of a model are divided.  Collective.
 
     Parameters
     ----------
@@ -380,44 +415,95 @@ def division_of(
     Returns
     -------
     Division
-        By `fully_shard` where a module is one of its, else of tensor-parallel layers.
+        By `fully_shard` where a module is one of its, and by tensor-parallel layers.
 
     Raises
     ------
     kfac_core.UnsupportedError
-        For a mesh of several dimensions or of some of the processes, and for placements
-        other than ``Shard`` and ``Replicate``.
+        For a parameter of which some processes have no slice, and for placements other
+        than ``Shard`` and ``Replicate``.
     """
-    ranks = [] if communicator is None else [*communicator.ranks]
-    for name, p in model.named_parameters():
-        if not isinstance(p, tensor.DTensor):
-            continue
-        if communicator is None or p.device_mesh.mesh.tolist() != ranks:
-            raise kc.UnsupportedError(
-                f"The parameter {name!r} is a DTensor over {p.device_mesh}: expected a "
-                "mesh of one dimension with all processes of `communicator`, in their "
-                "order. Combinations of fully_shard with other meshes are not supported."
-            )
-        if type(p.placements[0]) not in (tensor.Shard, tensor.Replicate):
-            raise kc.UnsupportedError(
-                f"The parameter {name!r} is a DTensor with the placement "
-                f"{p.placements[0]}: expected Shard or Replicate."
-            )
-    assert communicator is not None
     fully_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    named = dict(model.named_parameters())
+    places = {_data_place(p, fully_sharded) for p in named.values()} - {None}
+    slices = {name: _slice_of(name, p) for name, p in named.items()}
+    if len(places) > 1:
+        raise kc.UnsupportedError(
+            "fully_shard divides some of the tensor-parallel layers, and not others. Call "
+            "it for the whole model, after parallelize_module."
+        )
+    if communicator is None:
+        raise kc.UnsupportedError(
+            "The model's parameters are divided among processes, and communicator='alone' "
+            "is one of them. Leave `communicator` out, or give that of all of them."
+        )
+    said = json.dumps([*places, *slices.values()])
+    of_ranks = [
+        json.loads(text) for text in kc.distributed.Agreement(communicator).texts(said)
+    ]
+    of_parameters: dict[int, list[Slice]] = {}
+    for k, (name, p) in enumerate(named.items()):
+        ends = [tuple(map(tuple, own[1 + k])) for own in of_ranks]
+        if sum(math.prod(_shape(own)) for own in set(ends)) != math.prod(p.shape):
+            raise kc.UnsupportedError(
+                f"The parameter {name!r} is a DTensor over {p.device_mesh}, and the "
+                f"processes {list(communicator.ranks)} of `communicator` do not have all "
+                "of it. Give the communicator of all processes of the mesh."
+            )
+        of_parameters[id(p)] = ends
     return Division(
         communicator,
-        tensor_parallel=not fully_sharded,
+        slices=of_parameters,
+        data_places=[own[0] for own in of_ranks],
+        fully_sharded=fully_sharded,
         directions_dtype=directions_dtype,
     )
 
 
-def _axis(p: Any) -> int | None:
-    """Return the axis along which a parameter is divided; None if it is not."""
-    if not isinstance(p, tensor.DTensor) or not p.placements[0].is_shard():
+def _data_place(p: Any, fully_sharded: bool) -> int | None:
+    """Return the number of this process's rows; None where a parameter does not say."""
+    if not isinstance(p, tensor.DTensor):
         return None
-    axis: int = p.placements[0].dim
-    return axis % int(p.ndim)
+    place = 0
+    if fully_sharded:
+        mesh = p.device_mesh
+        for k, placement in enumerate(p.placements):
+            place = place * mesh.size(k) + mesh.get_coordinate()[k]
+            if hasattr(placement, "dim"):
+                break
+    return place
+
+
+def _slice_of(name: str, p: Any) -> Slice:
+    """Return this process's slice of a parameter."""
+    ends = [(0, int(n)) for n in p.shape]
+    if not isinstance(p, tensor.DTensor):
+        return tuple(ends)
+    for placement in p.placements:
+        if not (hasattr(placement, "dim") or placement.is_replicate()):
+            raise kc.UnsupportedError(
+                f"The parameter {name!r} is a DTensor with the placement {placement}: "
+                "expected Shard or Replicate."
+            )
+    # What fully_shard divides beside tensor parallelism was divided by that before.
+    order = sorted(
+        range(len(p.placements)),
+        key=lambda k: hasattr(p.placements[k], "split_factor"),
+    )
+    for k in order:
+        if hasattr(p.placements[k], "dim"):
+            axis = p.placements[k].dim % p.ndim
+            start, stop = ends[axis]
+            coordinate, size = p.device_mesh.get_coordinate()[k], p.device_mesh.size(k)
+            first, last = _bounds(stop - start, coordinate, size)
+            ends[axis] = start + first, start + last
+    if _shape(ends) != tuple(p.to_local().shape):
+        raise kc.UnsupportedError(
+            f"The parameter {name!r} is a DTensor with the placements {p.placements} and "
+            f"a slice of shape {tuple(p.to_local().shape)} on this process: expected "
+            f"{_shape(ends)}, that of even slices."
+        )
+    return tuple(ends)
 
 
 def _local(g: Any) -> Any:
@@ -439,11 +525,15 @@ def _bounds(n: int, rank: int, size: int) -> tuple[int, int]:
     return min(rank * longest, n), min((rank + 1) * longest, n)
 
 
-def _slice(x: Any, axis: int, rank: int, size: int) -> Any:
-    start, stop = _bounds(x.shape[axis], rank, size)
-    return x.narrow(axis, start, stop - start)
+def _examples(x: Any, rank: int, size: int) -> Any:
+    start, stop = _bounds(x.shape[0], rank, size)
+    return x[start:stop]
 
 
-def _shape(shape: Any, axis: int, rank: int, size: int) -> tuple[int, ...]:
-    start, stop = _bounds(shape[axis], rank, size)
-    return (*shape[:axis], stop - start, *shape[axis + 1 :])
+def _view(x: Any, ends: Slice) -> Any:
+    """Return a slice of a tensor."""
+    return x[tuple(slice(start, stop) for start, stop in ends)]
+
+
+def _shape(ends: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in ends)
