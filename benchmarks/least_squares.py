@@ -6,7 +6,8 @@ Differential equations on fixed points (Poisson, Burgers, heat in 4 + 1 dimensio
 coefficient that is found from measurements of the solution) and regressions on
 mini-batches, in float64, with derivatives by ``torch.autograd``.  `GaussNewton` has its
 defaults; the others have six rates each, of which the first seed chooses one.  The clock is
-the process's CPU time, and stands still while errors are measured.  A run is a line of the
+the process's CPU time, and stands still while errors are measured.  Seconds are those of
+the machine at the file's first run, see `benchmarks.tasks.running`.  A run is a line of the
 file, and is not repeated.
 """
 
@@ -35,6 +36,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks.tasks.running import price_of_work  # noqa: E402
 from kfac_core import KFACError  # noqa: E402
 from kfac_core_shims.torch import KFAC, GaussNewton  # noqa: E402
 
@@ -311,7 +313,7 @@ PROBLEMS: dict[str, Case] = {
             start=0,
             source=False,
         ),
-        15.0,
+        10.0,
     ),
     "heat": Case(
         lambda: Equation(
@@ -321,13 +323,13 @@ PROBLEMS: dict[str, Case] = {
             high=(1.0,) * 5,
             start=4,
         ),
-        15.0,
+        10.0,
     ),
     "inverse": Case(
         lambda: Equation(
             operator=absorption, exact=(warmth, coefficient), everywhere=True, **SQUARE
         ),
-        15.0,
+        10.0,
     ),
     "products": Case(lambda: Regression(target=products, d=6), 4.0),
     "ridges": Case(lambda: Regression(target=ridges, d=10), 4.0),
@@ -369,7 +371,7 @@ def _published_soap(model: Any, rate: float) -> list[Any]:
 
 
 def _gauss_newton(model: Any, rate: float) -> list[Any]:
-    return [GaussNewton(model, lr=0.3) if model.minibatch else GaussNewton(model)]
+    return [GaussNewton(model, minibatch=model.minibatch)]
 
 
 def _lbfgs(model: Any, rate: float) -> list[Any]:
@@ -416,7 +418,13 @@ METHODS: dict[str, Method] = {
 
 
 def run(
-    problem: str, method: str, rate: float, seed: int, seconds: float
+    problem: str,
+    method: str,
+    rate: float,
+    seed: int,
+    seconds: float,
+    *,
+    reference: float | None = None,
 ) -> dict[str, Any]:
     """Train, and return errors against CPU seconds.
 
@@ -430,15 +438,21 @@ def run(
         Of the network and the batches.
     seconds : float
         CPU seconds of training.
+    reference : float, optional
+        Price of work at the file's first run; by default that of now.
 
     Returns
     -------
     dict
         ``error``, infinite where the run broke off; ``steps``; ``curve``, pairs of seconds
-        and errors; ``test`` of regressions.
+        and errors; ``test`` of regressions; ``reference`` and ``slowdown``.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # Published SOAP keeps its state in it.
+    price = price_of_work()
+    reference = reference or price
+    slowdown = price / reference
+    seconds *= slowdown
     torch.manual_seed(seed)
     model, of_method = PROBLEMS[problem].build(), METHODS[method]
     cosine = of_method.cosine or (model.minibatch and method == "gauss-newton")
@@ -466,9 +480,14 @@ def run(
         steps += 1
         if spent >= marks[0]:
             marks = [mark for mark in marks if mark > spent]
-            curve.append((round(spent, 4), model.error()))
+            curve.append((round(spent / slowdown, 4), model.error()))
     error = curve[-1][1] if curve and not broken else math.inf
-    record = {"error": error if math.isfinite(error) else math.inf, "steps": steps}
+    record: dict[str, Any] = {
+        "error": error if math.isfinite(error) else math.inf,
+        "steps": steps,
+        "reference": reference,
+        "slowdown": round(slowdown, 3),
+    }
     if model.minibatch:
         record["test"] = model.test()
     return {**record, "curve": curve}
@@ -609,7 +628,8 @@ def main() -> None:
     for key in wanted(options.file, options.problems, methods, options.seeds):
         problem, method, rate, seed = key
         seconds = PROBLEMS[problem].seconds * options.share
-        record = run(problem, method, rate, seed, seconds)
+        reference = next((r["reference"] for r in read(options.file)), None)
+        record = run(problem, method, rate, seed, seconds, reference=reference)
         names = ("problem", "method", "rate", "seed")
         line = {**dict(zip(names, key, strict=True)), "seconds": seconds, **record}
         with options.file.open("a", encoding="utf-8") as file:

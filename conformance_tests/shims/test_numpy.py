@@ -679,7 +679,10 @@ class Curve:
 def test_steps_of_gauss_newton_are_dense_solutions_with_springs_momentum():
     curve, phi, mu = Curve(), np.zeros(20), 0.8
     optimizer = GaussNewton(
-        curve.parameters, learning_rate=lambda t: 0.5 / (t + 1), momentum=mu
+        curve.parameters,
+        learning_rate=lambda t: 0.5 / (t + 1),
+        momentum=mu,
+        damping=0.01,
     )
     for t in range(3):
         J, r, before = curve.jacobian(), curve.residuals().ravel(), curve.flat()

@@ -490,7 +490,7 @@ def test_what_raises_changes_nothing():
         optimizer.step(lambda: (net(x), torch.ones(3)))
     with pytest.raises(kc.ConventionError, match="damping"):
         GaussNewton(net, damping=0.0)
-    with pytest.raises(kc.ConventionError, match="Give `lr`"):
+    with pytest.raises(kc.ConventionError, match="minibatch=True"):
         GaussNewton(net, momentum=0.9)
 
     assert optimizer.damping == 1.0

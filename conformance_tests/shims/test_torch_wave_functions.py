@@ -11,9 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import GaussNewton  # noqa: E402
-
 from ..builders.tolerances import assert_close  # noqa: E402
 
 FOLDER = Path(__file__).parents[2] / "docs/examples"
@@ -113,11 +110,6 @@ def test_spring_and_the_gradient_equal_dense_solves(program, name):
     program.FirstOrder(network, 0.0).step(network, x, energies)
     gradient = torch.cat([p.grad.flatten() for p in network.parameters()])
     torch.testing.assert_close(gradient, 2.0 * J.T @ e / 30)
-
-
-def test_centered_needs_a_rate():
-    with pytest.raises(kc.ConventionError, match="centered"):
-        GaussNewton(nn.Linear(2, 1), centered=True)
 
 
 def test_spring_reaches_the_ground_state(program):

@@ -8,6 +8,12 @@ Gauss-Newton.
 
 from kfac_core.samples.curvature import SampleCurvature, damped_kernel, sample_curvature
 from kfac_core.samples.gathered import gathered, gathered_jacobian
+from kfac_core.samples.gauss_newton import (
+    BatchProgress,
+    GaussNewtonOptions,
+    GaussNewtonStep,
+    gauss_newton_step,
+)
 from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel, nystrom_kernel
 from kfac_core.samples.jacobian import Jacobian, LayerJacobian
@@ -15,7 +21,10 @@ from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residua
 from kfac_core.samples.search import Evaluation, SearchedStep, search_step
 
 __all__ = [
+    "BatchProgress",
     "Evaluation",
+    "GaussNewtonOptions",
+    "GaussNewtonStep",
     "IterativeKernel",
     "Jacobian",
     "LayerJacobian",
@@ -26,6 +35,7 @@ __all__ = [
     "damped_kernel",
     "gathered",
     "gathered_jacobian",
+    "gauss_newton_step",
     "likelihood_residuals",
     "nystrom_kernel",
     "sample_curvature",

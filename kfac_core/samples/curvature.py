@@ -347,20 +347,20 @@ def damped_kernel(
     """
     xp = ns.own_namespace(K.array)
     lam = ns.full_of(xp, damping, K.array)
-    if isinstance(K, NystromKernel):
-        if centered:
-            raise errors.UnsupportedError("A centered K is not solved by iterations.")
-        kernel = IterativeKernel(J, K, lam * J.examples)
-        return SampleCurvature(J, kernel, lam)
     if centered:
         K = _centered_kernel(K, J, xp)
+    if isinstance(K, NystromKernel):
+        kernel = IterativeKernel(J, K, lam * J.examples)
+        return SampleCurvature(J, kernel, lam)
     damped = damped_matrix(K, lam * J.examples)
     damped = replaced(damped, solving="triangular")
     damped = damped.prepared("cholesky", check=check, name="K")
     return SampleCurvature(J, damped, lam, centered)
 
 
-def _centered_kernel(K: SymmetricMatrix, J: Jacobian, xp: Namespace) -> SymmetricMatrix:
+def _centered_kernel(
+    K: SymmetricMatrix | NystromKernel, J: Jacobian, xp: Namespace
+) -> SymmetricMatrix:
     """Return ``C K C``, with the mean over examples taken off rows and columns."""
     N, C = J.examples, J.outputs
     by_example = xp.reshape(K.full(), (N, C, N, C))

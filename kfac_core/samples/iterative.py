@@ -50,6 +50,15 @@ class NystromKernel:
         """An array of the library, device and dtype of solutions."""
         return self.vectors
 
+    def trace(self) -> Array:
+        """Return the trace, 0-d."""
+        xp = ns.own_namespace(self.eigenvalues)
+        return xp.sum(self.eigenvalues)
+
+    def full(self) -> NoReturn:
+        """Raise `UnsupportedError`: what needs K itself, as its center does, is refused."""
+        raise errors.UnsupportedError("A centered K is not solved by iterations.")
+
 
 @structure()
 class IterativeKernel:

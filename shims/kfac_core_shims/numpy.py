@@ -635,19 +635,22 @@ class GaussNewton:
     ----------
     parameters, layers
         See `KFAC`.
+    minibatch : bool, optional
+        Whether residuals are of other data at each step; by default whether
+        `learning_rate` is given.
     learning_rate : float, or callable of the number of steps made, optional
-        A fixed length of the steps, for other data at each step; the damping is then
-        fixed, and nothing is accelerated.
+        Length of the steps on other data.  By default 0.3, divided by ``1 + k/2`` after k
+        times that losses of batches did not fall any more.
     damping : float, optional
-        In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps of
-        a fixed length, by default 0.01.
+        In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps
+        on other data, by default ``0.003 rms(r) sqrt(tr(J J^T) / R)``.
     momentum : float, optional
-        SPRING's momentum in [0, 1), of steps of a fixed length; by default 0.95.
+        SPRING's momentum in [0, 1), of steps on other data; by default 0.95.
 
     Attributes
     ----------
-    damping : float
-        The damping that the next step begins with.
+    damping : float or None
+        The damping that the next step begins with; None where it follows the residuals.
     accepted : bool
         Whether the last step was taken: false where no damping lowered the loss.
 
@@ -694,31 +697,26 @@ class GaussNewton:
         self,
         parameters: Vector,
         *,
+        minibatch: bool | None = None,
         learning_rate: kc.integration.Schedule | None = None,
         damping: float | None = None,
         momentum: float | None = None,
         layers: Mapping[str, kc.Layer] | None = None,
     ) -> None:
-        if learning_rate is None and momentum:
-            raise kc.ConventionError(
-                "`momentum` is of steps of a fixed length. Give `learning_rate`, or leave "
-                "it out."
-            )
-        searches = learning_rate is None
-        damping = (1.0 if searches else 0.01) if damping is None else damping
-        momentum = (0.0 if searches else 0.95) if momentum is None else momentum
-        kc.integration.require_positive("learning_rate", learning_rate, optional=True)
-        constraints = kc.constraints
-        constraints.require_range("damping", damping, constraints.POSITIVE)
-        constraints.require_range("momentum", momentum, constraints.DECAY)
+        self.options = kc.samples.GaussNewtonOptions.of(
+            minibatch=minibatch,
+            rate=learning_rate,
+            damping=damping,
+            momentum=momentum,
+        )
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
         _refuse_shared(self.parameters)
         blocks = _blocks(self.parameters, layers or {})
         self.layers = {name: block.layer for name, block in blocks.items()}
-        self.learning_rate = learning_rate
-        self.damping, self.momentum = float(damping), momentum
+        self.damping = self.options.damping
         self.steps, self.accepted = 0, False
         self._last: Any = None
+        self._progress: Any = None
 
     def step(
         self,
@@ -762,34 +760,36 @@ class GaussNewton:
                 f"Expected finite residuals, got a loss of {start.loss}. Nothing was "
                 "changed; begin with smaller weights, or look at the data."
             )
-        K = kc.samples.sample_gram(J)
-        if self.learning_rate is None:
-            before = {
-                name: {key: array.copy() for key, array in arrays.items()}
-                for name, arrays in self.parameters.items()
-            }
+        before = {
+            name: {key: array.copy() for key, array in arrays.items()}
+            for name, arrays in self.parameters.items()
+        }
 
-            def evaluate(step: Any) -> kc.samples.Evaluation:
-                self._move(before, step, 1.0)
-                return self._evaluation(np.asarray(residuals(), np.float64), J)
+        def evaluate(step: Any) -> kc.samples.Evaluation:
+            self._move(before, step)
+            return self._evaluation(np.asarray(residuals(), np.float64), J)
 
-            step: Any = kc.steps.linear_combination([0.0], [before])
-            try:
-                searched = kc.samples.search_step(
-                    J, K, start.values, evaluate, start=start, damping=self.damping
-                )
-                step, self.damping = searched.step, float(searched.damping)
-                self.accepted = bool(searched.accepted)
-            finally:
-                self._move(before, step, 1.0)
-        else:
-            F = kc.samples.damped_kernel(J, K, damping=self.damping)
-            rate = float(kc.integration.value_at(self.learning_rate, self.steps))
-            self._last = F.direction(
-                start.values, last=self._last, momentum=self.momentum
+        step: Any = kc.steps.linear_combination([0.0], [before])
+        try:
+            result = kc.samples.gauss_newton_step(
+                J,
+                kc.samples.sample_gram(J),
+                start.values,
+                evaluate,
+                options=self.options,
+                start=start,
+                damping=self.damping,
+                rate=kc.integration.value_at(self.options.rate, self.steps),
+                last=self._last,
+                progress=self._progress,
             )
-            self._move(self.parameters, self._last, rate)
-            self.accepted = True
+            step = result.step
+        finally:
+            self._move(before, step)
+        self.accepted = bool(result.accepted)
+        self._last, self._progress = result.last, result.progress
+        if not self.options.minibatch:
+            self.damping = float(result.damping)
         self.steps += 1
         return float(start.loss)
 
@@ -797,11 +797,11 @@ class GaussNewton:
         loss: Any = np.sum(r * r) / (2 * J.examples)
         return kc.samples.Evaluation(r.reshape(J.sample_shape), loss)
 
-    def _move(self, start: Vector, step: Any, rate: float) -> None:
-        """Write ``start - rate step`` into the parameters."""
+    def _move(self, start: Vector, step: Any) -> None:
+        """Write ``start - step`` into the parameters."""
         for name, arrays in self.parameters.items():
             for key, array in arrays.items():
-                array[...] = start[name][key] - rate * step[name][key]
+                array[...] = start[name][key] - step[name][key]
 
 
 def _blocks(

@@ -30,14 +30,17 @@ class GaussNewtonState(NamedTuple):
     damping : array, 0-d
         The damping that the next step begins with.
     last : pytree
-        The last direction, like the parameters; None without a `learning_rate`.
+        The last direction, like the parameters; None on fixed points.
     steps : array, 0-d int32
         Number of steps taken.
+    progress : BatchProgress
+        Of the losses of batches; None on fixed points.
     """
 
     damping: Any
     last: Any
     steps: Any
+    progress: Any = None
 
 
 class GaussNewtonProgress(NamedTuple):
@@ -46,8 +49,8 @@ class GaussNewtonProgress(NamedTuple):
     Attributes
     ----------
     loss, reached : array, 0-d
-        The loss before the step, and after it; the latter is NaN for steps of a fixed
-        length, which do not evaluate it.
+        The loss before the step, and after it; the latter is NaN for steps on other
+        data, which do not evaluate it.
     damping : array, 0-d
         The damping that the next step begins with.
     trials : array, 0-d int32
@@ -108,16 +111,23 @@ class GaussNewton:
         pass all points as arguments, those of each term on the first axis.
     likelihood : {"categorical", "bernoulli", "gaussian"} or Loss, optional
         Of outputs and targets.
+    minibatch : bool, optional
+        Whether residuals are of other data at each step.  Steps are then SPRING's, with a
+        damping that follows the residuals.  By default whether `learning_rate` is given,
+        or `centered`.
+    centered : bool
+        Whether the network is a wave function: the function of residuals then returns log
+        psi and the local energies, both of shape (N,), at positions drawn from psi^2; J
+        and the energies are less their means.
     learning_rate : float or callable, optional
-        A fixed length of the steps, or a function of the number of steps taken, for other
-        data at each step (mini-batches); the damping is then fixed, and nothing is
-        accelerated.  Begin with 0.3, and let it decay.  By default each step is as long as
-        the model of the loss says.
+        Length of the steps on other data, or a function of the number of steps taken.  By
+        default 0.3, divided by ``1 + k/2`` after k times that losses of batches did not
+        fall any more.
     damping : float, optional
         In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps
-        of a fixed length, by default 0.01.
+        on other data, by default ``0.003 rms(r) sqrt(tr(J J^T) / R)``.
     momentum : float, optional
-        SPRING's momentum in [0, 1), of steps of a fixed length; by default 0.95.
+        SPRING's momentum in [0, 1), of steps on other data; by default 0.95.
 
     Attributes
     ----------
@@ -128,7 +138,7 @@ class GaussNewton:
     Raises
     ------
     kfac_core.ConventionError
-        For options out of range, and for a momentum without `learning_rate`.
+        For options out of range, and for a rate or a momentum on fixed points.
 
     Notes
     -----
@@ -184,48 +194,29 @@ class GaussNewton:
         /,
         *,
         likelihood: Any = None,
+        minibatch: bool | None = None,
+        centered: bool = False,
         learning_rate: kc.integration.Schedule | None = None,
         damping: float | None = None,
         momentum: float | None = None,
     ) -> None:
         constraints = kc.constraints
         constraints.require_options(locals(), residuals=constraints.FUNCTION)
-        if learning_rate is None and momentum:
-            raise kc.ConventionError(
-                "`momentum` is of steps of a fixed length. Give `learning_rate`, or leave "
-                "it out."
-            )
-        searches = learning_rate is None
-        damping = (1.0 if searches else 0.01) if damping is None else damping
-        momentum = (0.0 if searches else 0.95) if momentum is None else momentum
-        if not callable(learning_rate):
-            kc.integration.require_positive(
-                "learning_rate", learning_rate, optional=True
-            )
-        constraints.require_range("damping", damping, constraints.POSITIVE)
-        constraints.require_range("momentum", momentum, constraints.DECAY)
-        self.likelihood: Any = None
-        if likelihood is not None:
-            row = kc.integration.row_loss(likelihood)
-            if row.mean_over_outputs:
-                raise kc.ConventionError(
-                    "Expected a likelihood that is a sum over outputs; scale the outputs."
-                )
-            self.likelihood = row.likelihood
-        self.residuals, self.learning_rate = residuals, learning_rate
-        self.damping, self.momentum = damping, momentum
+        self.options = kc.samples.GaussNewtonOptions.of(
+            minibatch=minibatch,
+            rate=learning_rate,
+            damping=damping,
+            momentum=momentum,
+            centered=centered,
+            likelihood=likelihood,
+        )
+        self.residuals = residuals
         self.formed: dict[str, str] = {}
         self._finder = JacobianFinder(self._outputs)
         self._mixed: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
-        options = {
-            "learning_rate": self.learning_rate,
-            "damping": self.damping,
-            "momentum": self.momentum,
-        }
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        lines = [f"GaussNewton({shown})"]
+        lines = [f"GaussNewton({self.options})"]
         lines += [f"formed: {name}, since {why}" for name, why in self.formed.items()]
         return "\n".join(lines)
 
@@ -242,11 +233,13 @@ class GaussNewton:
         GaussNewtonState
             State to pass to `step`.
         """
-        last = None
-        if self.learning_rate is not None:
-            last = jax.tree.map(jnp.zeros_like, params)
-        damping = jnp.asarray(self.damping, jnp.result_type(float))
-        return GaussNewtonState(damping, last, jnp.zeros((), jnp.int32))
+        wide = jnp.zeros((), jnp.result_type(float))
+        if not self.options.minibatch:
+            damping = jnp.full_like(wide, self.options.damping)
+            return GaussNewtonState(damping, None, jnp.zeros((), jnp.int32))
+        last = jax.tree.map(jnp.zeros_like, params)
+        progress = kc.samples.BatchProgress.start(wide)
+        return GaussNewtonState(wide, last, jnp.zeros((), jnp.int32), progress)
 
     def step(
         self, params: Any, state: GaussNewtonState, /, *data: Any
@@ -321,74 +314,90 @@ class GaussNewton:
         )
         self.formed = columns.formed
         r = _joined(problem.residuals, scales)
-        loss = self._loss(r, problem.root)
+        options = self.options
+        loss = jnp.mean(r) if options.centered else self._loss(r, problem.root)
         good = jnp.isfinite(loss) & ~jnp.any(unlike)
-        K = kc.samples.sample_gram(J)
-        trials, reached = jnp.ones((), jnp.int32), jnp.full_like(loss, jnp.nan)
-        if self.learning_rate is None:
-            start = kc.samples.Evaluation(self._values(problem, scales), loss)
 
-            def evaluate(step: Any) -> kc.samples.Evaluation:
-                moved = _moved(params, columns.tree(step, params))
-                there = self._problem(moved, data, problem.root)
-                values = self._values(there, scales)
-                return kc.samples.Evaluation(values, self._loss(values, there.root))
+        def evaluate(step: Any) -> kc.samples.Evaluation:
+            moved = _moved(params, columns.tree(step, params))
+            there = self._problem(moved, data, problem.root)
+            values = self._values(there, scales)
+            return kc.samples.Evaluation(values, self._loss(values, there.root))
 
-            searched = kc.samples.search_step(
-                J,
-                K,
-                r,
-                evaluate,
-                start=start,
-                damping=state.damping,
-                while_loop=jax.lax.while_loop,
-            )
-            taken, trials, reached = searched.accepted, searched.trials, searched.loss
-            step, last, rate = columns.tree(searched.step, params), None, 1.0
-            damping = jnp.where(
-                good, searched.damping.astype(state.damping.dtype), state.damping
-            )
-        else:
-            F = kc.samples.damped_kernel(J, K, damping=state.damping, check="status")
-            phi = columns.vectors(state.last, J)
-            direction = F.direction(r, last=phi, momentum=self.momentum)
-            taken, damping = F.status() == 0, state.damping
-            step = columns.tree(direction, params)
-            rate = kc.integration.value_at(self.learning_rate, state.steps)
-        accepted = taken & good
-        if self.learning_rate is not None:
-            last = _where(accepted, step, state.last)
-        params = _where(accepted, _moved(params, step, rate), params)
+        last, damping, rate = None, state.damping, 1.0
+        if options.minibatch:
+            last = columns.vectors(state.last, J)
+            damping = options.damping
+            rate = kc.integration.value_at(options.rate, state.steps)
+        result = kc.samples.gauss_newton_step(
+            J,
+            kc.samples.sample_gram(J),
+            r,
+            evaluate,
+            options=options,
+            start=kc.samples.Evaluation(self._values(problem, scales), loss),
+            damping=damping,
+            rate=rate,
+            last=last,
+            progress=state.progress,
+            check="status",
+            while_loop=jax.lax.while_loop,
+        )
+        accepted = result.accepted & good
+        new = GaussNewtonState(
+            result.damping.astype(state.damping.dtype),
+            None if last is None else columns.tree(result.last, params),
+            count,
+            result.progress,
+        )
+        # A search that lowered nothing changes its damping all the same.
+        kept = _where(good if last is None else accepted, new, state)
+        params = _where(
+            accepted, _moved(params, columns.tree(result.step, params)), params
+        )
         # A step that is taken again is compared again.
         count = jnp.where(jnp.any(unlike), state.steps, count)
+        reached = jnp.full_like(loss, jnp.nan) if last is not None else result.reached
         return (
             params,
-            GaussNewtonState(damping, last, count),
-            GaussNewtonProgress(loss, reached, damping, trials, accepted, unlike),
+            kept._replace(steps=count),
+            GaussNewtonProgress(
+                loss,
+                reached,
+                kept.damping,
+                jnp.asarray(result.trials),
+                accepted,
+                unlike,
+            ),
         )
 
     def _outputs(self, params: Any, *data: Any) -> list[Any]:
         """Return the terms, or the outputs of a likelihood, as matrices (N, C)."""
         returned = self.residuals(params, *data)
-        if self.likelihood is None:
+        if self.options.likelihood is None and not self.options.centered:
             return _as_matrices(returned)
         if not isinstance(returned, Sequence) or len(returned) != 2:
             raise kc.ShapeError(
-                "Expected outputs and targets of a likelihood, got "
-                f"{type(returned).__name__}."
+                "Expected outputs and targets of a likelihood, or log psi and energies, "
+                f"got {type(returned).__name__}."
             )
         return _as_matrices(returned[0])
 
     def _problem(self, params: Any, data: Any, root: Any = None) -> _Problem:
         """Evaluate the residuals; with the root where the step began, if any."""
         terms = self._outputs(params, *data)
-        if self.likelihood is None:
+        if self.options.centered:
+            _, energies = self.residuals(params, *data)
+            return _Problem(terms, _as_matrices(energies), None)
+        if self.options.likelihood is None:
             return _Problem(terms, terms, None)
         _, targets = self.residuals(params, *data)
         targets = jnp.asarray(targets)
         if jnp.issubdtype(targets.dtype, jnp.floating) and targets.ndim == 1:
             targets = targets[:, None]
-        here = kc.samples.likelihood_residuals(self.likelihood, terms[0], targets)
+        here = kc.samples.likelihood_residuals(
+            self.options.likelihood, terms[0], targets
+        )
         if root is not None:
             here = here._replace(root=root.root)
         return _Problem(terms, [here.residuals], here)
@@ -445,8 +454,8 @@ def _joined(parts: Sequence[Any], scales: Sequence[float]) -> Any:
     return jnp.concatenate([part.reshape(-1) * scale for part, scale in pairs])
 
 
-def _moved(params: Any, step: Any, rate: Any = 1.0) -> Any:
-    return jax.tree.map(lambda p, d: p - (rate * d).astype(p.dtype), params, step)
+def _moved(params: Any, step: Any) -> Any:
+    return jax.tree.map(lambda p, d: p - d.astype(p.dtype), params, step)
 
 
 def _where(condition: Any, first: Any, second: Any) -> Any:

@@ -35,17 +35,19 @@ class GaussNewtonReport:
     steps : int
         Steps taken by this object.
     loss, reached : float
-        The loss before the step, and after it; the latter is NaN for steps of a fixed
-        length, which do not evaluate it.
+        The loss before the step, and after it; the latter is NaN for steps on other
+        data, which do not evaluate it.
     damping : float
-        The damping that the next step begins with.
+        The damping that the next search begins with, or that of this step.
+    rate : float
+        The length of a step on other data, or 1.
     trials : int
         How many dampings were tried.
     accepted : bool
         Whether the step was taken.
     residual : float
-        The relative residual of what solved with ``K + N lam I``; NaN for steps of a fixed
-        length by conjugate gradients.
+        The relative residual of what solved with ``K + N lam I``; NaN for steps on other
+        data by conjugate gradients.
     samples, parameters : int
         The rows R and the columns P of the Jacobian.
     formed : dict of str to str
@@ -56,6 +58,7 @@ class GaussNewtonReport:
     loss: float
     reached: float
     damping: float
+    rate: float
     trials: int
     accepted: bool
     residual: float
@@ -117,17 +120,19 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     centered : bool
         Whether the model is a wave function: the function of `step` then returns log psi
         and the local energies, both of shape (N,), at positions drawn from psi^2; J and
-        the energies are less their means.  Needs `lr`.
+        the energies are less their means.
+    minibatch : bool, optional
+        Whether residuals are of other data at each step.  Steps are then SPRING's, with a
+        damping that follows the residuals.  By default whether `lr` is given, or
+        `centered`.
     lr : float, optional
-        A fixed length of the steps, for residuals of other data at each step
-        (mini-batches); the damping is then fixed, and nothing is accelerated.  Begin with
-        0.3; a scheduler may change it.  By default each step is as long as the model of
-        the loss says.
+        Length of the steps on other data; a scheduler may change it.  By default 0.3,
+        divided by ``1 + k/2`` after k times that losses of batches did not fall any more.
     damping : float, optional
         In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps
-        of a fixed length, by default 0.01.
+        on other data, by default ``0.003 rms(r) sqrt(tr(J J^T) / R)``.
     momentum : float, optional
-        SPRING's momentum in [0, 1), of steps of a fixed length; by default 0.95.
+        SPRING's momentum in [0, 1), of steps on other data; by default 0.95.
     direct_up_to : int
         The number R of residuals above which K is not formed, and systems are solved by
         conjugate gradients, with a Nystrom approximation of K as the preconditioner.
@@ -138,7 +143,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     Raises
     ------
     kfac_core.ConventionError
-        For options out of range, and for a momentum or `centered` without `lr`.
+        For options out of range, and for a rate or a momentum on fixed points.
 
     Notes
     -----
@@ -174,6 +179,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         model: torch.nn.Module,
         *,
         likelihood: Any = None,
+        minibatch: bool | None = None,
         centered: bool = False,
         lr: float | None = None,
         damping: float | None = None,
@@ -181,45 +187,30 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         direct_up_to: int = 6000,
         communicator: kc.distributed.Communicator | str | None = None,
     ) -> None:
-        constraints = kc.constraints
-        if lr is None and momentum:
-            raise kc.ConventionError(
-                "`momentum` is of steps of a fixed length. Give `lr`, or leave it out."
-            )
-        if centered and (lr is None or likelihood is not None):
-            raise kc.ConventionError(
-                "`centered` is of steps of a fixed length, of no likelihood. Give `lr`, "
-                "for example 0.3, and no `likelihood`."
-            )
-        if damping is None:
-            damping = 1.0 if lr is None else 0.01
-        if momentum is None:
-            momentum = 0.0 if lr is None else 0.95
-        if lr is not None:
-            constraints.require_range("lr", lr, constraints.POSITIVE)
-        constraints.require_range("damping", damping, constraints.POSITIVE)
-        constraints.require_range("momentum", momentum, constraints.DECAY)
-        constraints.require_range("direct_up_to", direct_up_to, constraints.COUNT)
+        self._options = kc.samples.GaussNewtonOptions.of(
+            minibatch=minibatch,
+            rate=lr,
+            damping=damping,
+            momentum=momentum,
+            centered=centered,
+            likelihood=likelihood,
+            rate_name="lr",
+        )
+        kc.constraints.require_range("direct_up_to", direct_up_to, kc.constraints.COUNT)
         self._direct_up_to = direct_up_to
-        self._centered = centered
-        self._likelihood: Any = None
-        if likelihood is not None:
-            row = kc.integration.row_loss(likelihood)
-            if row.mean_over_outputs:
-                raise kc.ConventionError(
-                    "Expected a likelihood that is a sum over outputs; scale the outputs."
-                )
-            self._likelihood = row.likelihood
         self._processes = parallel.processes_of(communicator)
         self._finder = JacobianFinder(parallel.inner(model), self._processes)
         self._report: GaussNewtonReport | None = None
-        options = {"lr": lr, "damping": damping, "momentum": momentum}
+        options = {
+            "lr": self._options.rate if self._options.minibatch else None,
+            "damping": self._options.damping,
+            "progress": None,
+        }
         super().__init__(self._finder.parameters, options)
 
     def __repr__(self) -> str:
         [group] = self.param_groups
-        options = {name: group[name] for name in ("lr", "damping", "momentum")}
-        text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        text = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "damping"))
         last = "no steps yet" if self._report is None else str(self._report)
         return f"GaussNewton({text})\n{last}"
 
@@ -236,9 +227,10 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         return self._report
 
     @property
-    def damping(self) -> float:
-        """The damping that the next step begins with."""
-        return float(self.param_groups[0]["damping"])
+    def damping(self) -> float | None:
+        """The damping that the next step begins with; None where it follows residuals."""
+        damping = self.param_groups[0]["damping"]
+        return None if damping is None else float(damping)
 
     @property
     def formed(self) -> dict[str, str]:
@@ -296,50 +288,47 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             values = r
             if problem.root is not None:
                 values = self._joined(problem.terms, scales)
-            loss = r.mean() if self._centered else self._loss(r, problem.root)
+            loss = r.mean() if self._options.centered else self._loss(r, problem.root)
             if not bool(torch.isfinite(loss)):
                 raise kc.NotFiniteError(
                     f"Expected finite residuals, got a loss of {float(loss)}. Nothing was "
                     "changed; begin with smaller weights, or look at the data."
                 )
-            K = self._kernel(J)
-            reached, trials, accepted = float("nan"), 1, True
-            if self.param_groups[0]["lr"] is None:
-                start = kc.samples.Evaluation(values, loss)
-                searched = self._search(residuals, problem.root, scales, J, K, r, start)
-                reached, trials = float(searched.loss), int(searched.trials)
-                accepted = bool(searched.accepted)
-                residual = float(searched.residual)
-            else:
-                residual = self._one_step(J, K, r)
+            start = kc.samples.Evaluation(values, loss)
+            result = self._take(residuals, problem.root, scales, J, r, start)
         self._report = GaussNewtonReport(
             steps=1 if self._report is None else self._report.steps + 1,
             loss=float(loss),
-            reached=reached,
-            damping=self.damping,
-            trials=trials,
-            accepted=accepted,
-            residual=residual,
+            reached=_float(result.reached),
+            damping=float(result.damping),
+            rate=float(result.rate),
+            trials=int(result.trials),
+            accepted=bool(result.accepted),
+            residual=_float(result.residual),
             samples=samples,
             parameters=J.parameters,
             formed=self.formed,
         )
         return loss
 
-    def _search(
+    def _take(
         self,
         residuals: Any,
         root: Any,
         scales: Sequence[float],
         J: Any,
-        K: Any,
         r: Any,
         start: kc.samples.Evaluation,
-    ) -> kc.samples.SearchedStep:
-        """Go to a lower loss, and adapt the damping; stay where no damping lowers it."""
+    ) -> kc.samples.GaussNewtonStep:
+        """Take the step, or stay where no damping lowers the loss."""
         [group] = self.param_groups
-        parameters = group["params"]
+        parameters, state = group["params"], self.state
         theta = [p.detach().clone() for p in parameters]
+        last = progress = None
+        if self._options.minibatch and group["progress"] is not None:
+            by_parameter = {p: state[p]["direction"] for p in parameters}
+            last = self._finder.vectors(by_parameter, J)
+            progress = kc.samples.BatchProgress(*group["progress"])
 
         def go(step: Any) -> None:
             directions = self._finder.directions(step)
@@ -353,16 +342,30 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             return kc.samples.Evaluation(values, self._loss(values, problem.root))
 
         try:
-            searched = kc.samples.search_step(
-                J, K, r, evaluate, start=start, damping=group["damping"]
+            result = kc.samples.gauss_newton_step(
+                J,
+                self._kernel(J),
+                r,
+                evaluate,
+                options=self._options,
+                start=start,
+                damping=group["damping"],
+                rate=group["lr"] or 1.0,
+                last=last,
+                progress=progress,
             )
         except BaseException:
             for p, at_start in zip(parameters, theta, strict=True):
                 p.copy_(at_start)
             raise
-        go(searched.step)
-        group["damping"] = float(searched.damping)
-        return searched
+        go(result.step)
+        if self._options.minibatch:
+            group["progress"] = list(result.progress)
+            for p, direction in self._finder.directions(result.last).items():
+                state[p]["direction"] = direction
+        else:
+            group["damping"] = float(result.damping)
+        return result
 
     def _kernel(self, J: kc.samples.Jacobian) -> Any:
         """Return K, or an approximation where it is too large."""
@@ -374,32 +377,14 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         probes = torch.randn(shape, dtype=torch.float64, generator=generator)
         return kc.samples.nystrom_kernel(J, probes.to(J.like.device))
 
-    def _one_step(self, J: Any, K: Any, r: Any) -> float:
-        """Take one step of a fixed length, with momentum; return a residual."""
-        [group] = self.param_groups
-        state = self.state
-        last = None
-        if all("direction" in state[p] for p in group["params"]):
-            by_parameter = {p: state[p]["direction"] for p in group["params"]}
-            last = self._finder.vectors(by_parameter, J)
-        F = kc.samples.damped_kernel(
-            J, K, damping=group["damping"], centered=self._centered
-        )
-        direction = F.direction(r, last=last, momentum=group["momentum"])
-        for p, d in self._finder.directions(direction).items():
-            state[p]["direction"] = d
-            p.sub_(d, alpha=group["lr"])
-        factor = getattr(F.kernel, "cholesky", None)
-        return float("nan") if factor is None else float(factor.residual)
-
     def _problem(self, residuals: Any, root: Any = None) -> _Problem:
         """Evaluate the caller's function; with the root where the step began, if any."""
         with torch.enable_grad():
             returned = residuals()
-            if self._centered:
+            if self._options.centered:
                 log_psi, energies = _as_matrices(returned)
                 return _Problem([log_psi], [energies], None)
-            if self._likelihood is None:
+            if self._options.likelihood is None:
                 terms = _as_matrices(returned)
                 return _Problem(terms, terms, None)
             if not isinstance(returned, Sequence) or len(returned) != 2:
@@ -412,7 +397,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 targets = targets[:, None]
             [outputs] = _as_matrices(outputs)
             here = kc.samples.likelihood_residuals(
-                self._likelihood, outputs.detach(), targets
+                self._options.likelihood, outputs.detach(), targets
             )
             if root is not None:
                 here = here._replace(root=root.root)
@@ -445,6 +430,10 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         sums = torch.stack([nats * examples, nats.new_tensor(float(examples))])
         total, count = self._processes.all_reduce(sums).wait()
         return total / count
+
+
+def _float(x: Any) -> float:
+    return float("nan") if x is None else float(x)
 
 
 def _as_matrices(returned: Any) -> list[Any]:
