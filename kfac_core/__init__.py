@@ -25,5 +25,5 @@ __all__ = [name for name in _loadable if name not in _modules]
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a module, at its first use, and keep it."""
-    found = globals()[name] = _load(name)
-    return found
+    attribute = globals()[name] = _load(name)
+    return attribute

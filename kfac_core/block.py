@@ -1,7 +1,7 @@
 """A block pairs a layer with an approximation.
 
-Conventions.  A block holds no arrays.  What is computed for one block, its update, its
-refresh and its products, are the functions of the module ``stages``.
+Conventions.  A block holds no arrays.  The module ``stages`` has the functions of one
+block: its update, its refresh and its products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kfac_core.layers.rows import Batch, Rows, join_uses
 __all__ = ["BatchLike", "Block"]
 
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
-"""What a block takes: a batch, several uses of one layer, or a batch of each part."""
+"""A batch, several uses of one layer, or a batch of each layer of a chain."""
 
 _FULL_PRECISION = Precision()
 
@@ -116,7 +116,7 @@ class Block:
     ) -> Statistics:
         """Return zero statistics in the library of a first batch, which is validated."""
         try:
-            # The first chunk of examples is enough.
+            # The first chunk shows the library, device and dtype.
             chunks = self.row_parts(batch, max_patch_elements=max_patch_elements)
             return self.initial(next(iter(chunks)).like, precision=precision)
         except errors.KFACError as error:

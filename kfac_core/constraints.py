@@ -1,13 +1,13 @@
-"""Constraints on options: what each may be, and the one error that says it.
+"""Constraints on options: allowed values, and the error for all others.
 
 A `Constraint` is a predicate with the words for an error message.  The kinds of options
 that several modules share (`FLAG`, `COUNT`, `DAMPING`, ...) are defined here once.  A class
-of options says in its ``__post_init__`` what each field may be, by `require_options`; a
-function says it by `require_range`, `require_one_of` or `require_kind`, where the option
-enters.  Errors name the option, show what came, and say what is expected.
+of options checks its fields in ``__post_init__`` by `require_options`; a function checks
+an option by `require_range`, `require_one_of` or `require_kind`, where it enters.  Errors
+name the option, and show the value and the expectation.
 
-A boolean is not a number.  Where a 0-d array may stand in place of a number, its value is
-not read, since it may be traced or on a device.
+A boolean is not a number.  The value of a 0-d array in place of a number is not read,
+since it may be traced or on a device.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def shown(value: object, /) -> str:
 
 
 class Constraint(NamedTuple):
-    """What an option may be.
+    """The allowed values of an option.
 
     Attributes
     ----------
     expected : str
-        As it stands in a message after "to be".
+        Text of a message after "to be".
     accepts : callable
         Whether a value is allowed; never raises.
     error : type
@@ -107,7 +107,7 @@ def number(
             return arrays and _is_real_scalar(value)
         try:
             return holds(float(value))
-        except OverflowError:  # an integer beyond the range of floats
+        except OverflowError:  # a Python integer beyond the range of floats
             return False
 
     return Constraint(expected + " or a 0-d array" * arrays, accepts, error)
@@ -138,7 +138,7 @@ def integer(
             return False
         try:
             return operator.index(value) >= least
-        except (TypeError, ValueError):  # also of arrays of other libraries
+        except (TypeError, ValueError):  # arrays of other libraries raise these too
             return False
 
     return Constraint(f"an integer >= {least}", accepts, error)
@@ -216,7 +216,7 @@ def _is_iterable_of_names(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return False
     try:
-        iter(value)  # 0-d arrays have the method, and raise
+        iter(value)  # 0-d arrays have `__iter__`, but raise
     except TypeError:
         return False
     return True
@@ -311,13 +311,17 @@ def require_options(options: object, /, **constraints: Constraint) -> None:
 
 
 def annotated(cls: type[T], /) -> type[T]:
-    """Remember the constraints that a dataclass's annotations are; its decorator.
+    """Decorate a dataclass: its annotations become constraints of its fields.
 
-    When the class is made, since function compilers cannot read annotations.
+    They are read here, once, since function compilers cannot read annotations.
     """
-    found = {name: _of_annotation(hint) for name, hint in get_type_hints(cls).items()}
+    constraints = {
+        name: _of_annotation(hint) for name, hint in get_type_hints(cls).items()
+    }
     fields = getattr(cls, "__dataclass_fields__", ())
-    _ANNOTATED[cls] = {n: c for n, c in found.items() if c is not None and n in fields}
+    _ANNOTATED[cls] = {
+        n: c for n, c in constraints.items() if c is not None and n in fields
+    }
     return cls
 
 
@@ -468,11 +472,11 @@ def require_names(
     error : type
         What is raised.
     """
-    came, expected = list(values), list(names)
-    if set(came) != set(expected):
+    actual, expected = list(values), list(names)
+    if set(actual) != set(expected):
         missing, unknown = (
             [n for n in some if n not in others]
-            for some, others in ((expected, came), (came, expected))
+            for some, others in ((expected, actual), (actual, expected))
         )
         raise error(
             f"Expected `{name}` of {shown(expected)[1:-1]}; missing {shown(missing)}, "
@@ -488,7 +492,7 @@ def require_same(
     *,
     error: type[errors.KFACError] = errors.ShapeError,
 ) -> None:
-    """Raise unless all values of a mapping are equal; `what` is said in the message."""
+    """Raise unless all values of a mapping are equal; `what` names them in the message."""
     if len(set(values.values())) > 1:
         raise error(
             f"Expected one and the same {what}, got {values}.{' ' * bool(hint)}{hint}"
@@ -500,14 +504,14 @@ def require_ordered(**numbers: Any) -> None:
     values = [*numbers.values()]
     if not all(a <= b for a, b in itertools.pairwise(values)):
         order = " <= ".join(f"`{name}`" for name in numbers)
-        came = " and ".join(map(str, values))
-        raise errors.DampingError(f"Expected {order}, got {came}.")
+        listed = " and ".join(map(str, values))
+        raise errors.DampingError(f"Expected {order}, got {listed}.")
 
 
 def unknown_block(
     name: object, blocks: Iterable[str], /, *, option: str | None = None
 ) -> errors.UnknownBlockError:
-    """Return the error of a name that stands for no block, with those that there are."""
+    """Return the error for an unknown block name, which lists the known ones."""
     where = "" if option is None else f" in `{option}`"
     return errors.UnknownBlockError(
         f"Unknown block {shown(name)}{where}; the blocks are {shown(list(blocks))[1:-1]}."

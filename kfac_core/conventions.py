@@ -80,7 +80,7 @@ class Conventions:
     def outer_product_scale(
         self, *, examples: int, rows: Scalar, sources: int
     ) -> Scalar:
-        """Return what each outer product ``g g^T`` is multiplied by.
+        """Return the factor on each outer product ``g g^T``.
 
         Parameters
         ----------

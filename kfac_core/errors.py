@@ -40,15 +40,15 @@ class KFACError(Exception):
 
 
 class ArgumentError(KFACError, TypeError):
-    """An argument is of another kind than its description says."""
+    """An argument is of the wrong type."""
 
 
 class ShapeError(KFACError, ValueError):
-    """An array has another shape than its description says."""
+    """An array has the wrong shape."""
 
 
 class DtypeError(KFACError, TypeError):
-    """An array has a dtype in which the mathematics cannot be done."""
+    """An array has a dtype that cannot be computed with."""
 
 
 class MixedArraysError(KFACError, TypeError):
@@ -99,11 +99,11 @@ class ConventionError(KFACError, ValueError):
 
 
 class IdRangeError(KFACError, IndexError):
-    """An id of an embedding stands for no row of its weight."""
+    """An id of an embedding is outside of its vocabulary."""
 
 
 class UnknownBlockError(KFACError, KeyError):
-    """A name stands for no block of the estimator."""
+    """A name is not that of a block of the estimator."""
 
     def __str__(self) -> str:
         """Return the message itself; ``KeyError`` would show its ``repr``."""
@@ -111,7 +111,7 @@ class UnknownBlockError(KFACError, KeyError):
 
 
 class UnknownBackendError(KFACError, ValueError):
-    """A name stands for no backend that is registered or importable."""
+    """A name is not that of a registered or importable backend."""
 
 
 class BackendUnavailableError(KFACError, ImportError):
@@ -161,7 +161,7 @@ class CommunicationTimeoutError(KFACError, TimeoutError):
 
 
 class ReplicaError(KFACError, RuntimeError):
-    """Processes hold different values of what must be the same on all."""
+    """Processes hold different values of something that must be equal on all."""
 
 
 class FactorizationError(KFACError, np.linalg.LinAlgError):
@@ -170,7 +170,7 @@ class FactorizationError(KFACError, np.linalg.LinAlgError):
     Parameters
     ----------
     reason : str
-        What failed, and what to do about it.
+        The failure, and the next step.
     factor : str, optional
         The name of the factor, such as ``"fc1/input"``.
 

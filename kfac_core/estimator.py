@@ -49,10 +49,10 @@ __all__ = ["Estimator"]
 
 
 class _Change:
-    """The change of an estimator by one thread, which others are refused meanwhile.
+    """A context in which one thread changes an estimator; other threads raise.
 
-    There is no lock that an interrupt could leave held: a state takes the place of the one
-    that it was made from, or none.
+    This is not a lock, which an interrupt could leave locked: a new state replaces only the
+    state that it was computed from.
     """
 
     def __init__(self, estimator: Estimator) -> None:
@@ -61,7 +61,7 @@ class _Change:
 
     def __enter__(self) -> NetworkState:
         thread = threading.get_ident()
-        # An interrupt may have left this thread's own number here.
+        # An interrupt may have left this thread's number here.
         if self._thread not in (None, thread):
             raise errors.ConcurrentChangeError(_CHANGED)
         self._thread = thread
@@ -276,8 +276,8 @@ class Estimator:
         state = self.gathered()
         return Report(
             {
-                name: report_of(self.blocks[name], held)
-                for name, held in state.blocks.items()
+                name: report_of(self.blocks[name], block_state)
+                for name, block_state in state.blocks.items()
             }
         )
 
@@ -376,7 +376,7 @@ class Estimator:
         UnknownBlockError, UnsupportedError, NotReadyError
             For a name that is no block, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
-            If no accurate basis was found for a factor (``check="raise"``).
+            If a factor has no accurate basis (``check="raise"``).
 
         Notes
         -----
@@ -456,7 +456,7 @@ class Estimator:
         Notes
         -----
         After `load_state_dict`, ``install()`` raises `NotReadyError`: its operators are of
-        statistics that are gone.  For the same reason it leaves out blocks that were reset.
+        discarded statistics.  For the same reason blocks that were reset are left out.
         """
         constraints.require_check(check)
         started = self.state
@@ -467,22 +467,22 @@ class Estimator:
                 started, damping=damping, names=ready, check=check, executor=executor
             )
 
-        # An executor caches what it computed for the next step, so the thread gets its own.
+        # Executors cache stacks and views between calls, so the thread gets its own one.
         executor = self._new_executor()
         if isinstance(self._executor, DistributedExecutor):
             executor = self._executor.in_background(executor)
         damping, network = self._damping, self.network
         resets = dict(self._resets)
 
-        def install(made: NetworkState) -> None:
+        def install(refreshed_state: NetworkState) -> None:
             if self.network is not network:
                 raise errors.NotReadyError(
                     "A state was loaded since this refresh was started, and its operators "
-                    "are of statistics that are gone. Start another one."
+                    "are of discarded statistics. Start another one."
                 )
             unchanged = [n for n in ready if self._resets.get(n) is resets.get(n)]
             with self._change as before:
-                after = before.with_operators_of(made, started, unchanged)
+                after = before.with_operators_of(refreshed_state, started, unchanged)
                 self._install(before, after)
 
         return BackgroundRefresh(refreshed, install)
@@ -568,19 +568,19 @@ class Estimator:
         products = self.network.apply(
             product, state, vectors, *arguments, executor=self._executor, **options
         )
-        # What a change in another thread has made meanwhile is not put back.
+        # Do not overwrite a change that another thread made in the meantime.
         if state is not before and self.state is before:
             self.state = state
         return products
 
     def _install(self, before: NetworkState, after: NetworkState) -> None:
-        """Install a state that was made from another, if that is still the state."""
+        """Install a new state if the state that it was computed from is still current."""
         if self.state is not before:
             raise errors.ConcurrentChangeError(_CHANGED)
         self.state = after
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has; it caches for itself, and no thread is changing it."""
+        """Return the attributes of a copy, which gets its own executor and guard."""
         return {**vars(self), "_executor": None, "_change": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -589,14 +589,14 @@ class Estimator:
         self._change = _Change(self)
 
     def _first_executor(self) -> Executor:
-        """Return the executor of the estimator itself, which may be of many processes."""
+        """Return the estimator's executor, which may be of many processes."""
         executor = self._new_executor()
         if isinstance(self._execution, Distributed):
             return DistributedExecutor(self.network, self._execution, executor)
         return executor
 
     def _new_executor(self) -> Executor:
-        """Return the executor that was given, or a new one as the options say."""
+        """Return the executor of the options, or a new one made from them."""
         options = self._execution or Execution()
         if isinstance(options, Distributed):
             options = options.execution
@@ -607,7 +607,7 @@ class Estimator:
         return Stacked(Threaded(workers, inner) if workers > 1 else inner)
 
     def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
-        """Return the state with operators in which a factorization has been made."""
+        """Return the state with one more factorization of some operators."""
         blocks = dict.fromkeys(map(self.network.layers.block_of, names))
         operators = {name: self.operator(name) for name in blocks}
         tasks = {
@@ -663,7 +663,7 @@ class Estimator:
             damping, decay = settings["damping"], settings["decay"]
             if self.state is not before:
                 raise errors.ConcurrentChangeError(_CHANGED)
-            # No call stands between these, so that no interrupt comes between them.
+            # Without a call in between, no interrupt can separate these assignments.
             self.network, self.state = network, loaded
             self._damping, self._decay = damping, decay
 
@@ -678,7 +678,7 @@ class Estimator:
         return self.state.as_part(None)
 
     def check_replicas(self, **arrays: Mapping[str, Any] | Array) -> None:
-        """Raise unless all processes hold the same of what must be the same.
+        """Raise unless all processes hold equal replicas.
 
         These are counts, dampings, bases, operators that several processes hold, and the
         given arrays.  Collective: every rank calls it.  Synchronizes with the device.
@@ -686,12 +686,12 @@ class Estimator:
         Parameters
         ----------
         **arrays : array or mapping of str to array
-            What else must be the same to the bit, such as ``parameters=...``.
+            Further arrays that must be equal bit for bit, such as ``parameters=...``.
 
         Raises
         ------
         ReplicaError
-            Names what differs, and on which rank.
+            Naming the value that differs, and the rank.
         UnsupportedError
             For an estimator of one process.
         """
@@ -706,7 +706,7 @@ class Estimator:
         )
 
     def _promises(self) -> dict[str, Any]:
-        """Return what a state must share with the estimator that it is loaded into."""
+        """Return the conventions that a state and the estimator that loads it share."""
         return {
             "reduction": self.conventions.reduction,
             "sources": self.conventions.sources,

@@ -222,7 +222,7 @@ class Network:
         require_decay(decay)
         constraints.require_check(check)
         state = state.part_of(self.blocks, executor.share)
-        # The flags of all blocks are read together.
+        # Read the flags of all blocks together, in one synchronization with the device.
         common = UpdateOptions(
             self.conventions,
             check=check,
@@ -368,7 +368,7 @@ class Network:
         state, executor
             See `update`.
         damping : float, 0-d array, or mapping of str to these
-            Damping ``lam >= 0`` of the whole network, or of each block by name.
+            Damping ``lam >= 0`` of all blocks, or of each block by name.
         names, check
             See `Estimator.refresh`, as the errors.
         """
@@ -384,7 +384,7 @@ class Network:
             if self._taken[name]:
                 statistics = self.shared_factors.completed(name, state.blocks)
             if isinstance(lam, np.generic) and not is_numpy_array(statistics.like):
-                # A number, which no array of another library would be chosen against.
+                # A Python number, since an array of another library could not be combined.
                 lam = float(lam)
             solving = self._solving[name]
             if lam is not options.damping or solving != options.solving:
@@ -439,7 +439,7 @@ class Network:
         product, vectors, *arguments, **options
             See `Estimator.apply`, as the result and the errors.
         """
-        # An operator of this process can be applied by any executor; the others refuse.
+        # Any executor applies the operators of this process; those of others raise.
         share = state.share if executor.share is None else executor.share
         state = state.part_of(self.blocks, share)
         tasks: dict[str, tuple[Any, ...]] = {}

@@ -36,7 +36,7 @@ RANGES = {
     "check": constraints.CHECK,
     "precision": constraints.optional(constraints.instance_of(Precision)),
 }
-"""What each option of a network, or of a stage, may be."""
+"""The constraint of each option of a network or of a stage."""
 
 
 class _Options:
@@ -85,7 +85,7 @@ class Averaging(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshing(_Options):
-    """What a refresh computes, and how it handles failures.
+    """The results of a refresh, and its handling of failures.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class Refreshing(_Options):
         first call.
     keep_matrices : bool
         Whether operators of `Kronecker` blocks with factored damping, and of `Full` blocks,
-        keep the matrices that they were made of.  Without them they take half of the
+        keep the matrices that were factorized.  Without them they take half of the
         memory, and have only the products of the factorizations that were prepared;
         others raise `UnsupportedError` or `NotReadyError`.
     damping_scaling : {"none", "mean_eigenvalue"}
@@ -135,13 +135,15 @@ class Refreshing(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        made = self.factorizations
-        if not self.keep_matrices and (not made or "eigenbasis" in made):
+        factorizations = self.factorizations
+        if not self.keep_matrices and (
+            not factorizations or "eigenbasis" in factorizations
+        ):
             raise errors.ConventionError(
                 "Expected `factorizations` of 'inverse', 'cholesky' or both with "
-                f"keep_matrices=False, got {made!r}. Take keep_matrices=True: an operator "
-                "without factorizations has nothing else, and powers in an eigenbasis "
-                "need the matrix."
+                f"keep_matrices=False, got {factorizations!r}. Take keep_matrices=True: an "
+                "operator without factorizations has nothing else, and powers in an "
+                "eigenbasis need the matrix."
             )
 
     def options(
@@ -203,7 +205,7 @@ class Sharing(_Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Networks with the same chains are equal, written as lists or as tuples.
+        # Make lists tuples, so that networks with the same chains compare equal.
         chains = {
             name: tuple(layers) if isinstance(layers, list) else layers
             for name, layers in self.chains.items()
@@ -231,7 +233,7 @@ class Execution(_Options):
     Raises
     ------
     ConventionError
-        If a number is below 1, or no whole number.
+        If a number is not an integer of at least 1.
 
     Examples
     --------

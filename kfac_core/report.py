@@ -1,6 +1,6 @@
 """Reports of each block: condition, damping, residual check and age.
 
-Conventions.  A condition number is that of a damped matrix: exact from an eigenbasis or a
+Conventions.  A condition number is of a damped matrix: exact from an eigenbasis or a
 diagonal, in the 1-norm from an inverse, and otherwise the estimate of
 `kfac_core.linalg.condition`, which is a lower bound, seldom by more than a factor of
 three.  A residual is relative; see `kfac_core.linalg.certificate`.  A block whose factors
@@ -131,7 +131,7 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     block : Block
         Description of the block.
     state : BlockState
-        What the estimator holds for it.
+        State of the block.
 
     Returns
     -------
@@ -175,20 +175,20 @@ def _of_block(operator: Any) -> tuple[float | None, float | None]:
     if operator is None:
         return None, None
     try:
-        made = operator.prepared("inverse")
+        prepared = operator.prepared("inverse")
     except errors.FactorizationError:
-        # Only where nothing was prepared at the refresh; then the inverse does not exist.
+        # Nothing was prepared at the refresh, and the inverse does not exist.
         return float("inf"), None
-    like = made.trace()
+    like = prepared.trace()
     xp = array_api_compat.array_namespace(like)
-    if bool(made.status() != 0):
+    if bool(prepared.status() != 0):
         return float("nan"), float("inf")
-    n, m = made.vector_shape
+    n, m = prepared.vector_shape
     z = probe(n * m, dtype=like.dtype, device=ns.device_of(like), xp=xp)
     z = xp.reshape(z, (n, m))
     return (
-        _estimated_condition(made.multiply, made.multiply_inverse, z, xp),
-        measured_residual(made.multiply, made.multiply_inverse, z, xp=xp),
+        _estimated_condition(prepared.multiply, prepared.multiply_inverse, z, xp),
+        measured_residual(prepared.multiply, prepared.multiply_inverse, z, xp=xp),
     )
 
 
@@ -214,7 +214,7 @@ def _basis(basis: Eigendecomposition) -> FactorReport:
 
 
 def _uncertain(basis: Eigendecomposition, xp: Namespace) -> int:
-    """Return the number of eigenvalues that may be nothing but roundoff."""
+    """Return the number of eigenvalues that may be roundoff alone."""
     raised = (basis.eigenvalues > 0) & (basis.eigenvalues <= 0.5 * basis.error)
     return int(xp.sum(xp.astype(raised, xp.int32)))
 
@@ -227,16 +227,16 @@ def _factor(part: Damped) -> FactorReport:
     if isinstance(part, DampedDiagonal):
         condition = _spread(part.eigenvalues(shifted=True), xp)
         return FactorReport(part.size, shift, condition, 0.0, "working", 0.0)
-    made: Any = part.inverse or part.cholesky or part.basis
-    if made is None:
+    factorization: Any = part.inverse or part.cholesky or part.basis
+    if factorization is None:
         return FactorReport(part.size, shift, None, None, None, 0.0)
     return FactorReport(
         part.size,
         shift,
         float(xp.max(part.condition())),
-        float(xp.max(made.residual)),
-        fallback_of(made).name.lower(),
-        float(xp.max(made.clipped)),
+        float(xp.max(factorization.residual)),
+        fallback_of(factorization).name.lower(),
+        float(xp.max(factorization.clipped)),
         None if part.basis is None else _uncertain(part.basis, xp),
     )
 

@@ -1,15 +1,15 @@
 """A network's state as plain dicts and arrays, written and checked here.
 
-Conventions.  A state says which format and version it is of, under which ``conventions``
-and ``settings`` it was made, and of each block its layer, its approximation, and its
+Conventions.  A state holds its format and version, the ``conventions`` and ``settings``
+of its estimator, and for each block its layer, its approximation, and its
 ``values``: arrays and numbers by their path, such as ``"statistics.averages.input.sum"``.
-What is None has no path.  A symmetric matrix is one triangle, as
+Fields that are None have no path.  A symmetric matrix is one triangle, as
 `kfac_core.linalg.packing` packs it, whatever a library keeps of it.  Counts and dampings
 are Python's numbers, also where the state is one of arrays alone.
 
-No class stands there.  What the values are parts of is said by a template: statistics of
-nothing and the operator made of them, with nothing prepared, by the network that reads.
-What the template does not have, such as an inverse, is read as its annotation says.
+No class is named there.  The network that reads supplies a template: empty statistics and
+the operator made of them, without factorizations.  Parts that the template lacks, such as
+an inverse, are read by their annotation.
 
 Everything is checked before anything is returned: the description, paths, shapes, dtypes,
 that no number is NaN or infinite, and that an operator's products are defined.
@@ -63,7 +63,7 @@ _COUNTS = [
     for name, _ in fields_of(BlockState)
     if type(getattr(BlockState, name, None)) is int
 ]
-"""The counts of a block, which are zero or -1 in a state of nothing."""
+"""The counts of a block, which are zero or -1 in an empty state."""
 
 _STATE = {"format", "version", "conventions", "settings", "blocks"}
 _BLOCK = {"layer", "approximation", "values"}
@@ -125,7 +125,7 @@ def dump_state(
     state : NetworkState
         Everything that changes; this synchronizes with the device.
     promises : mapping of str to object
-        What must be the same where the state is loaded.
+        Conventions that must be equal where the state is loaded.
     damping, decay
         Damping of the next refresh and decay of the next update, restored when the state is
         loaded.
@@ -151,8 +151,8 @@ def dump_state(
         "conventions": dict(promises),
         "settings": settings,
         "blocks": {
-            name: {**_description(network.blocks[name]), "values": _values(held)}
-            for name, held in state.blocks.items()
+            name: {**_description(network.blocks[name]), "values": _values(block_state)}
+            for name, block_state in state.blocks.items()
         },
     }
 
@@ -183,7 +183,7 @@ def parse_state(
     Raises
     ------
     StateError
-        Saying what came, what was expected and where.
+        With the path, the value there and the expectation.
     """
     if not isinstance(state, Mapping) or _text(state.get("format")) != _text(FORMAT):
         raise errors.StateError(f"Expected a state of format {FORMAT!r}.")
@@ -211,7 +211,7 @@ def parse_state(
 
 
 def _damping(value: Any) -> float:
-    """Return a damping whose value an array did not show when it was set."""
+    """Return a damping as a number; the value of an array is checked only here."""
     number = float(value)
     try:
         require_damping(number)
@@ -224,48 +224,48 @@ def _description(block: Block) -> dict[str, Any]:
     """Return the description of a block in the form of parsed JSON."""
     layer: Any = block.layer
     approximation: Any = block.approximation
-    found = {
+    described = {
         "layer": {"kind": layer.kind, **dataclasses.asdict(layer)},
         "approximation": {
             "name": approximation.name,
             **dataclasses.asdict(approximation),
         },
     }
-    return json.loads(json.dumps(found, default=operators.index))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(described, default=operators.index))  # type: ignore[no-any-return]
 
 
-def _values(held: BlockState) -> dict[str, Any]:
+def _values(state: BlockState) -> dict[str, Any]:
     """Return the arrays and numbers of a block by their paths."""
-    if held.operator is not None and bool(held.operator.status() != 0):
-        # A first refresh by status that failed on a device; nothing can be done with it.
-        held = replaced(held, operator=None, damping=None)
-    damping = None if held.damping is None else float(held.damping)
-    counts = {name: int(getattr(held, name)) for name in _COUNTS}
-    found: dict[str, Any] = {}
-    _collect(replaced(held, damping=damping, **counts), "", found)
-    return found
+    if state.operator is not None and bool(state.operator.status() != 0):
+        # A first refresh by status failed on a device: an operator of NaN is of no use.
+        state = replaced(state, operator=None, damping=None)
+    damping = None if state.damping is None else float(state.damping)
+    counts = {name: int(getattr(state, name)) for name in _COUNTS}
+    values: dict[str, Any] = {}
+    _collect(replaced(state, damping=damping, **counts), "", values)
+    return values
 
 
-def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
+def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
     """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
         xp = ns.own_namespace(value.array)
-        found[path] = pack_triangle(value.array, xp=xp)
-        # A factorization's roundoff depends on both, and a run is resumed bit for bit.
-        found[_below(path, "row_major")] = ns.is_row_major(value.array)
-        found[_below(path, "full_storage")] = value.full_storage
+        values[path] = pack_triangle(value.array, xp=xp)
+        # The roundoff of a factorization depends on both, and resuming is bit for bit.
+        values[_below(path, "row_major")] = ns.is_row_major(value.array)
+        values[_below(path, "full_storage")] = value.full_storage
     elif fields_of(cls):
         for name, static in fields_of(cls):
             if not static or _choices(cls, name) or _is_number(cls, name):
-                _collect(getattr(value, name), _below(path, name), found)
+                _collect(getattr(value, name), _below(path, name), values)
     elif cls is dict:
         for name, part in value.items():
-            _collect(part, _below(path, name), found)
+            _collect(part, _below(path, name), values)
     elif cls in (bool, int, float, str):
-        found[path] = value
+        values[path] = value
     elif value is not None:
-        found[path] = ns.own_namespace(value).asarray(value, copy=True)
+        values[path] = ns.own_namespace(value).asarray(value, copy=True)
 
 
 def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
@@ -279,29 +279,29 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     dense = math.prod(network.blocks[name].layer.matrix_shape) ** 2
     sizes = [math.prod(x.shape) for x in _arrays(template)]
     values.largest = max([*sizes, min(dense, _LARGEST_UNKNOWN)])
-    held: BlockState = values.read("", BlockState, template)
+    state: BlockState = values.read("", BlockState, template)
     values.require_empty()
-    if held.statistics is not None:
-        most = max(1.0, network.averaging.weight) * max(held.updates, 1)
-        _check_statistics(held.statistics, network.precision, most)
-        _check_flags(held.statistics, block)
-        _check_factors(held.statistics, network.shared_factors.taken_by(name))
-    if held.operator is not None:
-        _check_operator(held.operator, block)
-    return held
+    if state.statistics is not None:
+        most = max(1.0, network.averaging.weight) * max(state.updates, 1)
+        _check_statistics(state.statistics, network.precision, most)
+        _check_flags(state.statistics, block)
+        _check_factors(state.statistics, network.shared_factors.taken_by(name))
+    if state.operator is not None:
+        _check_operator(state.operator, block)
+    return state
 
 
 def _template(values: _Values, network: Network, name: str) -> BlockState:
     """Return an empty state, with statistics and an operator if values exist for them."""
-    held = [part for part in ("statistics", "operator") if values.holds(part)]
-    stray = "operator" not in held and values.holds("damping")
+    present = [part for part in ("statistics", "operator") if values.holds(part)]
+    stray = "operator" not in present and values.holds("damping")
     _require(not stray, "damping", "that of an operator", "none of these")
-    if not held:
+    if not present:
         return BlockState()
-    block, like = network.blocks[name], values.like(held[0])
+    block, like = network.blocks[name], values.like(present[0])
     empty = block.initial(like, precision=network.precision)
-    statistics = empty if "statistics" in held else None
-    if "operator" not in held:
+    statistics = empty if "statistics" in present else None
+    if "operator" not in present:
         return BlockState(statistics)
     options = RefreshOptions(
         damping=1.0,
@@ -315,7 +315,7 @@ def _template(values: _Values, network: Network, name: str) -> BlockState:
 
 
 class _Values:
-    """The arrays and numbers of one block, each of which is taken once.
+    """The arrays and numbers of one block, each of which is read once.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ class _Values:
     Attributes
     ----------
     largest : int
-        How many numbers an array may hold whose shape the template does not say.
+        Most numbers of an array whose shape the template does not determine.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -339,11 +339,11 @@ class _Values:
         self._like: Any = None
 
     def holds(self, path: str) -> bool:
-        """Whether anything stands at a path or below it."""
+        """Whether there is a value at a path or below it."""
         return path in self._parts
 
     def is_of_factorizations(self) -> bool:
-        """Whether the operator was written without the matrices that it was made of."""
+        """Whether the operator was written without its matrices."""
         norms = (p for p in self.left if p.startswith("operator."))
         return any(p.endswith(".kept_norm") for p in norms)
 
@@ -357,7 +357,7 @@ class _Values:
         return self._like
 
     def read(self, path: str, hint: Any, like: Any) -> Any:
-        """Take what stands at a path and below, formed as a template or an annotation."""
+        """Read the values at a path and below, in the form of a template or annotation."""
         if isinstance(like, dict):
             parts = like.items()
             return {n: self.read(_below(path, n), Any, part) for n, part in parts}
@@ -370,24 +370,24 @@ class _Values:
             return self._symmetric(path, like)
         if not fields_of(cls):
             return self._array(path, like, None if like is None else tuple(like.shape))
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, static in fields_of(cls):
-            inner, own = _below(path, name), getattr(like, name, None)
+            inner, default = _below(path, name), getattr(like, name, None)
             choices = _choices(cls, name) if static else ()
-            if like is not None and own is None and not self.holds(inner):
-                found[name] = None
+            if like is not None and default is None and not self.holds(inner):
+                fields[name] = None
             elif choices:
-                found[name] = self.choice(inner, choices)
+                fields[name] = self.choice(inner, choices)
             elif static and _is_number(cls, name):
-                found[name] = self.number(inner, 0.0)
+                fields[name] = self.number(inner, 0.0)
             else:
-                found[name] = (
-                    own if static else self.read(inner, _hints(cls)[name], own)
+                fields[name] = (
+                    default if static else self.read(inner, _hints(cls)[name], default)
                 )
-        return cls(**found)
+        return cls(**fields)
 
     def taken(self, path: str) -> Any:
-        """Take what stands at a path."""
+        """Remove and return the value at a path."""
         _require(path in self.left, path, "in the state", "nothing")
         return self.left.pop(path)
 
@@ -398,7 +398,7 @@ class _Values:
         )
 
     def number(self, path: str, like: float) -> Any:
-        """Take a count that is not below that of nothing, or another number."""
+        """Read a count, at least the one of an empty state, or another number."""
         value, least = self.taken(path), min(like, 0)
         most = _LARGEST_COUNT if type(like) is int else math.inf
         most = _LARGEST.get(_field(path), most)
@@ -409,14 +409,14 @@ class _Values:
         return value
 
     def choice(self, path: str, choices: tuple[Any, ...]) -> Any:
-        """Take one of a few values."""
+        """Read one of a few values."""
         value = self.taken(path)
         good = type(value) is type(choices[0]) and value in choices
         _require(good, path, f"one of {choices}", shown(value))
         return value
 
     def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
-        """Take the triangle of a symmetric matrix."""
+        """Read the triangle of a symmetric matrix."""
         shape = None
         if like is not None:
             shape = (*like.array.shape[:-2], *packed_shape(like.size))
@@ -424,20 +424,23 @@ class _Values:
         n: Any = packed_rows(tuple(packed.shape[-2:]))
         _require(n is not None, path, "a packed triangle", f"shape {packed.shape}")
         row_major = self.choice(_below(path, "row_major"), (True, False))
-        whole = self.choice(_below(path, "full_storage"), (True, False))
+        both_triangles = self.choice(_below(path, "full_storage"), (True, False))
         xp = ns.own_namespace(packed)
         full = unpack_triangle(packed, n, xp=xp)
         if row_major:
-            return SymmetricMatrix(full if whole else xp.tril(full), whole)
+            return SymmetricMatrix(
+                full if both_triangles else xp.tril(full), both_triangles
+            )
         return SymmetricMatrix(
-            xp.matrix_transpose(full if whole else xp.triu(full)), whole
+            xp.matrix_transpose(full if both_triangles else xp.triu(full)),
+            both_triangles,
         )
 
     def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
-        """Take an array of the shape and the kind of another, as a copy."""
+        """Read a copy of an array with the shape and the kind of another."""
         x = self.taken(path)
-        came = tuple(getattr(x, "shape", shape or ()))
-        _require(shape in (None, came), path, f"of shape {shape}", came)
+        shape_of_x = tuple(getattr(x, "shape", shape or ()))
+        _require(shape in (None, shape_of_x), path, f"of shape {shape}", shape_of_x)
         if type(x) is DeferredArray:
             good = shape is not None or math.prod(x.shape) <= self.largest
             _require(
@@ -482,7 +485,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _choices(cls: Any, name: str) -> tuple[Any, ...]:
     """Return the values of a static field that may differ between equal networks.
 
-    Such as whether a block was found definite; all others are the template's.
+    Such as whether a block has been checked to be definite; others are the template's.
     """
     hint = _hints(cls)[name]
     return (
@@ -515,7 +518,7 @@ def _is_real(x: Any) -> bool:
 def _check_statistics(
     statistics: Statistics, precision: Precision, most: float
 ) -> None:
-    """Check dtypes, and that weights are such as so many updates may give."""
+    """Check dtypes, and weights against the number of updates."""
     xp = statistics.namespace
     dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
     for path, x in leaves(statistics):
@@ -539,7 +542,7 @@ def _check_flags(statistics: Statistics, block: Block) -> None:
         | Status.IDS_OUT_OF_RANGE
         | Status.OVERFLOWED
     )
-    if block.approximation.has_bases:  # a rebase decomposes the factors
+    if block.approximation.has_bases:  # a rebase sets flags of its eigendecompositions
         known |= Status.MATRIX_NOT_FINITE | Status.NOT_POSITIVE | Status.INACCURATE
     flags = int(statistics.status)
     good = flags >= 0 and not flags & ~int(known)
@@ -547,7 +550,7 @@ def _check_flags(statistics: Statistics, block: Block) -> None:
 
 
 def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
-    """Check that one factor is as complete as the other, unless it is another block's."""
+    """Check that both factors have statistics, unless one is another block's."""
     weights = {
         side: float(statistics.averages[side].weight)
         for side in ("input", "output")
@@ -580,7 +583,7 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
     except MemoryError:
         raise
     except Exception as error:
-        # Whatever a damaged operator runs into, the state is what is wrong.
+        # Any exception of a damaged operator is an error of the state.
         raise errors.StateError(f"the operator is damaged: {error}") from error
     _require(good, "the operator", "whole", "one damaged, or of a failed factorization")
 
@@ -592,7 +595,7 @@ def _with_settings(
     values = _Values(part)
     rule = values.choice("damping_rule", get_args(DampingRule))
     scaling = network.refreshing.damping_scaling
-    if values.holds("damping_scaling"):  # older states do not say it
+    if values.holds("damping_scaling"):  # missing in older states
         scaling = values.choice("damping_scaling", get_args(DampingScaling))
     decay, weight = (values.number(name, 1.0) for name in ("decay", "weight"))
     burn_in = values.number("burn_in", 0)
@@ -620,37 +623,39 @@ def _require_known(part: Mapping[str, Any], known: set[str], where: str) -> None
 
 
 def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found: Any = part.get(name)
-    _require(isinstance(found, Mapping), name, "a mapping", type(found).__name__)
-    mapping: Mapping[str, Any] = found
+    value: Any = part.get(name)
+    _require(isinstance(value, Mapping), name, "a mapping", type(value).__name__)
+    mapping: Mapping[str, Any] = value
     return mapping
 
 
 def _text(value: Any) -> str | None:
-    """Return a description as JSON; None for what is none, as where arrays are."""
+    """Return a description as JSON; None if it is not one, such as with arrays in it."""
     try:
         return json.dumps(value, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         return None
 
 
-def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
+def _require_equal(actual: Any, expected: Mapping[str, Any], where: str) -> None:
     """Compare a description entry by entry, and name those that differ."""
-    _require(isinstance(found, Mapping), where, "a mapping", type(found).__name__)
-    keys = {**expected, **found}
-    others = [k for k in keys if _text(found.get(k)) != _text(expected.get(k))]
+    _require(isinstance(actual, Mapping), where, "a mapping", type(actual).__name__)
+    keys = {**expected, **actual}
+    others = [k for k in keys if _text(actual.get(k)) != _text(expected.get(k))]
     if not others:
         return
-    wanted, came = ({k: part.get(k) for k in others} for part in (expected, found))
+    wanted, others_came = (
+        {k: part.get(k) for k in others} for part in (expected, actual)
+    )
     hint = ""
     if all(str(key).endswith("_layout") for key in others):
         hint = " The layouts alone differ: load a file with layouts='any'."
     raise errors.StateError(
-        f"expected {where} {shown(wanted)}, got {shown(came)}.{hint}"
+        f"expected {where} {shown(wanted)}, got {shown(others_came)}.{hint}"
     )
 
 
 def _require(good: bool, path: str, expected: str, came: Any) -> None:
-    """Raise unless what stands at a path is what is expected."""
+    """Raise unless the value at a path is as expected."""
     if not good:
         raise errors.StateError(f"expected {path} to be {expected}, got {came}.")

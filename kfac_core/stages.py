@@ -1,13 +1,13 @@
 """The stages of a network: plain functions of one block, and how they are run for many.
 
-Conventions.  A stage takes a block, its statistics or its operator, and what it needs
-besides, and returns new statistics, an operator or a product; it modifies no argument.
+Conventions.  A stage takes a block, its statistics or its operator, and further arguments,
+and returns new statistics, an operator or a product; it modifies no argument.
 `update_block` and `refresh_block` are K-FAC's two lines (Martens and Grosse, 2015,
 Algorithm 2): running averages of the factors, and their damped inverses.
 
 A network is a loop over blocks.  An `Executor` runs that loop: in turn (`plain`), as stacks
-of equal blocks, on threads, or on several processes.  What it needs to know of a stage
-beside the function stands in a `Stage`.
+of equal blocks, on threads, or on several processes.  A `Stage` is the function together
+with the properties that an executor needs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 Refreshed: TypeAlias = tuple[CurvatureOperator, Scalar]
-"""An operator and the damping that it was made with."""
+"""An operator and its damping."""
 
 
 # Stages.
@@ -165,7 +165,7 @@ def _sum_of_chunks(
         with finite.quiet(options.check, xp=xp):
             part = block.approximation.updated(empty, rows, block.layer, alone)
             total = part if total is None else total.merged(part)
-        # Otherwise the variables keep this chunk alive while the next one is made.
+        # Otherwise the variables keep this chunk alive while the next one is computed.
         del chunk, rows
     assert total is not None
     return total, flags
@@ -362,7 +362,7 @@ def operator_of(
     statistics : Statistics
         Statistics of the block; not modified, and not referenced by the operator.
     options : RefreshOptions
-        Damping and its rule, what is prepared, and in which dtypes.
+        Damping and its rule, factorizations to prepare, and dtypes.
     name : str
         Name of the block in error messages.
 
@@ -405,7 +405,7 @@ def refresh_block(
     compute = apply = like.dtype
     if options.precision is not None:
         compute, apply = options.precision.dtypes(like.dtype, xp=xp)
-    # The flags of a stack are read once, by the executor.
+    # A stack must not raise for one of its blocks: the executor reads its flags, once.
     check: Check = "status" if statistics.status.ndim else options.check
     factorizations = options.factorizations
     if options.solving == "triangular":
@@ -453,7 +453,7 @@ class ProductCall:
     product : str
         A method of `CurvatureOperator` that takes and returns a vector.
     arguments : tuple
-        What the product takes besides the vector.
+        Further positional arguments of the product.
     options : mapping of str to object
         Keyword arguments of the product.
     """
@@ -588,7 +588,7 @@ def _entering_damping(
         return entered
     smallest = max(ns.smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     good = (damping <= 0) | (damping >= smallest)
-    # NaN is flagged as an invalid damping, where a number would have raised.
+    # A traced damping cannot raise: NaN is flagged at the refresh, as invalid.
     return xp.where(good, entered, xp.full_like(entered, xp.nan))
 
 
@@ -620,7 +620,7 @@ def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
         )
 
 
-# What executors need to know of a stage.
+# Properties of stages that executors use.
 
 
 def _factor_sizes(block: Block, /) -> int:
@@ -687,7 +687,7 @@ def _statistics_are_good(statistics: Statistics, /) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A function of one block, and what executors need to know of it.
+    """A function of one block, and the properties that executors use.
 
     Attributes
     ----------
@@ -696,23 +696,23 @@ class Stage:
     run : callable
         ``run(block, *arguments, name=...)`` of one task.
     arrays : int
-        How many arguments after the block hold arrays of the block, which are stacked for
-        equal blocks; the others must be the same for all blocks of a stack.
+        Number of arguments after the block that hold arrays of the block, which are
+        stacked for equal blocks; the others must be equal for all blocks of a stack.
     work : callable of Block
-        About how many flops, or numbers, one task takes.
+        Approximate flops of one task, or the numbers that it reads.
     on_host : bool
         Whether NumPy may compute for a library that shares its memory.
     is_product : bool
         Whether its work is products of matrices, counted in flops.
     worth_threads : int
-        How much work is worth handing out to threads.
+        Least work for which threads pay.
     keeps_stacks : bool
         Whether the stack of the first argument is kept for the next call.
     stacks : callable
         Whether a task may be run in a stack, of a block that ``stacks``.
     accepts : callable
-        Whether the result of a stack, or of a compiled program, is good; if not, its tasks
-        run one by one.  Synchronizes with the device.
+        Whether the result of a stack is free of flags; if not, its tasks run one by one.
+        Synchronizes with the device.
     """
 
     name: str
@@ -796,8 +796,8 @@ class Executor:
     def to_update(
         self, by_block: dict[str, Any], blocks: Mapping[str, Block], /
     ) -> dict[str, Any]:
-        """Return what was given by block, and None for the others if all are updated."""
-        # Another process may have rows of a block that has none here.
+        """Return values by block, with None for missing blocks if all are updated."""
+        # Another process may have rows of a block without rows here.
         if self.updates_all:
             return {name: by_block.get(name) for name in blocks}
         return by_block
@@ -816,7 +816,7 @@ class Executor:
 
 
 EXECUTOR = constraints.implementation_of(Executor)
-"""What an option that is an executor may be."""
+"""The constraint of options that are executors."""
 
 
 class _Plain(Executor):

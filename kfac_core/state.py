@@ -57,9 +57,9 @@ class BlockState:
     operator : CurvatureOperator or None
         Operator of the last refresh; None before the first.
     damping : float, 0-d array or None
-        Damping that the operator was made with.
+        Damping of the operator.
     updates, age, refreshes, failures : int or 0-d array of int32
-        Number of updates, of updates since the operator was made, of refreshes, and of
+        Number of updates, of updates since the last refresh, of refreshes, and of
         consecutive failed refreshes.
     basis_age : int or 0-d array of int32
         Number of updates since the bases were computed; -1 before that.
@@ -156,7 +156,7 @@ class NetworkState:
     def with_operators_of(
         self, refreshed: NetworkState, started: NetworkState, names: Iterable[str], /
     ) -> NetworkState:
-        """Return the state with operators of a refresh that ran beside the updates.
+        """Return the state with operators of a refresh that ran in the background.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class NetworkState:
         return self if self.share == share else self.as_part(share)
 
     def as_part(self, share: tuple[int, int] | None, /) -> NetworkState:
-        """Return the state, if it is the part of a process or has no rows yet.
+        """Return the state as a process's part, if it is one or has no rows yet.
 
         Parameters
         ----------
@@ -231,7 +231,7 @@ class NetworkState:
         Parameters
         ----------
         form : NetworkState
-            State from `Network.initial`, for what a block does not have.
+            State from `Network.initial`, which supplies the parts that a block lacks.
 
         Returns
         -------
@@ -245,22 +245,22 @@ class NetworkState:
             If a block is of another form.
         """
         blocks: dict[str, BlockState] = {}
-        for name, wanted in form.blocks.items():
+        for name, initial in form.blocks.items():
             block = self.blocks[name]
             if block.statistics is not None and block.operator is None:
                 raise errors.StateError(
                     f"Block {name!r} has statistics and no operator: call `refresh` first."
                 )
             if block.statistics is None:
-                blocks[name] = wanted
+                blocks[name] = initial
                 continue
             numbers = {
-                field: in_form(value, getattr(wanted, field))
+                field: in_form(value, getattr(initial, field))
                 for field, value in array_fields(block)
                 if field not in ("statistics", "operator")
             }
             blocks[name] = replaced(block, **numbers)
-            if not combinable(blocks[name], wanted):
+            if not combinable(blocks[name], initial):
                 raise errors.StateError(
                     f"Block {name!r}: expected statistics and an operator of the form that "
                     "this network's stages return under a compiler. Where the options are "
@@ -411,11 +411,11 @@ def after_rebase(
 
 
 def after_update(before: BlockState, statistics: Statistics, good: Any) -> BlockState:
-    """Return a block's state with new statistics, every count one higher if it is good."""
+    """Return a block's state with new statistics; counts increase if `good`."""
     one = good
     if not isinstance(good, int):
         xp = ns.own_namespace(good)
-        # Counts that cannot be read here become arrays.
+        # A count that depends on a value that cannot be read here becomes an array.
         one = int(good) if finite.is_plain(good, xp=xp) else ns.cast(xp, good, xp.int32)
     if not isinstance(before.updates, int):
         one = ns.own_namespace(before.updates).zeros_like(before.updates) + one
@@ -451,7 +451,7 @@ def after_updates(
 def after_refresh(
     before: BlockState, operator: CurvatureOperator, damping: Scalar
 ) -> BlockState:
-    """Return a block's state with a new operator, which is known to be good."""
+    """Return a block's state with a new operator without flags."""
     return replaced(
         before,
         operator=operator,
@@ -465,11 +465,11 @@ def after_refresh(
 def after_refresh_in_status(
     before: BlockState, operator: CurvatureOperator, damping: Scalar
 ) -> BlockState:
-    """Return a block's state with the new operator if that has no flags."""
+    """Return a block's state with the new operator, or the old one if that has flags."""
     status = operator.status()
     xp = ns.own_namespace(status)
     good = status == 0
-    # Where reading the flag costs nothing, a failed refresh is counted at once.
+    # If the host has the flag, count a failed refresh in Python numbers.
     if finite.is_plain(status, xp=xp) and not bool(good):
         failures = before.failures + 1
         return replaced(before, failures=failures, status=before.status | status)

@@ -1,7 +1,7 @@
-"""Checks of what enters statistics: place, coefficients, ids, finiteness and overflow.
+"""Checks of an update: place, coefficients, ids, finiteness and overflow.
 
-Conventions.  These functions set flags (`Status`) and read no value but where that costs
-nothing, so that they run inside function compilers.  ``status`` has the shape ``()``, or
+Conventions.  These functions set flags (`Status`).  They read values only where that is
+free, so that they run inside function compilers.  ``status`` has the shape ``()``, or
 ``(L,)`` for the statistics of a stack of L equal blocks.
 """
 
@@ -103,8 +103,8 @@ def flags_of_update(
 ) -> Any:
     """Return earlier flags, and those of rows or sums of squares that are not finite.
 
-    Infer that a batch is finite from the traces of the updated Gram matrices, which are
-    sums of squares.  Arrays are read only without such a sum, or where that is not finite.
+    The traces of the updated Gram matrices are sums of squares: where they are finite, so
+    is the batch.  Arrays are read only without such a sum, or where it is not finite.
     """
     xp, stacked = options.xp, new.status.ndim
     arguments: set[str] = set()
@@ -141,8 +141,8 @@ def overflow_flags(
 ) -> Any:
     """Return flags of an update, with one for sums of squares that are not finite.
 
-    Rows may be finite and their squares not.  Of a Gram matrix the diagonal is looked at;
-    averages in `known` are finite.
+    Finite rows may have squares that overflow.  Of a Gram matrix only the diagonal is
+    read; averages in `known` are finite.
     """
     xp, stacked = options.xp, new.status.ndim
     squares = [*approximation.squares(new, xp=xp)]

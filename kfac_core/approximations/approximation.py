@@ -19,7 +19,7 @@ MomentStart = Literal["kronecker", "carried", "zero"]
 """How EKFAC's second moments start after a change of basis; see `kfac_core.Eigen`."""
 
 Reduction = Literal["sum", "none"]
-"""How statistics are put together; see `Approximation.reduction`."""
+"""How statistics of processes are combined; see `Approximation.reduction`."""
 
 
 class Approximation(Protocol):
@@ -42,18 +42,18 @@ class Approximation(Protocol):
     sums_of_squares: ClassVar[tuple[tuple[str, str], ...]] = ()
     """The averages that are Gram matrices of all rows of an argument, by name.
 
-    ``("input", "inputs")`` says that where the diagonal of the average ``input`` is finite,
-    so were the ``inputs`` of the batch, which then need not be read for it.  An average of
-    one axis is the diagonal itself.  ``"gradients"`` are those of a layer without pairs of
+    ``("input", "inputs")``: if the diagonal of the average ``input`` is finite, so are the
+    ``inputs`` of the batch, which then need not be read.  An average of one axis is the
+    diagonal itself.  ``"gradients"`` are those of a layer without pairs of
     inputs and output gradients.
     """
 
     @property
     def reduction(self) -> Reduction:
-        """How the statistics of several processes become those of all their rows.
+        """How the statistics of several processes are combined.
 
-        ``"sum"``: sums and weights are added up, in common bases where there are any.
-        ``"none"``: in no way, as `reduction_problem` says; the default.
+        ``"sum"``: sums and weights are added, in common bases where there are any.
+        ``"none"`` (the default): they cannot be; `reduction_problem` gives the reason.
         """
         return "none"
 
@@ -149,7 +149,7 @@ class Approximation(Protocol):
         ----------
         statistics : Statistics
             Old statistics; not modified.
-        rows : Rows, or what else `rows` returns
+        rows : Rows, or another result of `rows`
             Rows of one batch.  They may hold NaN or infinity; the caller checks
             for that and keeps the old statistics.
         layer : Layer
@@ -174,7 +174,7 @@ class Approximation(Protocol):
     ) -> Statistics:
         """Return the statistics in the eigenbases of their current factors.
 
-        For an approximation that ``has_bases``; the others refuse it.
+        For an approximation that ``has_bases``; others raise `UnsupportedError`.
 
         Parameters
         ----------
@@ -197,11 +197,10 @@ class Approximation(Protocol):
         )
 
     def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
-        """Return what the operator squares: finite, or an update is refused.
+        """Return squares that the operator will form, which must not overflow.
 
-        Averages that hold sums of squares need nothing here: they are looked at
-        themselves.  An approximation that keeps rows, whose squares are taken at a refresh,
-        returns these squares.
+        Averages of squares are checked without this.  An approximation that keeps rows,
+        whose squares are formed at a refresh, returns these squares.
 
         Parameters
         ----------
@@ -230,7 +229,7 @@ class Approximation(Protocol):
         layer : Layer
             Layer of the block.
         options : OperatorOptions
-            The damping and its rule, what is prepared, and in which dtypes.
+            Damping and its rule, factorizations to prepare, and dtypes.
 
         Returns
         -------
@@ -240,5 +239,5 @@ class Approximation(Protocol):
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            If a factorization cannot be made (``check="raise"``).
+            If a factorization fails (``check="raise"``).
         """

@@ -9,9 +9,9 @@ the best diagonal in that basis, in the Frobenius norm.  Shared positions are su
 before they are squared.  Damping is exact.
 
 The bases are part of the statistics, with eigenvalues that descend and a residual check;
-they are the coordinates at first.  An update adds to the factors and to E in the bases
-as they are; `Eigen.rebased` takes those of the factors at that moment.  A diagonal
-factor has the coordinates for its basis always, and so an embedding has a block too.
+at first they are the coordinate bases.  An update adds to the factors, and to E in the
+current bases; `Eigen.rebased` changes to the bases of the current factors.  The basis of
+a diagonal factor is always the coordinate basis, so that an embedding has a block too.
 
 A basis is determined only where eigenvalues are distinct, and E differs between bases of
 an eigenspace.  The operator therefore reads its mean over each pair of eigenspaces of A
@@ -195,8 +195,8 @@ class Eigen(Approximation):
         Notes
         -----
         Beside the factors, ``2 R (n^2 + M m^2)`` flops to transform R rows to the bases,
-        and ``2 M R n m`` to square the examples' gradients.  Of these no more are formed at
-        a time than take the memory of the rows, and none where an example is one row.
+        and ``2 M R n m`` to square the examples' gradients.  They are formed in chunks of
+        at most the memory of the rows, or not at all where an example is one row.
         """
         factors = self.factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
@@ -233,7 +233,7 @@ class Eigen(Approximation):
         check : {"raise", "status"}
             As for `kfac_core.linalg.factorize.eigendecomposition`; with ``"status"`` the
             statistics stay as they are, but for their status, where no certified bases
-            were found.
+            exist.
 
         Returns
         -------
@@ -314,7 +314,7 @@ class Eigen(Approximation):
         )
         if "inverse" not in options.factorizations:
             return operator
-        # Where E started as S a g^T, errors of the factors' eigenvalues are in it.
+        # E may have started as S a g^T, with the errors of the factors' eigenvalues.
         averages = statistics.averages
         spectra = [_spectrum(statistics, side) for side in _SIDES]
         bounds: dict[str, Any] = {
@@ -367,7 +367,7 @@ class Eigen(Approximation):
 
 
 def _spectrum(statistics: Statistics, side: str) -> Spectrum:
-    """Return the eigenvalues that a side had when its basis was made."""
+    """Return the eigenvalues of a side at the last change of basis."""
     if side in statistics.bases:
         basis = statistics.bases[side]
         return Spectrum(basis.eigenvalues, basis.error)
@@ -382,7 +382,7 @@ def _of_eigenspaces(E: Array, statistics: Statistics, xp: Namespace) -> Array:
         apart = eigenvalues_apart(Spectrum(w, basis.error), xp=xp)
         if finite.known_true(apart, xp=xp):
             continue
-        # A zero factor has the coordinates for its basis, each an eigenspace of its own.
+        # Without statistics the basis is the coordinates, each an eigenspace by itself.
         ends = xp.astype(apart | xp.all(w == 0, axis=-1, keepdims=True), xp.int32)
         number = xp.cumulative_sum(ends, axis=-1, include_initial=True)
         same = number[..., :, None] == number[..., None, :]
@@ -419,7 +419,7 @@ def _no_moments(
 
 
 def _coordinates(lead: tuple[int, ...], size: int, place: Place) -> Eigendecomposition:
-    """Return the basis of the coordinates, of no matrix yet."""
+    """Return the coordinate basis, with zero eigenvalues."""
     xp, nothing = place.xp, place.zeros(*lead)
     eye = xp.broadcast_to(place.eye(size), (*lead, size, size))
     return Eigendecomposition(
@@ -434,11 +434,11 @@ def _coordinates(lead: tuple[int, ...], size: int, place: Place) -> Eigendecompo
 
 
 def _descending(basis: Eigendecomposition, xp: Namespace) -> Eigendecomposition:
-    """Return the same basis, the largest eigenvalue first."""
+    """Return a basis with its largest eigenvalue first."""
     return replaced(
         basis,
         eigenvalues=xp.flip(basis.eigenvalues, axis=-1),
         error=xp.flip(basis.error, axis=-1),
-        # Copy: a view with negative strides differs in memory order from a loaded array.
+        # Copy, since a loaded checkpoint could not reproduce a view's negative strides.
         eigenvectors=xp.asarray(xp.flip(basis.eigenvectors, axis=-1), copy=True),
     )

@@ -1,4 +1,4 @@
-"""``F = A (x) G``, the best Kronecker product there is: KFOC.
+"""``F = A (x) G``, the Kronecker product nearest to the exact block: KFOC.
 
 Conventions.  With ``D = sum_s x g^T`` an example's gradient (a 1 appended to x where there
 is a bias), N examples and M sources, one batch's matrix is
@@ -14,11 +14,10 @@ product:
 
     A (x) G  <-  best product of  decay A (x) G + weight F_batch.
 
-So it is exact for one batch, for batches of one and the same F, and wherever the past is a
-Kronecker product; otherwise what the past had beside its best product is forgotten, and
-the result is near, but not equal, to the best product of the average (which would take the
-matrix F itself to know).  How far the iteration is from rest is in
-``statistics.averages["block"].change``.
+This is exact for one batch, for batches with equal F, and if the running sum is itself a
+Kronecker product.  Otherwise the remainder of the running sum is dropped, and the result
+is close to the best product of the average, which is known only from F itself.
+``statistics.averages["block"].change`` measures the convergence of the iteration.
 
 For one batch and any number of iterations the error is at most that of
 `kfac_core.approximations.kronecker` with ``sharing="expand"``.
@@ -179,9 +178,9 @@ class KFOC(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> CurvatureOperator:
-        """Return ``A (x) G`` damped as the rule says, as it is now.
+        """Return the current ``A (x) G``, damped as the rule says.
 
-        The factors have one Frobenius norm, which only ``"factored_unit_pi"`` can tell.
+        Both factors have the same Frobenius norm; a rule with pi balances them again.
         """
         xp = options.xp
         product: Any = statistics.averages["block"]

@@ -13,9 +13,9 @@ sharing     input factor A                         output factor G
 ==========  =====================================  ===================================
 
 and the block is ``S A (x) G`` (expand) or ``A (x) G`` (reduce).  With a mask, NS becomes
-the number of rows kept and S the mean number kept an example, averaged over updates
-like the factors; ``reduce`` averages an example's kept rows.  A batch of which the mask
-keeps nothing adds nothing.
+the number of unmasked rows and S their mean number in an example, averaged over updates
+like the factors; ``reduce`` averages an example's unmasked rows.  A fully masked batch
+adds nothing.
 
 References
 ----------
@@ -49,7 +49,7 @@ _SUMMED: dict[WeightSharing, Literal["row", "example"]] = {
     "expand": "row",
     "reduce": "example",
 }
-"""What the sums of a factor run over."""
+"""Whether the sums of a factor run over rows or over examples."""
 
 
 @constraints.annotated
@@ -180,7 +180,7 @@ class Kronecker(Approximation):
         layer : Layer
             Layer that the rows come from.
         options : UpdateOptions
-            Conventions, decay and weight, and what is skipped.
+            Conventions, decay and weight, and factors to skip.
 
         Returns
         -------
@@ -196,7 +196,7 @@ class Kronecker(Approximation):
         xp, decay, skip = options.xp, options.decay, options.skip
         A, G = factor_of(self.input, layer), factor_of(self.output, layer)
         per = _SUMMED[self.sharing]
-        # scale = weight / R, and c depends on the loss's reduction and its sources.
+        # scale is weight / R; c undoes the reduction of the loss and averages its sources.
         scale, weight, c, S, example_weight = options.shares(rows, dtype, per=per)
 
         x, g = rows.shared_rows(self.sharing, dtype, xp=xp)  # a 1 appended to x

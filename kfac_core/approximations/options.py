@@ -48,7 +48,7 @@ class UpdateOptions:
         Bound on the number of elements of a convolution's patches.  The batch is
         processed in chunks of examples, with the same result.
     deferred : bool
-        Whether the caller reads the flags, as a network does for all its blocks at once.
+        Whether the caller reads the flags; a network reads those of all blocks at once.
     xp : namespace, optional
         Array API namespace of the statistics, for `Approximation.updated`; set by
         `kfac_core.update_block`.
@@ -86,7 +86,7 @@ class UpdateOptions:
             require_known_rows(rows, "mean_rows")
         xp, weight = self.xp, self.weight
         R, N, M = rows.counts(dtype, xp=xp)
-        # A chunk takes the conventions and the number of repeats of the whole batch.
+        # A chunk is scaled by the counts of its whole batch, so that chunks add up.
         part_of = getattr(rows, "batch_examples", None)
         batch_N, batch_R = (N, R) if part_of is None else (part_of, rows.batch_rows)
         if not isinstance(batch_R, int):
@@ -158,7 +158,7 @@ class RefreshOptions:
         Whether a factored block is solved with inverses of its factors, or with their
         Cholesky factors.
     precision : Precision, optional
-        Dtypes of computing and applying; by default that of the statistics.
+        Dtypes of computing and applying; by default the dtype of the statistics.
     """
 
     damping: Scalar
@@ -230,7 +230,7 @@ class OperatorOptions(NamedTuple):
         }
 
     def shifts(self, means: Sequence[Array], scale: Array, /) -> list[Array]:
-        """Return what is added to each factor's diagonal; zeros under exact damping.
+        """Return the shift of each factor's diagonal; zeros under exact damping.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""``F = E[v v^T]`` of each example's gradient v: whole (`Full`), or its diagonal.
+"""``F = E[v v^T]`` of each example's gradient v: the matrix (`Full`), or its diagonal.
 
 Conventions.  v is the row-major flattening of ``D = sum_s x g^T``, the gradient of the
 block's matrix for one example; N examples, M sources.  One update's statistic is

@@ -83,7 +83,7 @@ class Series(Approximation):
     Raises
     ------
     ConventionError
-        For an unknown variant, or a `steps` that does not go with it.
+        For an unknown variant, or a `steps` that the variant does not take.
 
     Examples
     --------
@@ -169,7 +169,7 @@ class Series(Approximation):
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
-        Nothing is skipped: a moment of lag 0 without its own of lag 1 means nothing.
+        `options.skip` is ignored, since the moments of lags 0 and 1 belong together.
 
         Raises
         ------
@@ -180,8 +180,8 @@ class Series(Approximation):
         -----
         ``3 R (n^2 + M m^2)`` flops for R rows, or ``R (n^2 + M m^2)`` (independent).
         """
-        whole = replaced(options, skip=frozenset())
-        new = _LAG_0.updated(statistics, rows, layer, whole)
+        unskipped = replaced(options, skip=frozenset())
+        new = _LAG_0.updated(statistics, rows, layer, unskipped)
         if self.variant == "independent":
             return new
         shares = options.shares(rows, statistics.dtype)

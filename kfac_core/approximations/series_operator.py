@@ -1,8 +1,8 @@
 """The operator of a chain of time steps, from its statistics.
 
 Conventions as in `kfac_core.operators.series`.  The chain of `kfac_core.linalg.fallback`
-makes the Cholesky factors of the damped moments of lag 0.  What is made from these and
-lag 1 has a fallback chain of its own: working precision, then float64, each
+computes the Cholesky factors of the damped moments of lag 0.  Their combination with lag 1
+has its own fallback chain: working precision, then float64, each
 accepted only where no residual is above its limit, no correlation is above 1 by more
 than that limit, and everything to be divided by is positive.
 """
@@ -86,7 +86,7 @@ def _made(
         ns.cast(xp, averages[f"lagged_{side}"].value(debias=debias), dtype)
         for side in sides
     ]
-    # Always debiased, as the lengths are: they count rows.
+    # Always debiased, like the lengths, since both count rows.
     S = ns.cast(xp, averages["repeats"].value(debias=True), dtype)
     nothing = xp.logical_not(S > 0)
     S = xp.where(nothing, xp.ones_like(S), S)

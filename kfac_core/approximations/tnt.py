@@ -5,13 +5,13 @@ one update's statistics are
 
     A = 1/N sum_mn D D^T,        G = 1/N sum_mn D^T D,
 
-whose traces are both that of the exact block; ``1 / tr A`` therefore stands where the
-number S of shared positions stands for `Kronecker`, in the damping rules too.  With
+whose traces both equal the trace of the exact block.  ``1 / tr A`` therefore takes the
+place of the number S of shared positions of `Kronecker`, also in the damping rules.  With
 ``positions="independent"`` each position is an example of its own, ``D = x g^T``, N is
 the number of rows, and the block is S times that.
 
-For one bare array of k axes, of which only the gradient V of a whole batch is at hand,
-there are k factors ``F_i = 1/N sum_m V_(i) V_(i)^T`` of its unfoldings, and the block is
+For a bare array of k axes only the gradient V of a whole batch is available.  The k factors
+are ``F_i = 1/N sum_m V_(i) V_(i)^T`` of its unfoldings, and the block is
 ``F_1 (x) ... (x) F_k / (tr F_1)^(k-1)``.
 
 References
@@ -99,11 +99,11 @@ class TNT(Approximation):
         constraints.require_options(self)
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes of both factors; of a block of one array, none."""
+        """Return the sizes of both factors; empty for a bare array."""
         return {} if layer.kind == "parameters" else kronecker_shapes(layer)
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why the layer has no TNT block; None where it has."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind in ("dense", "conv"):
             return None
         if layer.kind == "parameters" and len(layer.parameter_shapes) == 1:
@@ -151,7 +151,7 @@ class TNT(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> CurvatureOperator:
-        """Return ``S A (x) G / tr A`` damped as the rule says, in its current state."""
+        """Return the current ``S A (x) G / tr A``, damped as the rule says."""
         if layer.kind == "parameters":
             return axes_operator(statistics, options)
         xp = options.xp
@@ -169,7 +169,7 @@ class TNT(Approximation):
 def _gram_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
     """Return rows whose Gram matrices are ``sum D D^T`` and ``sum D^T D``.
 
-    Those of D itself; for ``D = x g^T`` of one position ``|g| x`` and ``|x| g``.
+    With one position, ``D = x g^T`` is not formed: the rows are ``|g| x`` and ``|x| g``.
     """
     if rows.positions == 1:
         x = rows.full_inputs(dtype, xp=xp)[..., 0, :]

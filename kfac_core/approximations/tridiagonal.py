@@ -1,7 +1,7 @@
 """The curvature of a chain of layers, with an inverse that is block-tridiagonal.
 
 Conventions.  Layers are 1, ..., l from the inputs to the outputs.  With the rows x_i (a 1
-appended where there is a bias) and g_i of layer i, of one and the same examples,
+appended where there is a bias) and g_i of layer i, of the same examples,
 
     A_ij = 1/N sum_n x_i x_j^T,        G_ij = 1/N sum_mn g_i g_j^T,
 
@@ -11,8 +11,8 @@ are named by the places of the layers, from 0: the average ``"0-input"`` is A_11
 moments of neighbors that are of other data than the layers' own make no covariance.
 
 Only the layers' own moments are damped, by a factored rule, and the damped ones are used
-everywhere.  The chain of `kfac_core.linalg.fallback` makes their Cholesky factors.  What is
-made from these and the moments between layers is made in working precision or in float64,
+everywhere.  The chain of `kfac_core.linalg.fallback` computes their Cholesky factors; their
+combination with the moments between layers is computed in working precision or in float64,
 accepted only where no residual is above its limit, no correlation is above 1 by more
 than that limit, and everything to be divided by is positive.
 
@@ -139,7 +139,8 @@ class BlockTridiagonal(Approximation):
             moments = _moments_between(part, following, statistics.dtype, options.xp)
             for key, moment in moments.items():
                 total = statistics.averages[f"{i}-{i + 1}-{key}"].sum
-                # The layer's moments are of the same data and so have the same weight.
+                # Moments between layers are of the same examples, so they share their
+                # weight.
                 averages[f"{i}-{i + 1}-{key}"] = Average(
                     total * options.decay + moment * scales[key],
                     averages[f"{i}-{key}"].weight,

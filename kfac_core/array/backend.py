@@ -4,8 +4,8 @@ Conventions.  A backend has the name of its library's root package (``"torch"``)
 arrays in decide which backend computes: an array whose namespace belongs to
 ``torch`` is computed by ``torch``, and nothing is converted.  An *adapter* is a
 module or an object that the entry-point group ``kfac_core.backends`` (or
-`register_backend`) gives for a name.  Everything in it but ``name`` is optional: what
-it lacks is done by `kfac_core.array.generic_backend`, in the pure Array API standard.
+`register_backend`) registers under a name.  All its members but ``name`` are optional:
+`kfac_core.array.generic_backend` supplies the others, in the pure Array API standard.
 
 `OPERATIONS` names the operations that an adapter may bring natively, as functions of
 those names with the signatures of their generic definitions in `kfac_core.linalg`.
@@ -108,7 +108,7 @@ class Backend(Protocol):
         """Return the versions of the libraries behind the backend."""
 
     def devices(self) -> tuple[str, ...]:
-        """Return the names of the devices, as they stand after the colon."""
+        """Return the names of the devices, as in ``name:device``."""
 
     def namespace(self) -> Namespace:
         """Return the Array API namespace."""
@@ -129,7 +129,7 @@ class Backend(Protocol):
         """Return why an array cannot be computed with (sparse, deleted), or None."""
 
     def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
-        """Return what a function returns, or something else of the same form."""
+        """Return a function's result, or a placeholder of the same form."""
 
     def enable_float64(self) -> None:
         """Enable 64-bit floats in the library, if it needs that."""
@@ -138,7 +138,7 @@ class Backend(Protocol):
         """Return how many threads one call of the library computes on."""
 
     def hold_threads(self, number: int, /) -> Callable[[], None]:
-        """Let calls compute on so many threads; return what undoes it."""
+        """Limit calls to a number of threads; return a function that lifts the limit."""
 
 
 _loaded: dict[str, Backend] = {}
@@ -214,9 +214,9 @@ def backend_of(xp: Namespace, /) -> Backend:
 
 def native_operation(name: str, xp: Namespace, /) -> Callable[..., Any] | None:
     """Return the native operation for the arrays of a namespace, or None."""
-    found = operations_by_namespace.get(xp.__name__)
-    if found is not None:
-        return found.get(name)
+    operations = operations_by_namespace.get(xp.__name__)
+    if operations is not None:
+        return operations.get(name)
     root = _root(xp)
     if root not in _operations:
         _load(root)
@@ -237,10 +237,8 @@ def backend_names() -> tuple[str, ...]:
 def load_adapters() -> None:
     """Import the adapters of all libraries that this process has imported already.
 
-    Whoever holds an array has imported its library.  Done where a block is described,
-    since a program that is being traced later can import nothing.  NumPy is passed
-    over: this package itself imports it, so that its being there says nothing, and
-    nothing traces NumPy.
+    Called where a block is described, since a traced program cannot import.  NumPy is
+    skipped: this package imports it in any case, and nothing traces it.
     """
     for name in _entry_points():
         if name != np.__name__ and name in sys.modules and name not in _loaded:
@@ -262,22 +260,24 @@ class _Completed:
 
     def problem(self) -> str | None:
         """Return the adapter's message; an adapter that raises is broken."""
-        asked = getattr(self._adapter, "problem", None) or self._generic.problem
+        ask = getattr(self._adapter, "problem", None) or self._generic.problem
         try:
-            found: str | None = asked()
+            problem: str | None = ask()
         except (Exception, SystemExit) as error:
-            # Whoever chooses another backend, or asks the doctor, is not to fail here.
-            said = f"{type(error).__name__}: {error}"
+            # One broken adapter must not stop other backends, or the doctor.
+            message = f"{type(error).__name__}: {error}"
             entry = _entry_points().get(self.name)
-            return _broken(entry, said, "asked for its problem") if entry else said
-        return found
+            return (
+                _broken(entry, message, "asked for its problem") if entry else message
+            )
+        return problem
 
     def __getattr__(self, member: str) -> Any:
-        found = getattr(self._adapter, member, None)
-        found = found if found is not None else getattr(self._generic, member)
-        # The next time it is found before this is asked.
-        self.__dict__[member] = found
-        return found
+        value = getattr(self._adapter, member, None)
+        value = value if value is not None else getattr(self._generic, member)
+        # Cached on the instance, so that `__getattr__` is not called again.
+        self.__dict__[member] = value
+        return value
 
 
 def _root(xp: Namespace) -> str:
@@ -306,15 +306,15 @@ def _load(name: str) -> None:
             try:
                 register_backend(_adapter(entry))
             except ImportError as error:
-                # The adapter (or its library) is not there.  Arrays of the library may
-                # be all the same, and the definitions serve them.
+                # Arrays of the library may exist without an adapter; the generic
+                # definitions serve them.
                 _problems[name] = str(error)
             except (Exception, SystemExit) as error:
                 _problems[name] = f"{type(error).__name__}: {error}"
                 _publish(name, {})
                 reason = _broken(entry, _problems[name])
                 _loaded[name] = BrokenBackend(name, reason)
-                # The reason is kept for the error message when this backend is requested.
+                # Shown again in the error when this backend is requested.
                 warnings.warn(f"Backend {name!r}: {reason}.", stacklevel=2)
                 return
             else:
@@ -326,9 +326,11 @@ def _load(name: str) -> None:
 def _adapter(entry: EntryPoint) -> Any:
     """Import an adapter, which must bear the name that it is registered by."""
     adapter = entry.load()
-    found = getattr(adapter, "name", None)
-    if found != entry.name:
-        raise ValueError(f"expected its `name` to be {entry.name!r}, got {found!r}")
+    adapter_name = getattr(adapter, "name", None)
+    if adapter_name != entry.name:
+        raise ValueError(
+            f"expected its `name` to be {entry.name!r}, got {adapter_name!r}"
+        )
     return adapter
 
 

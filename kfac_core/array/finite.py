@@ -1,7 +1,7 @@
 """Whether an array holds NaN or infinity, and whether the host can read it.
 
 Conventions.  A Gram matrix shows on its diagonal whether its rows are finite: the squares
-there cancel nothing.  So rows need not be read for it where their sums are at hand.
+cannot cancel.  Where the sums are available, the rows need not be read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def known_true(condition: Array | bool, /, *, xp: Namespace) -> bool:
         False where some of it does not hold, and where only synchronizing with a device,
         or a value that is being traced, would say so.
     """
-    # What Python and NumPy make of a condition on a number.
+    # A condition on a Python number, or on a NumPy scalar.
     if isinstance(condition, bool | np.bool_):
         return bool(condition)
     return known_all(condition, xp=xp)
@@ -80,7 +80,7 @@ def known_all(condition: Array, /, *, xp: Namespace) -> bool:
 
 @dispatched
 def is_plain(x: Array, /, *, xp: Namespace) -> bool:
-    """Whether an array is nothing but numbers in the host's memory.
+    """Whether an array is untracked numbers in the host's memory.
 
     Parameters
     ----------
@@ -92,8 +92,8 @@ def is_plain(x: Array, /, *, xp: Namespace) -> bool:
     Returns
     -------
     bool
-        False for one that is traced, differentiated or on a device, and where a backend
-        does not say.  Constants that were made for a plain array serve the next one.
+        False for an array that is traced, differentiated or on a device, and for an unknown
+        backend.  Constants can be cached and reused between plain arrays.
     """
     return False
 
@@ -118,7 +118,7 @@ def truth_of(condition: Array, /, *, xp: Namespace) -> bool | None:
     try:
         return bool(condition)
     except Exception:
-        # Every tracer refuses with an exception of its own.
+        # Tracers refuse, each library with its own exception.
         return None
 
 
@@ -202,8 +202,8 @@ def quiet(check: Check, /, *, xp: Namespace) -> AbstractContextManager[Any]:
     Returns
     -------
     context manager
-        Context; the warnings hang on the processor too, whose kernels may compute
-        ``inf * 0`` in lanes that nobody reads.
+        Context.  Warnings would also depend on the processor, whose kernels may compute
+        ``inf * 0`` in unused lanes.
     """
     if check == "raise" or is_numpy_namespace(xp):
         return np.errstate(over="ignore", invalid="ignore")

@@ -56,7 +56,7 @@ class GenericBackend:
             return {}
 
     def devices(self) -> tuple[str, ...]:
-        """Return the names of the devices, as they stand after the colon."""
+        """Return the names of the devices, as in ``name:device``."""
         return tuple(_device_name(d) for d in self._all_devices())
 
     def namespace(self) -> Any:
@@ -91,9 +91,9 @@ class GenericBackend:
         """
         if spec is None:
             return None
-        for found in self._all_devices():
-            if _device_name(found) == spec:
-                return found
+        for device in self._all_devices():
+            if _device_name(device) == spec:
+                return device
         raise ValueError(
             f"{self.name} has no device {spec!r}; it has {', '.join(self.devices())}"
         )
@@ -158,7 +158,7 @@ class GenericBackend:
         return None
 
     def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
-        """Return what a function returns, or something else of the same form.
+        """Return a function's result, or a placeholder of the same form.
 
         A library that can follow a function without computing may save the computing.
 
@@ -217,7 +217,7 @@ class GenericBackend:
             except ImportError:
                 continue
             except (Exception, SystemExit) as error:
-                # A package may do anything when it is run; what it raised is told.
+                # Importing a package may raise anything; report it.
                 self._import_error = f"{type(error).__name__}: {error}"
                 return None
             if hasattr(module, "__array_namespace_info__"):

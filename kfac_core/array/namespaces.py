@@ -56,10 +56,10 @@ ARRAY_API_VERSION = "2024.12"
 """The oldest version of the Array API standard that is enough."""
 
 _namespaces: dict[type[Any], Namespace] = {}
-"""The namespaces of the types of array that were met, for the next time."""
+"""A cache: the namespace of each type of array."""
 
 _problem_of: dict[type[Any], Callable[[Array], str | None]] = {}
-"""What a backend knows to ask of each array of such a type; most know nothing."""
+"""The backend's check of arrays of a type; None for most types."""
 
 _real_floating: dict[tuple[str, Any], bool] = {}
 """Whether a dtype of a namespace is a real floating one."""
@@ -71,7 +71,7 @@ _standard_devices: dict[type[Any], bool] = {}
 """Whether the arrays of a type have the standard's attribute ``device``."""
 
 _without_device: set[type[Any]] = set()
-"""Types of tracers, which search all of a program for what to say when asked."""
+"""Types of tracers, whose error for a missing attribute searches the whole program."""
 
 NUMBER = (float, int, numbers.Real)
 """For `isinstance`: Python's own numbers first, for which no abstract class is asked."""
@@ -79,7 +79,7 @@ NUMBER = (float, int, numbers.Real)
 _OF_NUMPY = (np.ndarray, np.generic)
 
 Scalar = Any
-"""A Python number, or a 0-d array of the library that the other arrays are of."""
+"""A Python number, or a 0-d array of the same library as the other arrays."""
 
 
 def namespace_of(
@@ -102,7 +102,7 @@ def namespace_of(
     Raises
     ------
     DtypeError
-        If an argument is no array.
+        If an argument is not an array.
     ArgumentError
         If an array cannot be computed with: one of a subclass of NumPy's, or a sparse,
         quantized or deleted one.
@@ -111,19 +111,19 @@ def namespace_of(
     BackendUnavailableError
         If the library follows too old a version of the standard.
     """
-    given = arrays
+    named = arrays
     for name, x in optional.items() if optional is not None else ():
         if x is not None:
-            given[name] = x
+            named[name] = x
     xp = None
-    for x in given.values():
-        found = _namespaces.get(type(x))
-        if found is None or (xp is not None and found is not xp):
-            xp = _met_namespace(given)
+    for x in named.values():
+        known = _namespaces.get(type(x))
+        if known is None or (xp is not None and known is not xp):
+            xp = _met_namespace(named)
             break
-        xp = found
+        xp = known
     first = where = None
-    for name, x in given.items():
+    for name, x in named.items():
         kind = type(x)
         if kind in _problem_of:
             _require_usable(x, name)
@@ -135,18 +135,18 @@ def namespace_of(
     return xp
 
 
-def _met_namespace(given: dict[str, Array]) -> Namespace:
+def _met_namespace(named: dict[str, Array]) -> Namespace:
     """Return the namespace of arrays of which some were not met before, or raise."""
     try:
         # None and Python numbers have no namespace and are passed over.
-        xp = array_api_compat.array_namespace(*given.values())
-        complete = all(hasattr(x, "dtype") for x in given.values())
+        xp = array_api_compat.array_namespace(*named.values())
+        complete = all(hasattr(x, "dtype") for x in named.values())
     except TypeError as error:
-        raise _explain(given) from error
+        raise _explain(named) from error
     if not complete:
-        raise _explain(given)
+        raise _explain(named)
     _require_version(xp)
-    for name, x in given.items():
+    for name, x in named.items():
         _meet(x, xp, name)
     return xp
 
@@ -194,7 +194,7 @@ def is_usable(x: Any, /) -> bool:
 
 
 def _require_usable(x: Array, name: str) -> None:
-    """Raise for an array of which its backend says that it cannot be computed with."""
+    """Raise for an array that its backend cannot compute with."""
     problem = _problem_of[type(x)](x)
     if problem is not None:
         raise _not_dense(name, problem)
@@ -336,8 +336,8 @@ def smallest_normal_of(dtype: Any, /, *, xp: Namespace) -> float:
 
 def transposed(x: Array, /, *, xp: Namespace) -> Array:
     """Return matrices transposed, by the attribute where arrays have the standard's."""
-    made = getattr(x, "mT", None)
-    return xp.matrix_transpose(x) if made is None else made
+    view = getattr(x, "mT", None)
+    return xp.matrix_transpose(x) if view is None else view
 
 
 def cast(xp: Namespace, x: Array, dtype: Any, /) -> Array:
@@ -381,10 +381,10 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
         ) from error
     constraints.require_shape(name, value, ())
     if namespace is not xp:
-        given, others = _short(namespace.__name__), _short(xp.__name__)
+        library, expected = _short(namespace.__name__), _short(xp.__name__)
         raise errors.MixedArraysError(
-            f"`{name}` is a 0-d array of {given}, but the other arrays are of {others}. "
-            "Give a Python number, or an array of that library."
+            f"`{name}` is a 0-d array of {library}, and the other arrays are of "
+            f"{expected}. Give a Python number, or an array of that library."
         )
     return cast(xp, value, dtype)
 
@@ -401,7 +401,7 @@ def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> 
 
 
 def as_array(x: Array, /) -> Array:
-    """Return an array that NumPy has made a scalar of, as it does of 0-d results."""
+    """Return an array in place of a NumPy scalar, which NumPy returns for 0-d results."""
     return np.asarray(x) if isinstance(x, np.generic) else x
 
 
@@ -455,7 +455,7 @@ def is_finite_number(value: object, /) -> bool:
         return False
     try:
         return math.isfinite(float(value))
-    except OverflowError:  # an integer beyond the range of floats
+    except OverflowError:  # a Python integer beyond the range of floats
         return False
 
 
@@ -463,13 +463,13 @@ def _require_version(xp: Namespace) -> None:
     """Raise for a library with too old a version of the standard."""
     version = getattr(xp, "__array_api_version__", None)
     if version is None:
-        found = "does not say which version of the Array API standard it follows"
+        problem = "does not say which version of the Array API standard it follows"
     elif version < ARRAY_API_VERSION:
-        found = f"follows version {version} of the Array API standard"
+        problem = f"follows version {version} of the Array API standard"
     else:
         return
     raise errors.BackendUnavailableError(
-        f"{_short(xp.__name__)} {found}; kfac_core needs {ARRAY_API_VERSION} or newer. "
+        f"{_short(xp.__name__)} {problem}; kfac_core needs {ARRAY_API_VERSION} or newer. "
         "Install a newer version of the library."
     )
 
@@ -484,9 +484,9 @@ def _has_standard_device(x: Array) -> bool:
 
 def _limits_of(dtype: Any, xp: Namespace) -> tuple[float, float]:
     info = xp.finfo(dtype)
-    found = float(info.eps), float(info.smallest_normal)
-    _limits[xp.__name__, dtype] = found
-    return found
+    limits = float(info.eps), float(info.smallest_normal)
+    _limits[xp.__name__, dtype] = limits
+    return limits
 
 
 def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
@@ -497,16 +497,16 @@ def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
             and getattr(dtype, "isnative", True)
         )
     except TypeError:
-        # NumPy knows extension dtypes (bfloat16) not at all.
+        # NumPy raises for extension dtypes (bfloat16).
         known = False
     _real_floating[xp.__name__, dtype] = known
     return known
 
 
-def _explain(given: dict[str, Any]) -> Exception:
+def _explain(named: dict[str, Any]) -> Exception:
     """Return a message that names a non-array, or two libraries that were mixed."""
     libraries: dict[str, str] = {}
-    for name, x in given.items():
+    for name, x in named.items():
         try:
             libraries[name] = array_api_compat.array_namespace(x).__name__
             problem = not hasattr(x, "dtype")
@@ -517,8 +517,8 @@ def _explain(given: dict[str, Any]) -> Exception:
                 f"Expected `{name}` to be an array, got {type(x).__name__}. Make it one "
                 "with the library that you use, or with kfac_core.asarray."
             )
-    (first, library), *rest = libraries.items()
-    second = next((name for name, other in rest if other != library), first)
+    (first, library), *others = libraries.items()
+    second = next((name for name, other in others if other != library), first)
     return errors.MixedArraysError(
         f"`{first}` is an array of {_short(library)} and `{second}` of "
         f"{_short(libraries[second])}: arrays given together must be of one library. "

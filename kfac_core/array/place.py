@@ -1,4 +1,4 @@
-"""Where new arrays are made: a library, a device, and a dtype."""
+"""The library, device and dtype of new arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Place"]
 
 @dataclass(frozen=True)
 class Place:
-    """A library, a device and a dtype, for arrays that are made of nothing.
+    """A library, a device and a dtype for new arrays.
 
     Attributes
     ----------
@@ -37,5 +37,5 @@ class Place:
         return self.xp.eye(n, dtype=self.dtype, device=self.device)
 
     def flags(self, *shape: int) -> Array:
-        """Return int32 zeros: the `Status` of what has not failed."""
+        """Return int32 zeros: a `Status` without failures."""
         return self.xp.zeros(shape, dtype=self.xp.int32, device=self.device)

@@ -1,8 +1,8 @@
 """The default backend, used only when no array argument determines it.
 
-Arrays in decide the library, always; nothing here changes that.  Only where an array
-is to be made from none (`asarray` of NumPy values, the demo, tests, the command line)
-one of these is taken, the first that is given:
+The library of array arguments is always the one used; nothing here changes that.  Where
+no array is passed (`asarray` of NumPy values, tests, the command line), the first of
+these that is set decides:
 
 1. the explicit argument ``backend=``;
 2. ``with use_backend("torch:cuda:0")`` (local to the thread or task, and to threads
@@ -11,8 +11,8 @@ one of these is taken, the first that is given:
 4. the environment variable ``KFAC_CORE_BACKEND=name[:device]``, read at first use;
 5. ``numpy``.
 
-An unknown or unusable name is an error that lists what there is; nothing is ever
-replaced in silence.
+An unknown or unusable name is an error that lists the known ones; there is no silent
+fallback.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def selected_backend(backend: str | None = None, /) -> Selection:
     Parameters
     ----------
     backend : str, optional
-        An explicit ``name[:device]``, which goes before everything else.
+        An explicit ``name[:device]``, which takes precedence over everything else.
 
     Returns
     -------
@@ -105,15 +105,15 @@ def selected_backend(backend: str | None = None, /) -> Selection:
     spec, reason = _choose(backend)
     constraints.require_kind("backend", spec, str, "a string such as 'torch:cuda:0'")
     name, _, device = spec.partition(":")
-    found = get_backend(name)
-    problem = found.problem()
+    adapter = get_backend(name)
+    problem = adapter.problem()
     if problem is not None:
         raise errors.BackendUnavailableError(
             f"Backend {name!r} ({reason}) cannot be used here: {problem}. "
             f"Usable here: {', '.join(_usable()) or 'none'}."
         )
     try:
-        return Selection(found, found.device(device or None), spec, reason)
+        return Selection(adapter, adapter.device(device or None), spec, reason)
     except (Exception, SystemExit) as error:
         raise errors.BackendUnavailableError(
             f"Backend {spec!r} ({reason}): no such device here: {error}"
@@ -197,7 +197,7 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
     UnknownBackendError, BackendUnavailableError
         See `selected_backend`.
     DtypeError
-        If the library would narrow the dtype in silence (JAX without 64 bits).
+        If the library would silently narrow the dtype (JAX without 64 bits).
 
     Examples
     --------

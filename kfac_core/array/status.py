@@ -42,7 +42,7 @@ class Status(IntFlag):
     NOT_POSITIVE = 8
     """A damped matrix is not positive definite in working precision."""
     INACCURATE = 16
-    """A factorization was made, but its residual is above the limit."""
+    """The factorization's residual is above the limit."""
     BAD_DAMPING = 32
     """A damping is negative or not finite."""
     BAD_DECAY = 64
@@ -61,14 +61,14 @@ _ERRORS: dict[Status, type[errors.KFACError]] = {
     Status.BAD_DECAY: errors.DecayError,
     Status.IDS_OUT_OF_RANGE: errors.IdRangeError,
 }
-"""What is raised for a flag; `NotFiniteError` for those that are not here."""
+"""The exception for each flag; `NotFiniteError` for all others."""
 
 _REASONS: dict[Status, str] = {
     Status.BAD_DAMPING: "the damping is negative or not finite. Expected a finite number "
     ">= 0.",
     Status.BAD_DECAY: "expected `decay` in [0, 1] and `weight` > 0, both finite.",
 }
-"""Reasons that are the same wherever a flag is read."""
+"""Reasons that do not depend on where the flag is read."""
 
 
 def raise_flagged(flags: int, name: str, reasons: Mapping[Status, str], /) -> None:

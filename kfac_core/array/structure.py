@@ -65,7 +65,7 @@ def structure(
     Parameters
     ----------
     static : tuple of str
-        The fields that are no arrays: hashable, and part of the program.
+        The fields that are not arrays: hashable, and part of the program.
     meet : callable, optional
         Given the values of the static fields of several instances, as dicts, returns
         those of what `map_structure` makes of them; without it they must be equal.
@@ -91,16 +91,16 @@ def structure(
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        made = dataclasses.dataclass(frozen=True, eq=False)(cls)
-        names = tuple(field.name for field in dataclasses.fields(made))  # type: ignore[arg-type]
-        _names[f"{made.__module__}:{made.__qualname__}"] = made
-        _static[made] = static
-        _meet[made] = meet
-        _arrays[made] = tuple(name for name in names if name not in static)
-        _fields[made] = tuple((name, name in static) for name in names)
+        cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+        names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        _names[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        _static[cls] = static
+        _meet[cls] = meet
+        _arrays[cls] = tuple(name for name in names if name not in static)
+        _fields[cls] = tuple((name, name in static) for name in names)
         for registrar in _registrars.values():
-            registrar(made, _arrays[made], static)
-        return made
+            registrar(cls, _arrays[cls], static)
+        return cls
 
     return decorate
 
@@ -111,8 +111,8 @@ def register_structures_with(registrar: Registrar, /) -> None:
     Parameters
     ----------
     registrar : callable
-        A named function, called once for each class; see `Registrar`.  One of a name
-        that was told already is passed over.
+        A named function, called once for each class; see `Registrar`.  A second function of
+        the same name is ignored.
     """
     name = f"{registrar.__module__}.{registrar.__qualname__}"
     if name in _registrars:
@@ -157,9 +157,9 @@ def fields_of(cls: type[Any], /) -> tuple[tuple[str, bool], ...]:
 
 
 def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
-    """Return a structure made of what a function returns for its parts.
+    """Return a structure whose parts are a function's results for the old parts.
 
-    As `map_structure`, but not of the parts' parts: the function decides on these.
+    Unlike `map_structure` this does not recurse: the function is given whole parts.
 
     Parameters
     ----------
@@ -174,15 +174,15 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
         Structure of the same class.
     """
     cls = type(value)
-    # Hundreds are made at a time, and a frozen class's constructor is slow.
-    made = object.__new__(cls)
-    held = made.__dict__
-    held.update(vars(value))
+    # A frozen class's constructor is slow, and this runs hundreds of times a step.
+    new = object.__new__(cls)
+    fields = new.__dict__
+    fields.update(vars(value))
     for name in _arrays[cls]:
-        part = held[name]
+        part = fields[name]
         if part is not None:
-            held[name] = function(part)
-    return made
+            fields[name] = function(part)
+    return new
 
 
 def static_fields(value: object, /) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def leaves(value: Any, /, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
     Parameters
     ----------
     value : structure, tuple, array or None
-        What to walk over; None has no leaves.
+        Value to walk over; None has no leaves.
     prefix : str
         What each path begins with.
 
@@ -310,7 +310,7 @@ def without_scalars(value: T, /) -> T:
     """Return a structure with 0-d arrays in place of NumPy's scalars.
 
     NumPy's operations return scalars for 0-d results, and round powers of scalars and of
-    arrays differently.  What is kept holds arrays only, as it does when it is loaded.
+    arrays differently.  A kept value holds arrays only, as it does when it is loaded.
 
     Parameters
     ----------
@@ -355,7 +355,7 @@ def _with_arrays(value: Any) -> Any:
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the static fields of what is made of several structures."""
+    """Return the static fields of a combination of several structures."""
     fields = [static_fields(value) for value in (first, *others)]
     meet = _meet[type(first)]
     if meet is not None:
@@ -411,18 +411,18 @@ def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> 
         With the static fields of `value`.
     """
     cls = type(value)
-    made: list[T] = [object.__new__(cls) for _ in range(length)]
-    # Hundreds are made at a time, and a frozen class's constructor is slow.
-    fields = [one.__dict__ for one in made]
+    parts: list[T] = [object.__new__(cls) for _ in range(length)]
+    # A frozen class's constructor is slow, and this runs hundreds of times a step.
+    fields = [one.__dict__ for one in parts]
     for name, static in _fields[cls]:
         whole = getattr(value, name)
         if static or whole is None:
-            for held in fields:
-                held[name] = whole
+            for part_fields in fields:
+                part_fields[name] = whole
         else:
-            for held, part in zip(fields, split(whole), strict=True):
-                held[name] = part
-    return made
+            for part_fields, part in zip(fields, split(whole), strict=True):
+                part_fields[name] = part
+    return parts
 
 
 def replaced(value: T, /, **changes: Any) -> T:
@@ -453,13 +453,13 @@ def replaced(value: T, /, **changes: Any) -> T:
     """
     cls = type(value)
     # A frozen class's constructor is slow.
-    made = object.__new__(cls)
-    held = made.__dict__
-    held.update(vars(value), **changes)
-    if len(held) != len(_fields[cls]):
+    new = object.__new__(cls)
+    fields = new.__dict__
+    fields.update(vars(value), **changes)
+    if len(fields) != len(_fields[cls]):
         unknown = changes.keys() - vars(value).keys()
         raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
-    return made
+    return new
 
 
 def combinable(first: Any, second: Any, /) -> bool:

@@ -37,7 +37,7 @@ class Archive:
     """
 
     def __init__(self, path: Path) -> None:
-        with _damage_told():
+        with _damage_as_state_error():
             self._zip = zipfile.ZipFile(path)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Archive:
     def header(self, index: int, /) -> tuple[str, tuple[int, ...]]:
         """Return dtype and shape of an array; its numbers are not read."""
         with self._member(f"{index}.npy") as member:
-            # `write_array` chooses version 1.0 for headers as short as ours.
+            # `write_array` uses version 1.0 for short headers such as these.
             np.lib.format.read_magic(member)
             shape, _, dtype = np.lib.format.read_array_header_1_0(member)
             if dtype.name not in DTYPES:
@@ -69,9 +69,9 @@ class Archive:
 
     @contextlib.contextmanager
     def _member(self, name: str) -> Iterator[IO[bytes]]:
-        with _damage_told():
+        with _damage_as_state_error():
             info = self._zip.getinfo(name)
-            # A compressed member may be a thousand times as large as the file.
+            # A compressed member could be a thousand times larger than the file.
             if info.compress_type != zipfile.ZIP_STORED:
                 raise errors.StateError(f"{name} is compressed.")
             with self._zip.open(info) as member:
@@ -128,7 +128,7 @@ def write_archive(
     arrays : iterable of numpy.ndarray
         Arrays of the dtypes `DTYPES`.
     """
-    # A `ZipInfo` has no time, so that equal states are equal files.
+    # A `ZipInfo` without a time, so that equal states give equal files.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(zipfile.ZipInfo(DOCUMENT), document)
         for index, values in enumerate(arrays):
@@ -138,12 +138,12 @@ def write_archive(
 
 
 def path_of(path: Any, /) -> Path:
-    """Return a path, or raise `ArgumentError` for what cannot be one.
+    """Return a path, or raise `ArgumentError`.
 
     Parameters
     ----------
     path : str, bytes or path-like
-        What came.
+        Argument of the caller.
 
     Returns
     -------
@@ -163,8 +163,8 @@ def path_of(path: Any, /) -> Path:
 
 
 @contextlib.contextmanager
-def _damage_told() -> Iterator[None]:
-    """Turn what `zipfile` and NumPy raise for damaged files into a `StateError`."""
+def _damage_as_state_error() -> Iterator[None]:
+    """Turn exceptions of `zipfile` and NumPy for damaged files into a `StateError`."""
     try:
         yield
     except (errors.StateError, OSError, MemoryError):

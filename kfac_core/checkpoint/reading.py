@@ -1,8 +1,8 @@
 """Reading an estimator from a file, without trusting the file.
 
 Conventions.  Nothing is executed or unpickled, and nothing is changed unless everything
-fits.  Only `StateError` comes out, with what came, what was expected and where.  A tensor
-is read only after its shape was found to be one that the estimator has.
+fits.  A damaged file raises only `StateError`, with the place, the value and the
+expectation. A tensor is read only after its shape was compared with the estimator's.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def load_checkpoint(
     path : path-like
         As `save_checkpoint` wrote it, on whatever backend.
     estimator : Estimator
-        With the same blocks and conventions; left as it was where anything does not
-        fit.
+        With the same blocks and conventions; unchanged if anything does not fit.
     backend : str, optional
         ``name[:device]`` on which the arrays are to be; the selected one where left
         out.
@@ -245,8 +244,8 @@ def _document(archive: Archive) -> dict[str, Any]:
     version = document.get("version")
     producer = shown(document.get("producer", "an unknown release"))
     good = type(version) is int and version == VERSION
-    came = f"{shown(version)}; it was written by {producer}"
-    _require(good, f"version {VERSION} of {FORMAT!r}, got {came}")
+    actual = f"{shown(version)}; it was written by {producer}"
+    _require(good, f"version {VERSION} of {FORMAT!r}, got {actual}")
     state, tensors = document.get("state"), document.get("tensors")
     blocks = state.get("blocks") if isinstance(state, dict) else None
     good = isinstance(blocks, dict) and all(map(_is_block, blocks.values()))

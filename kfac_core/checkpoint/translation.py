@@ -1,7 +1,7 @@
 """A state of the same network under other names and layouts.
 
 Conventions.  Frameworks name a layer differently and keep its weight in other orders, and
-a state has both written down.  Statistics and operators do not depend on them: they are
+a state records both.  Statistics and operators do not depend on them: they are
 of the block's matrix, ``(in (+1), out)`` with the kernel's positions before its channels,
 whatever the layout (`docs/conventions.md`).  So only descriptions change here, and no
 number.
@@ -30,7 +30,7 @@ def renamed(state: dict[str, Any], names: Mapping[str, str], /) -> dict[str, Any
     state : dict
         State of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
     names : mapping of str to str
-        New names by those of the state; a block that is left out keeps its own.
+        New names by the names in the state; other blocks keep theirs.
 
     Returns
     -------
@@ -57,8 +57,8 @@ def renamed(state: dict[str, Any], names: Mapping[str, str], /) -> dict[str, Any
     if isinstance(damping, dict):
         of_each = {new.get(name, name): value for name, value in damping.items()}
         settings = {**settings, "damping": of_each}
-    found = {new[name]: part for name, part in blocks.items()}
-    return {**state, "settings": settings, "blocks": found}
+    by_new_name = {new[name]: part for name, part in blocks.items()}
+    return {**state, "settings": settings, "blocks": by_new_name}
 
 
 def with_layouts_of(
@@ -76,12 +76,12 @@ def with_layouts_of(
     Returns
     -------
     dict
-        With the arrays of `state`; what else differs, differs still.
+        With the arrays of `state`; only layouts change.
     """
-    found = dict(state["blocks"])
-    for name in found.keys() & blocks.keys():
-        layer = found[name]["layer"]
-        own = {key: getattr(blocks[name].layer, key, None) for key in _LAYOUTS}
-        kept = {key: value for key, value in own.items() if key in layer}
-        found[name] = {**found[name], "layer": {**layer, **kept}}
-    return {**state, "blocks": found}
+    translated = dict(state["blocks"])
+    for name in translated.keys() & blocks.keys():
+        layer = translated[name]["layer"]
+        of_estimator = {key: getattr(blocks[name].layer, key, None) for key in _LAYOUTS}
+        layouts = {key: value for key, value in of_estimator.items() if key in layer}
+        translated[name] = {**translated[name], "layer": {**layer, **layouts}}
+    return {**state, "blocks": translated}

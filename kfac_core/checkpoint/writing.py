@@ -54,9 +54,9 @@ def save_checkpoint(
 ) -> None:
     """Write the state of an estimator to a file.
 
-    To a temporary file beside it, which takes its name when it is complete: a file of
-    that name is the old one or the new one, never a part of one.  A link is followed.
-    Arrays that are equal to the bit are written once.
+    The file is written under a temporary name and renamed when it is complete, so that it
+    is never partial.  A link is followed. Arrays that are equal to the bit are written
+    once.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def save_checkpoint(
     Raises
     ------
     ArgumentError
-        For a path or an estimator that is none.
+        For an invalid path or estimator.
     ConventionError
         For other `parts`.
     StateError
@@ -164,7 +164,7 @@ def write_atomically(
         Arrays in the order that the document says.
     """
     text = json.dumps(document, allow_nan=False)
-    # `tempfile` makes private files, whatever the umask says.
+    # Not by `tempfile`, which creates private files and ignores the umask.
     temporary = target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.part")
     try:
         with temporary.open("xb") as file:
@@ -179,10 +179,10 @@ def write_atomically(
 
 
 def _key(values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """Return what equal arrays have in common."""
-    found = hashlib.sha256(f"{values.dtype.name} {values.shape}".encode())
-    found.update(values.reshape(-1).view(np.uint8).data)
-    return found.digest()
+    """Return a digest that is equal for equal arrays."""
+    digest = hashlib.sha256(f"{values.dtype.name} {values.shape}".encode())
+    digest.update(values.reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:

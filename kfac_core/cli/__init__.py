@@ -38,15 +38,15 @@ __all__ = [
 ENTRY_POINT_GROUP = "kfac_core.commands"
 
 INTERRUPTED, UNREAD = 130, 141
-"""What a shell has for a process that SIGINT or SIGPIPE ended."""
+"""Exit codes of a shell for a process that SIGINT or SIGPIPE ended."""
 
 
 class Command(Protocol):
-    """What a subcommand's module has."""
+    """The interface of a subcommand's module."""
 
     @property
     def SUMMARY(self) -> str:  # noqa: N802 - a module's constant
-        """What it does, in one line."""
+        """The purpose, in one line."""
 
     @property
     def EXAMPLES(self) -> tuple[str, ...]:  # noqa: N802
@@ -54,7 +54,7 @@ class Command(Protocol):
 
     @property
     def EXIT_CODES(self) -> Mapping[int, str]:  # noqa: N802
-        """What each exit code means."""
+        """The meaning of each exit code."""
 
     def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
         """Declare the arguments."""
@@ -64,7 +64,7 @@ class Command(Protocol):
 
 
 class UnloadableCommand:
-    """A registered subcommand whose module cannot be imported: running it says why.
+    """A registered subcommand whose module cannot be imported; running it prints why.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class UnloadableCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
         """Accept any arguments."""
-        # No argument begins with this: what looks like an option is accepted as well.
+        # No argument begins with this prefix, so that options are accepted too.
         parser.prefix_chars = "\0"
         parser.add_argument("arguments", nargs="*")
 
@@ -111,7 +111,7 @@ def _loaded(entry: EntryPoint) -> Command:
     try:
         command: Command = entry.load()
     except (Exception, SystemExit) as error:
-        # A broken package must not take the other commands with it.
+        # A broken package must not disable the other commands.
         return UnloadableCommand(entry, f"{type(error).__name__}: {error}")
     return command
 
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Arguments; those of the process by default.
+        Arguments; by default those of the process.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""``kfac-core doctor``: installed array libraries, the one in use, what is native."""
+"""``kfac-core doctor``: installed array libraries, the one in use, native operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAST_PATHS = {
     "threadpoolctl": "without threadpoolctl refreshes on PyTorch with one thread take "
     "twice as long, and workers compete for cores: pip install threadpoolctl",
 }
-"""What NumPy and PyTorch compute faster with, and what its absence costs."""
+"""Packages that speed up NumPy and PyTorch, and the cost without them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, /) -> int:
 
 
 def diagnosis(*, every: bool = True) -> dict[str, Any]:
-    """Return what there is to say, as plain data.
+    """Return the diagnosis as plain data.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def _selected() -> dict[str, str | None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's text; other errors than ours come from third-party adapters."""
+    """Return an error's text; errors that are not ours come from third-party adapters."""
     if isinstance(error, errors.KFACError):
         return str(error)
     return f"its adapter raised {type(error).__name__}: {error}"
@@ -155,7 +155,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 
 def _not_imported(name: str) -> dict[str, Any]:
-    """Return what can be said of a backend without importing its library."""
+    """Return the diagnosis of a backend without importing its library."""
     installed = _is_installed(name)
     versions = {}
     # The distribution may have another name, as CuPy's builds have.

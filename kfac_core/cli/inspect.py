@@ -1,4 +1,4 @@
-"""``kfac-core inspect``: what is in a checkpoint."""
+"""``kfac-core inspect``: show a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
 
 
 def run(arguments: argparse.Namespace, /) -> int:
-    """Print what the file holds; no tensor of it is read.
+    """Print the contents of a file; no tensor of it is read.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     if arguments.json:
         print_json(report)
     else:
-        # Names in a file are not to steer a terminal.
+        # Escape names from the file, so that they cannot steer a terminal.
         print("\n".join(map(printable, _summary(report))))
         if arguments.blocks:
             print("\n".join(map(printable, _block_lines(report))))
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, /) -> int:
 
 
 def contents(path: str, /) -> dict[str, Any]:
-    """Return what a checkpoint holds, as plain data.
+    """Return the contents of a checkpoint, as plain data.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def _block(
 ) -> dict[str, Any]:
     of_block = {}
     for full, (dtype, shape) in tensors.items():
-        # Names of blocks may hold slashes, and paths do not.
+        # Names of blocks may contain slashes, paths do not.
         owner, _, path = full.rpartition("/")
         if owner == name:
             of_block[path] = {"dtype": dtype, "shape": list(shape)}

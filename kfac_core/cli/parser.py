@@ -1,4 +1,4 @@
-"""The parser of the command line: what is misspelt is answered by what is close to it."""
+"""The parser of the command line, which suggests the nearest name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def suggestion(word: str, known: Iterable[str], /) -> str:
     Parameters
     ----------
     word : str
-        What was written.
+        Misspelt word.
     known : iterable of str
-        What could have been meant.
+        Valid words.
 
     Returns
     -------
@@ -34,7 +34,7 @@ def suggestion(word: str, known: Iterable[str], /) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose messages suggest what is close to a wrong choice or option."""
+    """A parser whose messages suggest the nearest choice or option."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with 2."""
@@ -42,13 +42,13 @@ class Parser(argparse.ArgumentParser):
         if "invalid choice:" in message or message.startswith("no command"):
             wrong, *choices = re.findall(r"'([^']*)'", message)
             if meant := suggestion(wrong, choices):
-                # The choices would fill a line, and one of them is enough.
+                # Replace the list of choices, which would fill a line, by the nearest.
                 message = message.partition(" (choose from")[0] + meant
         self.print_usage(sys.stderr)
         self.exit(2, wrapped(f"{self.prog}: error: {message}") + "\n")
 
     def refuse_unknown(self, arguments: Iterable[str], /) -> NoReturn:
-        """Complain of arguments that nothing declared, by the first of them."""
+        """Exit with an error for unknown arguments."""
         unknown = list(arguments)
         written = unknown[0].partition("=")[0]
         options = [name for action in self._actions for name in action.option_strings]

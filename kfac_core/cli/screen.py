@@ -1,8 +1,8 @@
-"""What the commands write: tables, one JSON document, complaints, and progress.
+"""Output of the commands: tables, one JSON document, errors, and progress.
 
-Conventions.  Standard output holds the answer and nothing else; standard error holds
-complaints, a line each (wrapped on a terminal), and progress, which only a terminal gets.
-What is written elsewhere holds no control characters.
+Conventions.  Standard output holds only the answer; standard error holds errors, a line
+each (wrapped on a terminal), and progress, which only a terminal gets.  Pipes and files get
+no control characters.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 PATIENCE = 2.0
-"""After how many seconds progress is shown."""
+"""Seconds after which progress is shown."""
 
 WIDTH = 80
-"""How wide a line of text is, where it can be."""
+"""Width of a line of text, where possible."""
 
 _LEAST = 12
-"""The least width to which a column is wrapped."""
+"""Least width of a wrapped column."""
 
 _CLEARED = "\r\x1b[2K"
 
@@ -51,7 +51,7 @@ def complain(command: str, message: object, /) -> int:
     command : str
         The subcommand.
     message : object
-        What is wrong; line breaks and control characters are shown escaped.
+        Error; line breaks and control characters are escaped.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def printable(text: str, /) -> str:
 
 
 def print_json(document: Any, /) -> None:
-    """Print one document; what is not finite becomes null."""
+    """Print one document; numbers that are not finite become null."""
     print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
 
@@ -124,12 +124,12 @@ def aligned(
 
 
 class Progress:
-    """A line on standard error that says what is being done, on a terminal only.
+    """A line of progress on standard error, on a terminal only.
 
     Parameters
     ----------
     total : int, optional
-        How many steps there are.
+        Number of steps.
     patience : float
         After how many seconds it is shown.
     """
@@ -148,18 +148,18 @@ class Progress:
         self._clear()
 
     def begin(self, doing: str, /) -> None:
-        """Say what is being done."""
+        """Show a task."""
         self._doing = printable(doing)
         self._show()
 
     def advance(self, steps: int = 1, /) -> None:
-        """Count steps that are done."""
+        """Count finished steps."""
         self._done += steps
         self._show()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the line away while something else is written to the terminal."""
+        """Clear the line while other text is written to the terminal."""
         self._clear()
         yield
         sys.stdout.flush()
@@ -179,7 +179,7 @@ class Progress:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can say."""
+    """Return a value in the types of JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

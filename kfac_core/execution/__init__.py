@@ -4,7 +4,7 @@ An *executor* runs the loop over a network's blocks: `kfac_core.Network.update`,
 `~kfac_core.Network.refresh` and the products take one, and so does
 `kfac_core.Estimator`.  It is called with a `Stage`, a function of one block, and with
 the arguments for each block by name, and returns the results by name, up to rounding.
-Executors stand in one another, as in ``Stacked(Threaded(2))``.
+Executors are nested, as in ``Stacked(Threaded(2))``.
 """
 
 from kfac_core.execution.background import BackgroundRefresh

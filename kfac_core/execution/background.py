@@ -53,7 +53,7 @@ class BackgroundRefresh:
         KFACError
             See `kfac_core.Estimator.refresh`.
         """
-        made = self._made.result()
+        state = self._made.result()
         install, self._install = self._install, None
         if install is not None:
-            install(made)
+            install(state)

@@ -1,10 +1,10 @@
 """Whole stages in NumPy, on the memory of another library's arrays.
 
 Conventions.  A library whose arrays lie in the host's memory may leave a stage to NumPy
-where that takes less time for the same: a refresh of a small layer is a hundred calls, and
-a call of NumPy takes a third of one of PyTorch.  The library's adapter says when.  Inputs
-are passed as NumPy views, and results are returned from NumPy views: nothing is copied
-either way, and nothing is written to.
+where that is faster: a refresh of a small layer takes a hundred calls, and a call of NumPy
+takes a third of the time of one of PyTorch.  The library's adapter decides.  Inputs are
+passed as NumPy views, and results are returned from NumPy views: nothing is copied, and
+no input is written to.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
 
 
 Known = dict[int, tuple[Any, Any]]
-"""Objects, kept so that no identity is used again, and what takes their places."""
+"""Objects by their id, which they keep from being reused, and their replacements."""
 
 
 class Hosted(Executor):
@@ -99,7 +99,7 @@ class Hosted(Executor):
 
     For small layers, where calls dominate the cost, this is faster than a library whose
     calls cost more.  Arrays in the host's memory are passed as views, without copies.
-    Results are recognized when they come back, so that statistics and operators are viewed
+    Results are recognized at the next call, so that statistics and operators are viewed
     only once.
 
     Parameters
@@ -111,11 +111,11 @@ class Hosted(Executor):
     def __init__(self, inner: Executor = plain) -> None:
         constraints.require_range("inner", inner, EXECUTOR)
         self._inner = inner
-        # By the block and the class of a structure, the last one and its view.
+        # The last structure of each class of a block, and its view.
         self._held: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a copy is made: what is remembered by identity is left behind."""
+        """Return how to make a copy, which starts with empty caches."""
         return type(self), (self._inner,)
 
     def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
@@ -124,10 +124,10 @@ class Hosted(Executor):
         computes = None if xp is None else native_operation("host_computes", xp)
         if computes is None or not computes(xp=xp):
             return self._inner(stage, tasks)
-        # Arrays that results only pass on become the library's own again.
+        # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
         as_views = _Mapped(_viewed_by(xp, owners), {})
-        here: dict[str, tuple[Any, ...]] = {}
+        hosted: dict[str, tuple[Any, ...]] = {}
         for name, (block, first, *others) in tasks.items():
             if stage.is_product:
                 flops = stage.work(block)
@@ -138,28 +138,28 @@ class Hosted(Executor):
             recognized = known is not None and known[0] is first
             try:
                 view = known[1] if known and recognized else as_views(first)
-                here[name] = (block, view, *map(as_views, others))
+                hosted[name] = (block, view, *map(as_views, others))
             except _ElsewhereError:
                 continue
             if stage.keeps_stacks and not recognized:
                 self._held[name, type(first)] = first, view
-        elsewhere = {name: task for name, task in tasks.items() if name not in here}
+        elsewhere = {name: task for name, task in tasks.items() if name not in hosted}
         results = self._inner(stage, elsewhere) if elsewhere else {}
-        if here:
+        if hosted:
             to_library = partial(_native("from_host", from_host, xp), xp=xp)
             returned = _Mapped(to_library, owners)
-            for name, result in self._inner(stage, here).items():
+            for name, result in self._inner(stage, hosted).items():
                 results[name] = returned(result)
                 self._remember(name, results[name], result)
         return {name: results[name] for name in tasks}
 
-    def _remember(self, name: str, own: Any, view: Any) -> None:
+    def _remember(self, name: str, result: Any, view: Any) -> None:
         """Keep a structure that was returned with its view, in the place of the last."""
-        if isinstance(own, tuple):
-            for part, part_view in zip(own, view, strict=True):
+        if isinstance(result, tuple):
+            for part, part_view in zip(result, view, strict=True):
                 self._remember(name, part, part_view)
-        elif is_structure(own):
-            self._held[name, type(own)] = own, view
+        elif is_structure(result):
+            self._held[name, type(result)] = result, view
 
 
 class _ElsewhereError(Exception):
@@ -167,26 +167,26 @@ class _ElsewhereError(Exception):
 
 
 class _Mapped:
-    """A function of arrays, applied to those of structures.
+    """A function of arrays, applied to all arrays of structures.
 
     Parameters
     ----------
     function : callable
         Function of one array.
     known : dict
-        Some objects by their identity, each with what takes its place.
+        Objects by their id, each with its replacement.
     """
 
     _arrays: ClassVar[set[type[Any]]] = set()
-    """The classes of the arrays that were met."""
+    """The classes of all arrays so far."""
 
     def __init__(self, function: Callable[[Any], Any], known: Known) -> None:
         self._function, self._known = function, known
 
     def __call__(self, value: Any) -> Any:
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
+        replacement = self._known.get(id(value))
+        if replacement is not None:
+            return replacement[1]
         cls = type(value)
         if cls in self._arrays:
             return self._function(value)
@@ -204,23 +204,23 @@ class _Mapped:
 
 
 def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
-    """Return a function that views an array, and says by its identity whose a view is."""
-    found = _native("host_view", host_view, xp)
+    """Return a function that views an array and records the owner of each view."""
+    view_of = _native("host_view", host_view, xp)
 
     def view(x: Any) -> Any:
-        made: np.ndarray[Any, Any] | None = found(x, xp=xp)
-        if made is None:
+        array: np.ndarray[Any, Any] | None = view_of(x, xp=xp)
+        if array is None:
             raise _ElsewhereError
-        owners[id(made)] = made, x
-        return made
+        owners[id(array)] = array, x
+        return array
 
     return view
 
 
 def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
-    """Return an operation without its dispatch: it is asked for array by array."""
-    made: Any = definition
-    return native_operation(name, xp) or made.__wrapped__
+    """Return an operation without its dispatch, which would be repeated for each array."""
+    dispatched: Any = definition
+    return native_operation(name, xp) or dispatched.__wrapped__
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:

@@ -1,4 +1,4 @@
-"""Equal small blocks as one: arrays with a leading axis, and the same function once.
+"""Equal small blocks as one stack: arrays with a leading axis, and one call for all.
 
 For matrices of few rows, calls dominate the cost.  The arrays of equal blocks are copied
 into arrays with one more axis, and the function of one block runs on those.  Which blocks
@@ -57,7 +57,7 @@ class Stacked(Executor):
         constraints.require_range("inner", inner, EXECUTOR)
         constraints.require_range("fewest", fewest, constraints.COUNT)
         self._inner, self._fewest = inner, fewest
-        # The objects are kept with their ids, so that no id is reused while it is a key.
+        # Keep the objects with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
         self._blocks: list[Block] = []
         self._forms: dict[Any, int] = {}
@@ -66,7 +66,7 @@ class Stacked(Executor):
         self._last: dict[tuple[str, type[Any]], _Stack] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a copy is made: what is remembered by identity is left behind."""
+        """Return how to make a copy, which starts with empty caches."""
         return partial(type(self), self._inner, fewest=self._fewest), ()
 
     def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Stacked(Executor):
         groups: dict[Any, list[str]] = {}
         common: dict[int, Any] = {}
         for kind, names in kinds.items():
-            # Forms are looked at only where there are enough equal blocks.
+            # Compare forms only if there are enough equal blocks.
             for name in names if len(names) >= self._fewest else ():
                 if stage.stacks(*tasks[name]):
                     form = (kind, *self._forms_of(stage, tasks[name], common))
@@ -123,7 +123,7 @@ class Stacked(Executor):
         return results
 
     def _kind(self, block: Block) -> int | None:
-        """Return a number that equal blocks have; None for one that is not stacked."""
+        """Return a number common to equal blocks; None for a block that is not stacked."""
         kind = None
         small = max(block.layer.matrix_shape) <= STACKED_UP_TO
         if small and block.stacked(1) is not None:
@@ -136,20 +136,20 @@ class Stacked(Executor):
     def _forms_of(
         self, stage: Stage, task: tuple[Any, ...], common: dict[int, Any]
     ) -> tuple[Any, ...]:
-        """Return what has to agree in the tasks of one stack, besides the block.
+        """Return the key of a task's arguments, equal for tasks of one stack.
 
-        Most tasks of a call have the same options, whose forms are in `common` by identity.
+        Most tasks of a call share their options, whose keys `common` holds by identity.
         """
         forms = [self._form(value) for value in task[1 : 1 + stage.arrays]]
         for value in task[1 + stage.arrays :]:
-            # What is not stacked has to be the same numbers, or the same arrays.
+            # Arguments that are not stacked must be equal numbers, or identical arrays.
             if id(value) not in common:
                 common[id(value)] = form_of(value, id)
             forms.append(common[id(value)])
         return tuple(forms)
 
     def _form(self, value: Any) -> Any:
-        """Return what has to agree in a stacked argument of tasks."""
+        """Return the key of a stacked argument."""
         piece = self._pieces.get(id(value))
         if piece is not None and piece[0] is value:
             stack = piece[1]
@@ -159,7 +159,7 @@ class Stacked(Executor):
         return self._form_of_arrays(value)
 
     def _form_of_arrays(self, value: Any) -> int:
-        """Return a number that structures and dicts of one form have."""
+        """Return a number for the form of a structure or dict."""
         form = form_of(value, _array_form)
         return self._forms.setdefault(form, len(self._forms))
 
@@ -177,14 +177,14 @@ class Stacked(Executor):
         return (self._stacked_blocks[key], *arguments)
 
     def _stack_of(self, names: Names, values: tuple[Any, ...], keep: bool) -> Any:
-        """Return values as one: the stack that they were taken from, if it is that."""
+        """Return a stack of values: the one that they are pieces of, or a new one."""
         known = self._pieces.get(id(values[0]))
         if known is not None and known[1].is_of(values):
             return known[1].whole
-        made = stacked(values)
+        stack = stacked(values)
         if keep:
-            self._remember(names, made, list(values))
-        return made
+            self._remember(names, stack, list(values))
+        return stack
 
     def _remember(self, names: Names, whole: Any, pieces: list[Any]) -> None:
         """Cache a stack and its pieces, replacing the last ones of the same blocks."""
@@ -239,7 +239,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     Returns
     -------
     structure or dict
-        Numbers that are no arrays are those of the first.
+        Python numbers are taken from the first value.
     """
 
     def joined(*parts: Any) -> Any:
@@ -251,7 +251,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
 
 
 def unstacked(value: Any, length: int, /) -> list[Any]:
-    """Return the values that a stack is made of.
+    """Return the pieces of a stack.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
     Returns
     -------
     list
-        So many values of the form of `value`.
+        `length` values of the form of `value`.
     """
     if is_structure(value):
         return taken_apart(value, lambda part: unstacked(part, length), length)
@@ -278,16 +278,16 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
         return [value] * length
     parts = list(ns.own_namespace(value).unstack(value))
     if type(parts[0]) is not type(value):
-        # NumPy makes scalars of the numbers of a 1-d array.
+        # NumPy unstacks a 1-d array into scalars.
         return [value[i, ...] for i in range(length)]
     return parts
 
 
 def _array_form(x: Any) -> Any:
-    """Return what has to agree of arrays that are stacked."""
+    """Return the key of an array: its type, shape, dtype and device."""
     if not ns.is_usable(x):
         # Not an array, or a sparse one: validated later, where the block's name is known.
         return object()
-    # NumPy makes scalars of 0-d results, where a loaded state has arrays.
+    # NumPy returns scalars for 0-d results, and a loaded state holds arrays.
     kind = np.ndarray if isinstance(x, np.generic) else type(x)
     return kind, x.shape, x.dtype, ns.device_of(x)

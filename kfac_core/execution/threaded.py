@@ -1,7 +1,7 @@
 """An executor that runs independent blocks on several threads.
 
 Conventions.  Many factorizations of a few hundred rows are faster in parallel than one
-after the other on all cores.  The array library's own threads are divided among them: on
+after another on all cores.  The array library's own threads are divided among them: on
 PyTorch always, on NumPy if threadpoolctl is installed; otherwise set
 ``OPENBLAS_NUM_THREADS=1`` before the start.  Only code that releases the GIL runs in
 parallel.
@@ -70,7 +70,7 @@ class Threaded(Executor):
 
 
 def _library_of(tasks: Tasks) -> Backend | None:
-    """Return the library that computes: that of the first array among the arguments."""
+    """Return the namespace of the first array among the arguments."""
     for task in tasks.values():
         for _, x in leaves(task[1]):
             if not is_plain(x):
@@ -151,11 +151,11 @@ def in_bundles(
     """
     if workers == 1 or len(problems) < 2:
         return function(list(problems))
-    found: dict[str, R] = {}
+    results: dict[str, R] = {}
     tasks = _bundles(problems, work, workers)
     for part in in_threads(function, tasks, workers=workers, library=library):
-        found |= part
-    return found
+        results |= part
+    return results
 
 
 def _bundles(

@@ -41,8 +41,8 @@ class Average:
     weight : 0-d array
         The sum of weights, of the same dtype.
     rows : 0-d array or None
-        For a sum of outer products, how many there were since it was zero: a bound of its
-        rank.  None for other sums.
+        For a sum of outer products, their number: a bound of its rank.  None for other
+        sums.
 
     Examples
     --------
@@ -76,7 +76,7 @@ class Average:
         return map_structure(lambda x: x * _beside(factor, x), total)
 
     def factor(self, *, debias: bool) -> Array:
-        """Return the factor that turns the sum into the average, or 1, 0-d."""
+        """Return the factor from the sum to the average, 0-d; 1 without debiasing."""
         if not debias:
             return ns.own_namespace(self.weight).ones_like(self.weight)
         return ns.as_array(1.0 / self._divisor())
@@ -95,7 +95,7 @@ class Average:
     def following(
         self, total: Any, rows: Array | float | None, decay: Scalar, weight: Scalar, /
     ) -> Average:
-        """Return the average with the new sum of an update, of so many rows."""
+        """Return the average with a new sum, after an update with a number of rows."""
         weights = ns.as_array(ns.as_number(self.weight) * decay + weight)
         if self.rows is None or rows is None:
             return Average(total, weights)
@@ -148,7 +148,7 @@ class Average:
 
 
 def _is_compressed(total: Any, /) -> bool:
-    """Whether a sum is cut down where it is added to, by `joined`, and has `scaled`."""
+    """Whether a sum of bounded size is added to by `joined`, and not elementwise."""
     return is_structure(total) and hasattr(total, "joined")
 
 
@@ -175,7 +175,7 @@ def require_weight(weight: Scalar, /) -> None:
 def coefficient_flags(decay: Scalar, weight: Scalar | None, /, *, xp: Namespace) -> Any:
     """Return the flag of a decay or weight out of range, 0 for Python numbers.
 
-    Those were compared before; values of an array that is traced can only be flagged.
+    Numbers were checked before; the value of a traced array can only be flagged.
     """
     flags: Any = 0
     if not isinstance(decay, float):

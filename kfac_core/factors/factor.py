@@ -25,7 +25,7 @@ __all__ = ["Factor", "FactorKind", "Damped", "factor_of"]
 FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
 Damped: TypeAlias = DampedMatrix | DampedDiagonal | DampedRankOne
-"""A damped factor, whichever kind it is of: all have the same products."""
+"""A damped factor of any kind; all kinds have the same products."""
 
 _WITHOUT_OPTIONS: dict[str, Factor] = {
     "full": FullFactor(),

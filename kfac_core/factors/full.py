@@ -25,7 +25,7 @@ class FullFactor:
         """Return a zero average."""
         zeros = place.zeros(*shape, shape[-1])
         # Start in column-major order, so that LAPACK reads the lower triangle without a
-        # copy; later updates may fill that triangle alone.
+        # copy.  SYRK fills that triangle alone.
         columns = place.xp.matrix_transpose(zeros)
         empty = SymmetricMatrix(columns, full_storage=False)
         return Average(empty, place.zeros(), place.zeros())
@@ -49,7 +49,7 @@ class FullFactor:
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
     ) -> ScaledMatrix:
-        """Return the average in a dtype, without a pass over the sum where it has that."""
+        """Return the average in a dtype; the sum is not copied if it has that dtype."""
         total: SymmetricMatrix = average.sum
         factor, rank = average.factor(debias=debias), average.rows
         roundoff = 0.0

@@ -2,7 +2,7 @@
 
 Conventions.  Rows come grouped by sequence, shape ``(..., S, n)``, in the order of time,
 and those that a mask leaves out are zero.  A pair counts where both of its rows do.  The
-sum over pairs is divided by the number of *rows*, as that of lag 0 is: this pads each
+sum over pairs is divided by the number of *rows*, as for lag 0: this pads each
 sequence with zeros, keeps the joint covariance of consecutive rows positive
 semidefinite, and so keeps every correlation in ``[-1, 1]``.
 
@@ -30,8 +30,8 @@ __all__ = ["LaggedFactor", "length_shares"]
 class LaggedFactor:
     """The moment of lag 1, a matrix of n x n numbers without symmetry.
 
-    As `kfac_core.factors.factor.Factor`, as far as such a matrix goes: it is neither
-    damped nor factorized, and its weight is that of the moment of lag 0.
+    It has the functions `initial` and `updated` of `kfac_core.factors.factor.Factor`; it is
+    neither damped nor factorized, and its weight is the weight of the moment of lag 0.
     """
 
     kind = "lagged"
@@ -62,8 +62,8 @@ class LaggedFactor:
         decay, scale : float or 0-d array
             The two coefficients.
         weight : 0-d array
-            The new sum of weights: that of the moment of lag 0 after its own update, so
-            that the two can never be of different data.
+            The new sum of weights of the moment of lag 0, so that both moments are of the
+            same data.
         xp : namespace
             Array API namespace of the arrays.
 
@@ -94,10 +94,10 @@ def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Ar
     Returns
     -------
     array, shape (T,)
-        The shares ``p_k``.  They are what makes ``sum_k p_k max(k - d, 0)`` the mean
-        number of pairs of lag d, for every d: where a mask keeps a first part of each
-        sequence they are a histogram, and where it leaves gaps they still count pairs
-        right, but some are negative.
+        The shares ``p_k``, for which ``sum_k p_k max(k - d, 0)`` is the mean number of
+        pairs of every lag d.  If a mask keeps the first part of each sequence, they are a
+        histogram; if it leaves gaps, pairs are still counted right, but some shares are
+        negative.
 
     Raises
     ------

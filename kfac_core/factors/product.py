@@ -2,7 +2,7 @@
 
 Conventions.  ``A (x) G`` stands for a weighted *sum*, as in `Average`, and its value is
 that over the weight.  A has Frobenius norm 1 and G carries the scale.  The two have one
-weight: a factor of one moment means nothing beside one of another.
+weight, since factors of different moments cannot be combined.
 """
 
 from __future__ import annotations

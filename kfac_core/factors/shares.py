@@ -3,8 +3,8 @@
 Conventions.  One update adds ``weight * C`` to a running sum and ``weight`` to its
 weight, with C the mean of outer products: over the rows that count, or over examples.
 With ``weight=None`` the weight is the number of rows (of examples), so that the sum is
-added as it is, and averages of micro-batches merge exactly.  A batch of which the mask
-keeps nothing adds nothing, to the sum and to the weight.
+added unscaled, and averages of micro-batches merge exactly.  A fully masked batch adds
+nothing to the sum and nothing to the weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Shares(NamedTuple):
     weight : float or 0-d array
         Weight of these sums.
     outer_products : float or 0-d array
-        What each ``g g^T`` is multiplied by; see `Conventions`.
+        Factor on each ``g g^T``; see `Conventions`.
     repeats : float or 0-d array
         The mean number of rows that count in an example; 1 for sums over examples.
     example_weight : float or 0-d array

@@ -72,7 +72,7 @@ class Statistics:
         return replaced(zeros, bases=self.bases)
 
     def merged(self, other: Statistics, /) -> Statistics:
-        """Return the statistics of both data sets together, taken in the same bases.
+        """Return the statistics of two data sets together, both in the same bases.
 
         Raises
         ------
@@ -99,7 +99,7 @@ class Statistics:
         """Return the statistics after one update with the averages of others.
 
         If the status of `other` is not zero, the statistics are unchanged.
-        `decays` names the averages that decay in a way of their own.
+        `decays` holds the decays of averages that do not follow `decay`.
 
         Raises
         ------

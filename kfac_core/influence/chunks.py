@@ -1,7 +1,7 @@
 """Numbers of queries and examples to process at a time, for a memory budget.
 
 Conventions.  The budget is a number of array elements that the temporaries of a call may
-hold at a time: what is made on the way and dropped.  Arguments, results (twice, while
+hold at a time.  Arguments, results (twice, while
 their parts are joined) and the bases of the blocks come on top.  With P the number of a
 block's parameters, q queries take ``2 q P``; an example of S rows takes twice its rows
 and, by rows, ``2 q S min(n, m)`` for ``x^T P_q g``, else its gradient's P numbers twice.
@@ -40,7 +40,7 @@ def score_chunks(
     gradients : LayerGradients
         Gradients of the examples.
     queries : int
-        How many there are.
+        Number of queries.
     max_elements : int
         The budget.
 
@@ -86,7 +86,7 @@ def example_chunk(
     max_elements : int
         The budget.
     matrices : int
-        How many matrices of P numbers an example needs on the way.
+        Number of temporary matrices of P numbers for each example.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def example_chunk(
     """
     size = _size(gradients.layer)
     each = 2 * _rows(gradients) + matrices * size
-    # The weights 1 / (s + lam) and s + lam.
+    # Room for the two matrices 1 / (s + lam) and s + lam.
     room = max_elements - 2 * size
     if each > room:
         raise _too_small(2 * size + each, max_elements, "one example")
@@ -129,7 +129,7 @@ def _size(layer: Layer) -> int:
 
 
 def _rows(gradients: LayerGradients) -> int:
-    """Return what the rows of an example take, in whatever form they came."""
+    """Return the number of elements of an example's rows."""
     (n, m), layer = gradients.layer.matrix_shape, gradients.layer
     if not gradients.is_rows:
         return _size(layer)
@@ -137,14 +137,14 @@ def _rows(gradients: LayerGradients) -> int:
 
 
 def _bilinear(gradients: LayerGradients, queries: int) -> int:
-    """Return what ``x^T P_q g`` takes for one example and all queries of a chunk."""
+    """Return the elements of ``x^T P_q g`` for one example and all queries of a chunk."""
     n, m = gradients.layer.matrix_shape
     narrow = gradients.layer.groups * min(n, m // gradients.layer.groups)
     return queries * gradients.rows_each * (2 * narrow + 1)
 
 
 def _matrix(gradients: LayerGradients) -> int:
-    """Return what the gradient of one example takes."""
+    """Return the elements of the gradient of one example, twice."""
     return 2 * _size(gradients.layer)
 
 

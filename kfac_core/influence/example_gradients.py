@@ -1,9 +1,9 @@
-"""The gradients of many examples for one layer, in the form that they came in.
+"""The gradients of many examples for one layer, as rows or as arrays.
 
-Conventions.  An example's gradient is ``D_n = c sum_s x g^T``, c what makes g that of
-the example's own loss.  It comes as a layer's inputs and output gradients (`Batch`), or
-as parameter-shaped arrays with an axis of examples in front.  Parts of it are made when
-they are needed, and no gradient of a single-position example is ever formed: its inner
+Conventions.  An example's gradient is ``D_n = c sum_s x g^T``, where c scales g to the
+example's own loss.  It is given by a layer's inputs and output gradients (`Batch`), or by
+parameter-shaped arrays with a first axis of examples.  Parts of it are computed when they
+are needed, and the gradient of a single-position example is never formed: its inner
 product with a matrix P is ``x^T P g``.
 """
 
@@ -39,7 +39,7 @@ class LayerGradients:
         Inputs and output gradients of the layer, without sources; or gradients with an axis
         of examples.
     reduction : {"sum", "mean", "mean_rows"}
-        Over what the loss that was differentiated is summed or averaged, in this batch.
+        Reduction of the differentiated loss in this batch.
 
     Raises
     ------
@@ -87,7 +87,7 @@ class LayerGradients:
         return ExamplePart(None, rows, self.scale)
 
     def _form(self) -> tuple[int, bool]:
-        """Return how many rows an example has, and whether there are x and g."""
+        """Return the number of rows of an example, and whether there are x and g."""
         if isinstance(self.fed, Mapping) or not self.examples:
             return 1, False
         rows = whole_rows(self.layer, [_taken(use, 0, 1) for use in self.fed])
@@ -154,7 +154,7 @@ class ExamplePart:
         P : array, shape (q, in(+1), out)
             Matrices in the dtype of the sums.
         by_rows : bool
-            Whether ``x^T P g`` is computed, where there are x and g, and no D formed.
+            Whether to compute ``x^T P g``, for rows x and g, without forming D.
 
         Returns
         -------
@@ -179,11 +179,11 @@ def _bilinear(P: Array, rows: Rows, xp: Namespace) -> Array:
     g = ns.cast(xp, rows.output_grads, P.dtype)[..., 0, :, :, :]
     n, m = int(x.shape[-1]), int(g.shape[-1])
     q, groups = int(P.shape[0]), int(x.shape[0]) if x.ndim == 4 else 1
-    # Axes (group, query, row or column): one matmul serves all queries.
+    # Axes (group, query, row or column), so that one matmul serves all queries.
     P = xp.permute_dims(xp.reshape(P, (q, n, groups, m)), (2, 0, 1, 3))
     x, g = xp.reshape(x, (groups, -1, n)), xp.reshape(g, (groups, -1, m))
     if n > m:
-        # Sum over the longer side in the product, so that the temporary is small.
+        # Contract the longer side in the product, so that the temporary is small.
         x, g, n, m, P = g, x, m, n, xp.matrix_transpose(P)
     half = xp.matmul(xp.reshape(P, (groups, q * n, m)), xp.matrix_transpose(g))
     half = xp.reshape(half, (groups, q, n, -1)) * xp.matrix_transpose(x)[:, None, ...]

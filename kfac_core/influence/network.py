@@ -41,8 +41,8 @@ from kfac_core.posterior.spectra import spectral_blocks
 __all__ = ["Gradients", "Influence"]
 
 Gradients: TypeAlias = Mapping[str, Mapping[str, Array] | Batch | Sequence[Batch]]
-"""For each block, what the layer saw with the gradients of each example's own loss, or
-parameter-shaped gradients with an axis of examples in front."""
+"""For each block, batches with gradients of each example's own loss, or parameter-shaped
+gradients with a first axis of examples."""
 
 _FULL_PRECISION = Precision()
 
@@ -161,7 +161,7 @@ class Influence:
         gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
             Gradients of the queries, for every block; see `Gradients`.
         reduction : {"sum", "mean", "mean_rows"}
-            Over what the queries' loss was summed or averaged in this batch.
+            Reduction of the queries' loss in this batch.
         storage : {"float16", "bfloat16", "float32", "float64"}
             The dtype of the result; float32 where the library lacks it.
         max_elements : int
@@ -211,7 +211,7 @@ class Influence:
         gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
             Gradients of the examples; as for `precondition`.
         reduction : {"sum", "mean", "mean_rows"}
-            Over what their loss was summed or averaged in this batch.
+            Reduction of their loss in this batch.
         max_elements : int
             The budget; see `kfac_core.influence.chunks`.
 

@@ -1,4 +1,4 @@
-"""What of a model an integration covers, as a table."""
+"""The parameters of a model that an integration covers, as a table."""
 
 from __future__ import annotations
 

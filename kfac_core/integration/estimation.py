@@ -14,7 +14,7 @@ __all__ = ["require_estimation"]
 def require_estimation(
     *, fisher: str, samples: int = 1, positions: str = "signs"
 ) -> None:
-    """Raise for an option of the estimation that has no meaning.
+    """Raise for an estimation option that has no effect.
 
     Parameters
     ----------

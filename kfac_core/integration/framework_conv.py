@@ -1,4 +1,4 @@
-"""A convolution's geometry from the ways in which frameworks write one."""
+"""A convolution's geometry from the options of frameworks."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def framework_conv(
         padding = np.broadcast_to(pads if pads.ndim == 2 else pads[..., None], (d, 2))
         padding = padding.tolist()
     window = {
-        name: np.broadcast_to(1 if given is None else given, d).tolist()
-        for name, given in (("strides", strides), ("dilation", dilation))
+        name: np.broadcast_to(1 if option is None else option, d).tolist()
+        for name, option in (("strides", strides), ("dilation", dilation))
     }
     return Conv(
         in_channels=width * groups,

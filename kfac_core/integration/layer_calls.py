@@ -44,7 +44,7 @@ class LayerCall:
         Whether the layer multiplies by the transpose of the block's weight, whose input
         factor is diagonal.
     examples : int, optional
-        N of the whole call, where other processes have the rest of it.
+        N of the whole call, if other processes have a part of it.
     bias : bool or array of bool, shape (N, ...)
         Whether this call adds the layer's bias, if the layer has one; of each row.
 
@@ -109,17 +109,17 @@ class LayerCall:
         self.output_grads.append(g)
 
     def clear(self) -> None:
-        """Leave the arrays behind, which whoever keeps the call would keep too."""
+        """Drop the arrays, which would live as long as the call."""
         self.inputs, self.mask = None, None
         self.output_grads = []
 
     def add_to_source(self, output_grad: Array | None, /) -> None:
-        """Take a further part of the output gradient of one and the same source.
+        """Add a further part of the output gradient of a single source.
 
         Parameters
         ----------
         output_grad : array, shape (N, ...), or None
-            As for `add_source`; it comes in parts where a loss is differentiated in parts.
+            As for `add_source`.  A loss that is differentiated in parts adds several.
         """
         self.add_source(output_grad)
         if len(self.output_grads) > 1:
@@ -140,12 +140,12 @@ def batches_of_calls(
     Parameters
     ----------
     calls : iterable of LayerCall
-        Calls without sources are left out.  Where those of one block have unlike numbers of
-        sources, which are summed, as exact ones of heads of unlike sizes, zeros are added.
+        Calls without sources are left out.  Calls of one block with fewer sources than
+        others, as in exact estimation with heads of different sizes, get zeros.
     rows : float
         R, the rows of the network's outputs, or the sum of their weights.
     scale : float
-        What output gradients are multiplied by besides.
+        Further factor on the output gradients.
     examples : mapping of str to float, optional
         N of each block, where other processes have calls too; `rows` is then R of all of
         them.
@@ -153,8 +153,7 @@ def batches_of_calls(
     Returns
     -------
     dict of str to Batch
-        For an estimator with ``reduction="sum"``; where there is one call, its inputs are
-        those that it was made with.
+        For an estimator with ``reduction="sum"``; a single call's inputs are not copied.
 
     Raises
     ------
@@ -165,7 +164,7 @@ def batches_of_calls(
     for other in others:
         raise errors.UnsupportedError(
             f"Calls of layers {[*other]} have inputs of unlike shapes, as of sequences of "
-            "several lengths, which are no single batch. Pad them to one length, or take "
+            "several lengths, which do not fit one batch. Pad them to one length, or take "
             "the statistics of batches_in_parts."
         )
     return first
@@ -181,7 +180,7 @@ def batches_in_parts(
 ) -> list[dict[str, Batch]]:
     """Return batches per block as `batches_of_calls`, in parts of equal shapes.
 
-    Sequences of several lengths, and images of several sizes, are no single batch.  The
+    Sequences of several lengths, and images of several sizes, do not fit one batch.  The
     statistics of a block are `kfac_core.batch_moments` of its parts, merged.
 
     Parameters
@@ -204,11 +203,11 @@ def batches_in_parts(
         if examples is not None:
             N = examples[name]
         xp = ns.own_namespace(uses[0].inputs)
-        alike: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
+        by_shape: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
         for use in uses:
             x, g = _pair(use, scale, (N / rows) ** 0.5, xp)
-            alike.setdefault((x.shape[1:], g.shape[2:]), []).append((use, x, g))
-        for place, part in enumerate(alike.values()):
+            by_shape.setdefault((x.shape[1:], g.shape[2:]), []).append((use, x, g))
+        for place, part in enumerate(by_shape.values()):
             if place == len(parts):
                 parts.append({})
             parts[place][name] = _batch(part, xp)
@@ -231,14 +230,14 @@ def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Any) -> Batch:
 def _pair(use: LayerCall, scale: Scalar, share: Scalar, xp: Any) -> tuple[Array, Array]:
     """Return the inputs and output gradients that the block takes from a call.
 
-    The gradients that came back are multiplied by `scale`, and what the block takes for
-    output gradients by `share`.
+    Backpropagated gradients are multiplied by `scale`, and the block's output gradients by
+    `share`; the two are different arrays for a transposed layer.
     """
     g = _stacked(use.output_grads, xp)
     if not use.transposed:
         return use.inputs, _times(g, scale * share / use.scaled_by)
     g = _times(g, scale / use.scaled_by)
-    # Of x only the squares of its entries count, which may be summed over the sources.
+    # The factor of x is diagonal, so the squares of its entries may be summed over sources.
     x = g[0, ...] if g.shape[0] == 1 else xp.sqrt(xp.sum(g * g, axis=0))
     h = _times(ns.cast(xp, use.inputs, g.dtype)[None, ...], share)
     others = [xp.zeros_like(h)] * (g.shape[0] - 1)
@@ -246,7 +245,7 @@ def _pair(use: LayerCall, scale: Scalar, share: Scalar, xp: Any) -> tuple[Array,
 
 
 def _padded(g: Array, sources: int, xp: Any) -> Array:
-    """Return output gradients of so many sources, the last of which are zero."""
+    """Return output gradients with sources of zeros appended."""
     missing = sources - g.shape[0]
     return _joined([g, *[xp.zeros_like(g[:1, ...])] * missing], xp)
 
@@ -257,10 +256,10 @@ def _times(x: Array, factor: Scalar) -> Array:
 
 
 def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
-    given = [use.mask for use in uses if use.mask is not None]
-    if not given:
+    known = [use.mask for use in uses if use.mask is not None]
+    if not known:
         return None
-    shape, device = given[0].shape[1:], ns.device_of(given[0])
+    shape, device = known[0].shape[1:], ns.device_of(known[0])
     masks = []
     for use in uses:
         mask = use.mask

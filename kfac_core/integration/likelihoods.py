@@ -1,4 +1,4 @@
-"""Likelihoods by name, and losses that are means over outputs too.
+"""Likelihoods by name, and losses that are also means over outputs.
 
 Conventions.  A *row* is one vector of P outputs: of an example, a token, a pixel.  The
 loss is ``sum_n c l_n`` or its mean over the R rows, with ``l_n = -log p(y_n | z_n)`` the
@@ -52,7 +52,7 @@ class RowLoss:
         constraints.require_range("factor", self.factor, constraints.POSITIVE)
 
     def multiple(self, outputs: int, /) -> float:
-        """Return c for P outputs: what the row's loss is of ``l``."""
+        """Return c for P outputs, the factor from ``l`` to the loss of a row."""
         return self.factor / outputs if self.mean_over_outputs else self.factor
 
 
@@ -76,7 +76,7 @@ def row_loss(likelihood: Any, /) -> RowLoss:
     Raises
     ------
     ConventionError
-        For an unknown name, and for an object that is no likelihood.
+        For an unknown name, and for an object that is not a likelihood.
     """
     if isinstance(likelihood, RowLoss):
         return likelihood

@@ -1,11 +1,10 @@
 """Natural gradients from an estimator, on a schedule of steps.
 
-What a shim of any framework does between its backward pass and its optimizer, without the
-framework.
+The part of an integration between backward pass and optimizer that needs no framework.
 
 Conventions.  As in `kfac_core.integration.layer_calls`; the estimator says
-``reduction="sum"``, and the gradients that are given are those of a loss that is the mean,
-or the sum, over the R rows of the network's outputs.
+``reduction="sum"``, and gradients are of a loss that is the mean, or the sum, over the R
+rows of the network's outputs.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ class NaturalGradient:
         Over the rows of outputs, in the loss that is differentiated.
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations; a callable takes the number
-        of steps taken so far.  The first batch that a block is part of gives it its first
-        operator.
+        of steps taken so far.  A block gets its first operator with its first batch.
     bases_every : int or callable of int
         Steps between the eigenbases of EKFAC blocks.  Without such blocks it is not read.
     damping, decay : float or callable of int, optional
@@ -81,24 +79,24 @@ class NaturalGradient:
     learning_rate : float or callable of int
         What the direction will be multiplied by; read by the KL clip alone.
     communicator : Communicator, optional
-        Processes that take each step together, where the estimator's execution divides the
-        blocks among them.  Rows are then those of all p processes, of which any may have
-        none, and gradients are averages over processes, the same on all.
+        Processes that take each step together; the estimator's execution divides the blocks
+        among them.  R counts the rows of all p processes, some of which may have none, and
+        gradients are averages over processes, equal on all.
 
     Attributes
     ----------
     steps : int
-        How many were taken.
+        Number of steps taken.
     loss_factor : float or 0-d array
-        c: what the loss is of the likelihood's negative log, at the last step that was
-        told.
+        c, the factor from the negative log-likelihood to the loss, at the last step that
+        passed one.
     clip : TrustRegion or None
         Factor and size of the last step's KL clip; None where there was none.
 
     Raises
     ------
     ConventionError
-        For an unknown reduction, an interval that is no whole number of steps >= 1, or a
+        For an unknown reduction, an interval that is not an integer >= 1, or a
         `kl_clip` or a `learning_rate` that is not positive.
 
     Notes
@@ -165,14 +163,17 @@ class NaturalGradient:
             require_same(communicator, self._compared())
 
     def _compared(self) -> dict[str, str]:
-        """Return the options that all processes must have alike, by their names."""
+        """Return the options that must be equal on all processes, by their names."""
         intervals = {
             "`update_every`": self.update_every,
             "`refresh_every`": self.refresh_every,
             "`bases_every`": self.bases_every,
         }
-        # What a function returns is compared at each step.
-        texts = {n: "" if callable(own) else f"{own}" for n, own in intervals.items()}
+        # The values of a callable are compared at each step.
+        texts = {
+            n: "" if callable(interval) else f"{interval}"
+            for n, interval in intervals.items()
+        }
         return {"`reduction`": self.reduction, **texts}
 
     @property
@@ -201,11 +202,11 @@ class NaturalGradient:
         gradients : mapping of str to mapping of str to array
             Gradients by block and parameter, in the layers' layout; blocks may be left out.
         calls : iterable of LayerCall
-            Inputs of the layers, and the output gradients, which a call lets go of as soon
-            as they are in the statistics.
+            Inputs of the layers, and output gradients, which a call drops as soon as they
+            are in the statistics.
         rows : float
-            R, or the sum of the rows' weights; 0 where nothing was observed.  Of this
-            process's calls, where there are others.  After `begin` neither is read.
+            R, or the sum of the rows' weights, of this process's calls; 0 without any.
+            After `begin`, calls and rows are not read.
         loss_factor : float, optional
             c of the rows, which gradients are divided by: `RowLoss.multiple`.  None for
             that of the last step.
@@ -244,12 +245,12 @@ class NaturalGradient:
             if begun.refresh is not None:
                 begun.refresh.install()
             with self._announced():
-                found = self._directions(gradients, begun.rows)
+                vectors = self._directions(gradients, begun.rows)
         except BaseException:
             self._restore(begun.before)
             raise
         self.steps += 1
-        return found
+        return vectors
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -257,11 +258,11 @@ class NaturalGradient:
 
         Statistics, operators, damping, decay, and the number of steps are as before then.
         """
-        held, steps = self._held(), self.steps
+        before, steps = self._held(), self.steps
         try:
             yield
         except BaseException:
-            self._restore(held)
+            self._restore(before)
             self.steps = steps
             raise
 
@@ -275,8 +276,8 @@ class NaturalGradient:
     ) -> dict[str, Statistics]:
         """Return the statistics of one part of a batch, for `kfac_core.Estimator.absorb`.
 
-        So statistics come without a step, of as many parts as a data set has: nothing of
-        this object changes.
+        This takes statistics without a step, over the parts of a data set; the object does
+        not change.
 
         Parameters
         ----------
@@ -295,7 +296,7 @@ class NaturalGradient:
         Raises
         ------
         NotReadyError
-            If no output gradient came back.
+            If no call has an output gradient.
         KFACError
             As `kfac_core.batch_moments`.
         """
@@ -305,15 +306,15 @@ class NaturalGradient:
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
             scale = rows / self._processes
-        found = dict(before or {})
+        statistics = dict(before or {})
         for part in batches_in_parts(used, rows=rows, scale=scale):
-            self._add_moments(part, found)
-        return found
+            self._add_moments(part, statistics)
+        return statistics
 
     def _add_moments(
-        self, part: Mapping[str, Any], found: dict[str, Statistics]
+        self, part: Mapping[str, Any], totals: dict[str, Statistics]
     ) -> None:
-        """Add the statistics of a part of a batch to those of the parts before."""
+        """Add the statistics of a part of a batch."""
         known = self.estimator.network
         batches = known.layers.batches(part)
         options: Any = {"conventions": known.conventions, "precision": known.precision}
@@ -321,7 +322,7 @@ class NaturalGradient:
             block = known.blocks[name]
             before = self.estimator.state[name].statistics
             new = batch_moments(block, batch, **options, name=name, statistics=before)
-            found[name] = found[name].merged(new) if name in found else new
+            totals[name] = totals[name].merged(new) if name in totals else new
 
     def begin(
         self,
@@ -333,9 +334,9 @@ class NaturalGradient:
     ) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.
 
-        `directions`, called next and without calls, then gives what it would have given
-        with these.  Meanwhile the backward pass runs; with a communicator processes also
-        exchange their statistics.
+        `directions`, called next and without calls, then returns the same as with these
+        calls.  Meanwhile the backward pass runs, and with a communicator processes exchange
+        their statistics.
 
         Parameters
         ----------
@@ -359,7 +360,7 @@ class NaturalGradient:
         self._take({}, calls, rows, loss_factor, background=True)
 
     def give_up(self) -> None:
-        """Forget a step that was begun, as if it had not been; else do nothing."""
+        """Undo a step that was begun; without one do nothing."""
         begun, self._begun = self._begun, None
         if begun is not None:
             self._restore(begun.before)
@@ -378,7 +379,7 @@ class NaturalGradient:
         Raises
         ------
         StateError
-            If anything does not fit; nothing was changed then.
+            If anything does not fit; the object is then unchanged.
         """
         if not isinstance(state, Mapping):
             raise errors.StateError(
@@ -394,7 +395,7 @@ class NaturalGradient:
             )
         estimator = state.get("estimator", {})
         blocks = estimator.get("blocks", {})
-        paths = {path for own in blocks.values() for path in own.get("values", ())}
+        paths = {path for block in blocks.values() for path in block.get("values", ())}
         if state["steps"] and not any(path.startswith("statistics") for path in paths):
             raise errors.StateError(
                 f"The state is of {state['steps']} steps and has no statistics: its reader "
@@ -464,7 +465,7 @@ class NaturalGradient:
             self._require_seen(*agreed)
             if any(agreed[1].values()):
                 self._update(self._batches(used, *agreed))
-        # The rows are in the statistics; a refresh needs the memory.
+        # The rows are now in the statistics; free them before a refresh needs the memory.
         if any(agreed[1].values()):
             for call in used:
                 call.clear()
@@ -503,8 +504,8 @@ class NaturalGradient:
                 raise error
             numbers = self._numbers(gradients, rows, examples)
             further = np.asarray(self._further_numbers(), np.float64)
-            here = (rows, examples) if rows else (1.0, examples)
-            parts = self._batches(used, *here)
+            counts_here = (rows, examples) if rows else (1.0, examples)
+            parts = self._batches(used, *counts_here)
         except Exception as raised:
             agreement.vote(step, error=raised)
         before = self._held()
@@ -523,7 +524,7 @@ class NaturalGradient:
         return agreed
 
     def _further_numbers(self) -> Sequence[float]:
-        """Return what a subclass adds up in the vote of an update, for `_has_weights`."""
+        """Return a subclass's numbers for the vote of an update; see `_has_weights`."""
         return ()
 
     def _has_weights(self, total: np.ndarray[Any, Any]) -> bool:
@@ -560,9 +561,11 @@ class NaturalGradient:
     def _refresh_new(self, names: Iterable[str]) -> None:
         """Make the first operators of blocks that no batch before this one had."""
         network, state = self.estimator.network, self.estimator.state
-        seen = {network.layers.block_of(name) for name in names}
-        # In the same order on all processes.
-        new = [n for n in network.blocks if n in seen and state[n].operator is None]
+        with_rows = {network.layers.block_of(name) for name in names}
+        # The order of the network's blocks is the same on all processes.
+        new = [
+            n for n in network.blocks if n in with_rows and state[n].operator is None
+        ]
         if new:
             based = [n for n in new if network.blocks[n].approximation.has_bases]
             if based:
@@ -589,8 +592,8 @@ class NaturalGradient:
                 n: {k: x / divisor for k, x in g.items()} for n, g in ready.items()
             }
         bound, rate = self._clip_options()
-        found, self.clip = self._clipped(ready, rate, bound)
-        return found
+        vectors, self.clip = self._clipped(ready, rate, bound)
+        return vectors
 
     def _clip_options(self) -> tuple[Any, Any]:
         """Return the bound of the KL clip at this step, and the rate that it reads."""
@@ -604,39 +607,40 @@ class NaturalGradient:
         if bound is None:
             _require_finite(gradients)
         try:
-            found = self.estimator.precondition(gradients)
+            vectors = self.estimator.precondition(gradients)
         except errors.NotFiniteError:
             _require_finite(gradients)
             raise
-        if bound is None or not found:
-            return found, None
+        if bound is None or not vectors:
+            return vectors, None
         xp = ns.own_namespace(
-            next(x for parts in found.values() for x in parts.values())
+            next(x for parts in vectors.values() for x in parts.values())
         )
-        dtype = widest(gradients, found, xp=xp)
-        product = dot(gradients, found, dtype=dtype, xp=xp)
-        # Its value is read in any case, and numbers cost less on the host.
+        dtype = widest(gradients, vectors, xp=xp)
+        product = dot(gradients, vectors, dtype=dtype, xp=xp)
+        # The product is read in any case, and arithmetic with numbers is faster on the
+        # host.
         size = backend_of(xp).to_numpy(product)
         if not np.isfinite(size):
             _require_finite(gradients)
         clip = clip_of_product(size, learning_rate=float(rate), bound=float(bound))
         nu = float(clip.scale)
         if nu == 1.0:
-            return found, clip
-        scaled = {n: {k: x * nu for k, x in g.items()} for n, g in found.items()}
+            return vectors, clip
+        scaled = {n: {k: x * nu for k, x in g.items()} for n, g in vectors.items()}
         return scaled, clip
 
     def _rebase(self) -> None:
         """Recompute the bases of EKFAC blocks where they are due or missing."""
         network, state = self.estimator.network, self.estimator.state
-        held = {
+        with_bases = {
             name: state[name]
             for name, block in network.blocks.items()
             if block.approximation.has_bases and state[name].statistics is not None
         }
         due = self._due("bases_every", self.bases_every)
-        new = [name for name, block in held.items() if int(block.basis_age) < 0]
-        old = [name for name in held if due and name not in new]
+        new = [name for name, block in with_bases.items() if int(block.basis_age) < 0]
+        old = [name for name in with_bases if due and name not in new]
         if new:
             self.estimator.rebase(new, moments="kronecker")
         if old:
@@ -650,9 +654,9 @@ class NaturalGradient:
         options = estimator.damping, estimator.decay
         return estimator.state, *options, self.clip, self.loss_factor
 
-    def _restore(self, held: tuple[Any, ...]) -> None:
+    def _restore(self, before: tuple[Any, ...]) -> None:
         estimator = self.estimator
-        estimator.state, estimator.damping, estimator.decay, *others = held
+        estimator.state, estimator.damping, estimator.decay, *others = before
         self.clip, self.loss_factor = others
 
     @property
@@ -698,11 +702,11 @@ class NaturalGradient:
     def _plan(
         self, gradients: Mapping[str, Mapping[str, Any]], background: bool
     ) -> str:
-        """Return what decides which stages the next step has, and what they send."""
+        """Return everything that decides the stages of a step and their messages."""
         bound, rate = self._clip_options()
         damping = self.estimator.damping
         dampings = damping.values() if isinstance(damping, Mapping) else [damping]
-        # An array stays on its device.
+        # Reading an array would synchronize with its device.
         numbers = sorted(f"{d:.6g}" for d in dampings if type(d) is float)
         parts = [
             f"step {self.steps}",
@@ -723,7 +727,7 @@ class NaturalGradient:
         rows: Scalar,
         examples: Mapping[str, float],
     ) -> np.ndarray[Any, Any]:
-        """Return what a vote adds up: see `_read` and `_require_same_gradients`."""
+        """Return the numbers that a vote sums, for `_read`."""
         norm = _norm(gradients)
         if not np.isfinite(norm):
             _require_finite(gradients)
@@ -772,11 +776,11 @@ class NaturalGradient:
     def _common(
         self, gradients: Mapping[str, Mapping[str, Any]]
     ) -> Mapping[str, Mapping[str, Any]]:
-        """Return those gradients that all processes have alike."""
+        """Return the gradients that are equal on all processes."""
         return gradients
 
     def _used(self, calls: Iterable[LayerCall]) -> list[LayerCall]:
-        """Return the calls that output gradients came back to."""
+        """Return the calls with output gradients."""
         return [call for call in calls if call.has_rows]
 
     def _batches(
@@ -784,7 +788,7 @@ class NaturalGradient:
     ) -> list[dict[str, Any]]:
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
-            # Empirical gradients are those of the caller's own loss.
+            # Empirical gradients are of the caller's loss, which may be a mean.
             scale = rows / self._processes
         return batches_in_parts(calls, rows=rows, scale=scale, examples=examples)
 
@@ -801,7 +805,9 @@ class _Begun:
 def _norm(gradients: Mapping[str, Mapping[str, Any]], /) -> float:
     """Return the norm of gradients, not finite where one is not or is too large."""
     arrays = {
-        f"{name} {key}": x for name, own in gradients.items() for key, x in own.items()
+        f"{name} {key}": x
+        for name, arrays_of in gradients.items()
+        for key, x in arrays_of.items()
     }
     if not arrays:
         return 0.0
@@ -820,13 +826,13 @@ def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:
     """
     arrays = {
         f"The gradient of {name!r} ({key})": x
-        for name, given in gradients.items()
-        for key, x in given.items()
+        for name, arrays_of in gradients.items()
+        for key, x in arrays_of.items()
     }
     if not arrays:
         return
     xp = ns.namespace_of(**arrays)
-    # A sum with NaN or infinity is not finite; one of large numbers may not be either.
+    # A finite sum shows that all numbers are finite; any other array is read in full.
     with np.errstate(all="ignore"):
         sums = [xp.sum(x) for x in arrays.values()]
         finite = xp.isfinite(xp.stack([ns.cast(xp, s, sums[0].dtype) for s in sums]))

@@ -64,14 +64,16 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
     ConventionError
         For anything but a whole number of steps >= 1.
     """
-    found: Any = interval(step) if callable(interval) else interval
-    whole = isinstance(found, int | numbers.Integral) and not isinstance(found, bool)
-    if not whole or operator.index(found) < 1:
+    value: Any = interval(step) if callable(interval) else interval
+    is_integer = isinstance(value, int | numbers.Integral) and not isinstance(
+        value, bool
+    )
+    if not is_integer or operator.index(value) < 1:
         raise errors.ConventionError(
             f"Expected `{name}` to be a whole number of steps, at least 1, or a callable "
-            f"that returns one; got {found!r}."
+            f"that returns one; got {value!r}."
         )
-    return operator.index(found)
+    return operator.index(value)
 
 
 def require_positive(

@@ -1,8 +1,8 @@
 """The block of each use of a layer, and the place of its parameters.
 
-Conventions.  A framework that follows its own computation meets uses of layers one after
-the other, and has its parameters in a list.  A use is known by its layer and its *slots*,
-the places of its parameters in that list: two uses with the same slots are one block.
+Conventions.  A framework that traces a computation records uses of layers one after the
+other, and keeps its parameters in a list.  A use has a layer and *slots*, the places of its
+parameters in that list: uses with the same layer and slots are one block.
 Parameters may have any shape of the right size.
 """
 
@@ -61,7 +61,7 @@ class Captured:
     reduction : {"sum", "mean", "mean_rows"}
         The reduction of the loss that the output gradients are of.
     sources : {"sum", "mean"} or None
-        How their sources are to be combined; None where there is one.
+        How their sources are combined; None for a single one.
     """
 
     batches: dict[str, Any]
@@ -115,9 +115,9 @@ class Wiring:
         shapes = list(leaves.values())
         for name, layer, slots in uses:
             _require_sizes(name, layer, {role: shapes[i] for role, i in slots.items()})
-            kept = approximation(name, layer)
+            chosen = approximation(name, layer)
             key = _key((name, layer, slots))
-            if kept is None or key in self._names:
+            if chosen is None or key in self._names:
                 continue
             if name in self.blocks:
                 raise errors.ConventionError(
@@ -125,7 +125,7 @@ class Wiring:
                 )
             self._names[key] = name
             self.slots[name] = dict(slots)
-            self.blocks[name] = Block(layer, kept)
+            self.blocks[name] = Block(layer, chosen)
         places = [i for slots in self.slots.values() for i in slots.values()]
         for i, leaf in enumerate(leaves):
             count = places.count(i)
@@ -155,12 +155,12 @@ class Wiring:
     def captured(
         self,
         uses: Sequence[Use],
-        seen: Sequence[tuple[Array, Array | None]],
+        recorded: Sequence[tuple[Array, Array | None]],
         grads: Sequence[Array],
         /,
         *,
         reduction: LossReduction | None = None,
-        made: SourceVectors | None = None,
+        source_vectors: SourceVectors | None = None,
     ) -> Captured:
         """Return the batches of blocks from those of each use.
 
@@ -171,12 +171,12 @@ class Wiring:
         seen : sequence of pairs
             The inputs and the mask (or None) of each use.
         grads : sequence of array
-            The output gradients of each use; with an axis of sources before the others
-            where they are of `made`.
+            The output gradients of each use; with a first axis of sources if they are of
+            `source_vectors`.
         reduction : {"sum", "mean", "mean_rows"}, optional
-            The reduction of the loss that was differentiated, where `made` is None.
-        made : SourceVectors, optional
-            Which were pulled back in the place of a loss's gradient.
+            The reduction of the loss that was differentiated, without `source_vectors`.
+        source_vectors : SourceVectors, optional
+            Vectors that were pulled back in place of a loss's gradient.
 
         Returns
         -------
@@ -188,16 +188,18 @@ class Wiring:
         ConventionError
             For an unknown reduction, and where a block has no use.
         """
-        declared: Any = reduction if made is None else "sum"
+        declared: Any = reduction if source_vectors is None else "sum"
         constraints.require_one_of("reduction", declared, get_args(LossReduction))
-        sources = None if made is None else made.sources
-        found: dict[str, Any] = {}
-        for name, (x, mask), g in zip(self.names(uses), seen, grads, strict=True):
+        sources = None if source_vectors is None else source_vectors.sources
+        by_block: dict[str, Any] = {}
+        for name, (x, mask), g in zip(self.names(uses), recorded, grads, strict=True):
             if name is not None:
-                found[name] = (*found.get(name, ()), Batch(x, g, mask, sources))
-        batches = {name: b[0] if len(b) == 1 else b for name, b in found.items()}
+                by_block[name] = (*by_block.get(name, ()), Batch(x, g, mask, sources))
+        batches = {name: b[0] if len(b) == 1 else b for name, b in by_block.items()}
         return Captured(
-            batches, declared, None if made is None else made.source_reduction
+            batches,
+            declared,
+            None if source_vectors is None else source_vectors.source_reduction,
         )
 
     def vectors(self, leaves: Sequence[Array], /) -> dict[str, dict[str, Array]]:
@@ -232,12 +234,12 @@ def _reshaped(x: Array, layer: Layer, role: str) -> Array:
 
 
 def _require_sizes(
-    name: str, layer: Layer, found: Mapping[str, tuple[int, ...]]
+    name: str, layer: Layer, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     expected = layer.parameter_shapes
     sizes = {role: math.prod(shape) for role, shape in expected.items()}
-    if sizes != {role: math.prod(shape) for role, shape in found.items()}:
+    if sizes != {role: math.prod(shape) for role, shape in shapes.items()}:
         raise errors.ShapeError(
             f"Layer {name!r}: expected parameters of the sizes of {dict(expected)}, got "
-            f"{dict(found)}."
+            f"{dict(shapes)}."
         )

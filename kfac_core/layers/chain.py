@@ -1,8 +1,8 @@
 """Consecutive dense layers as one, for the curvature between them.
 
-Conventions.  Layers go from the first to the last, and each example is one row in each of
-them: the moments between two layers are of an example's rows in both.  So there are no
-shared positions here; those of one layer need not be those of the next.  An example that
+Conventions.  Layers are ordered from the first to the last, and each example is one row in
+each of them: moments between two layers pair an example's rows in both.  Shared positions
+are not supported, since those of one layer need not be those of the next.  An example that
 the mask of any layer leaves out is left out of all.
 
 The block's matrix is one column: the layers' own matrices, each flattened row-major, one
@@ -28,7 +28,7 @@ __all__ = ["Chain", "ChainRows"]
 
 
 class ChainRows(NamedTuple):
-    """The rows of all layers of a chain, of one and the same examples.
+    """The rows of all layers of a chain, for the same examples.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class Chain:
         }
 
     def rows(self, batches: Mapping[str, Batch], /) -> ChainRows:
-        """Turn what the layers saw of the same examples, in the same order, into rows.
+        """Turn batches of the same examples, in the same order, into rows.
 
         Parameters
         ----------
@@ -142,7 +142,7 @@ class Chain:
         Raises
         ------
         UnknownBlockError
-            For other names than those of the layers.
+            For names that are not those of the layers.
         UnsupportedError
             For several uses of a layer.
         ShapeError

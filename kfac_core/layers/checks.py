@@ -50,10 +50,12 @@ def entering(
     DtypeError, MixedArraysError
         For arrays of another kind, or of several libraries or devices.
     """
+    # Read the inputs first: a `GradientBatch` raises here.
+    x = batch.inputs
     for field, reason in _UNSUPPORTED.items():
         if field not in supported and getattr(batch, field) is not None:
             raise errors.UnsupportedError(f"Expected no `{field}` in a batch: {reason}")
-    x, g, mask = batch.inputs, batch.output_grads, batch.mask
+    g, mask = batch.output_grads, batch.mask
     xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
     if not ids:
         ns.require_floating(xp, x, "inputs")

@@ -2,7 +2,7 @@
 
 Conventions.  The block's matrix has shape ``(K c (+1), out)`` with ``K =
 prod(kernel_size)`` and ``c = in_channels / groups``: kernel positions before channels,
-the bias as its last row.  ``weight_layout`` says how a framework keeps the weight:
+the bias as its last row.  ``weight_layout`` is the framework's layout of the weight:
 ``"spatial_io"`` as ``(*kernel_size, c, out)`` (JAX, Keras), ``"oi_spatial"`` as
 ``(out, c, *kernel_size)`` (PyTorch); ``data_layout`` where inputs and output gradients
 have their channels.  A row for each output position: x the patch that it sees, in the
@@ -174,11 +174,11 @@ class Conv:
         return shapes
 
     def output_size(self, spatial: Sizes, /) -> Sizes:
-        """Return the sizes of the output's spatial axes for those of the inputs."""
+        """Return the sizes of the output's spatial axes, given the sizes of the input's."""
         return output_size(tuple(spatial), **self._window)
 
     def rows(self, batch: Batch, /) -> Rows:
-        """Turn what the layer saw into rows, S patches for each example.
+        """Turn a batch into rows, S patches for each example.
 
         Parameters
         ----------
@@ -221,7 +221,7 @@ class Conv:
         Yields
         ------
         Rows
-            Together those of `rows`; made one after the other.
+            Chunks of the rows of `rows`, computed one after the other.
 
         Raises
         ------
@@ -230,11 +230,11 @@ class Conv:
 
         Notes
         -----
-        A loop's variable keeps its chunk while the next is made: delete it at the end of
-        the loop's body, or two are held.  Masking makes a chunk twice for a moment.
+        A loop's variable keeps its chunk alive while the next one is computed: delete it at
+        the end of the loop's body.  Masking copies a chunk.
         """
-        seen = self._seen(batch)
-        examples, positions = seen[1].shape[-3:-1]
+        entered = self._seen(batch)
+        examples, positions = entered[1].shape[-3:-1]
         one = positions * self._patch_size * self.groups
         if one > max_patch_elements:
             raise errors.ShapeError(
@@ -244,10 +244,10 @@ class Conv:
         step = max_patch_elements // one
         starts = range(0, examples, step)
         parts = (slice(i, min(i + step, examples)) for i in starts)
-        return (self._all_rows(seen, part) for part in parts)
+        return (self._all_rows(entered, part) for part in parts)
 
     def pixel_rows(self, batch: Batch, /) -> PixelRows:
-        """Turn what the layer saw into its pixels and output gradients.
+        """Turn a batch into pixels and output gradients.
 
         Parameters
         ----------
@@ -277,7 +277,7 @@ class Conv:
         return PixelRows(pixels, g, mask)
 
     def stacked(self, count: int, /) -> None:
-        """Return None: equal layers of this kind are not computed as one."""
+        """Return None: convolutions are not stacked."""
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn parameter-shaped arrays into the block's matrix.
@@ -350,9 +350,9 @@ class Conv:
         require_output_grads(batch, (N, *one), hint=hint)
         return (N, *out)
 
-    def _all_rows(self, seen: _Seen, part: slice) -> Rows:
+    def _all_rows(self, entered: _Seen, part: slice) -> Rows:
         """Return all rows of some successive examples."""
-        x, g, mask, xp = seen
+        x, g, mask, xp = entered
         every = (slice(None),) * (len(self.kernel_size) + 1)
         x = extract_patches(x[(..., part, *every)], **self._window, xp=xp)
         g = g[..., part, :, :]
@@ -361,11 +361,11 @@ class Conv:
             mask = mask[part, :]
             x, g = zeroed(x, g, mask, xp=xp)
         rows = Rows(x, g, mask, self.bias)
-        return rows if part == slice(None) else self._of_batch(rows, seen)
+        return rows if part == slice(None) else self._of_batch(rows, entered)
 
-    def _of_batch(self, rows: Rows, seen: _Seen) -> Rows:
-        """Return a part of a batch, with the counts of the whole."""
-        _, g, mask, xp = seen
+    def _of_batch(self, rows: Rows, entered: _Seen) -> Rows:
+        """Return a part of a batch, with the counts of the whole batch."""
+        _, g, mask, xp = entered
         N, S = g.shape[-3:-1]
         count = N * S
         if mask is not None:

@@ -96,7 +96,7 @@ class Dense:
         return shapes
 
     def rows(self, batch: Batch, /) -> Rows:
-        """Turn what the layer saw into rows.
+        """Turn a batch into rows.
 
         Parameters
         ----------
@@ -205,7 +205,7 @@ class _DenseStack(Dense):
     count: int
 
     def __post_init__(self) -> None:
-        """Check nothing again: the layers that it stands for were checked."""
+        """Skip the checks of `Dense`, which the stacked layers have passed."""
 
     @property
     def leading(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -39,7 +39,7 @@ class Embedding:
     bag : bool
         Whether the last axis of the ids is a bag.
     duplicates : {"binary", "count"}
-        Whether an id that stands twice in a bag counts once or twice.
+        Whether an id that occurs twice in a bag counts once or twice.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class Embedding:
         Returns
         -------
         IdRows
-            With the ids as they are: no one-hot vector is made.
+            Rows that hold ids; no one-hot vector is formed.
 
         Raises
         ------
@@ -116,7 +116,7 @@ class Embedding:
             mask = require_mask(mask, lead, xp=xp)
             counted = counted_rows(mask, xp=xp)
             g = xp.where(counted[None, :, :, None], g, xp.zeros_like(g))
-            # Masked rows may hold any id.
+            # Padding may hold ids out of range; masked rows count for nothing.
             inside = xp.reshape(counted, (*lead, 1) if self.bag else lead)
             ids = xp.where(inside, ids, xp.zeros_like(ids))
         ids = xp.reshape(ids, (examples, -1))

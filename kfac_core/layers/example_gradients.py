@@ -2,7 +2,7 @@
 
 Conventions.  K vectors v of p numbers, whose outer products are summed; N is the number
 of examples that they belong to.  For a layer that knows each example's gradient K is
-``M N``; where only the gradient of the whole batch is at hand, K is M.
+``M N``; where only the gradient of the whole batch is available, K is M.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GradientBatch:
 
     @property
     def inputs(self) -> Array:
-        """None: a layer that asks for its inputs is refused by `UnsupportedError`."""
+        """Raise `UnsupportedError`: this batch has no inputs."""
         raise errors.UnsupportedError(
             "Expected a `Batch` of inputs and output gradients, got a `GradientBatch`, "
             "which is for bare parameters (kfac_core.Parameters)."
@@ -113,7 +113,7 @@ class ExampleGradients:
 
 
 def require_known_rows(rows: object, reduction: LossReduction, /) -> None:
-    """Raise for a mean over rows of which nobody knows how many there are.
+    """Raise for a mean over rows whose number is not known.
 
     Parameters
     ----------

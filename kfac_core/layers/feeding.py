@@ -81,7 +81,7 @@ def is_empty(batch: Any, /) -> bool:
     Returns
     -------
     bool
-        True where there is nothing to update with.
+        True if there is no example to update with.
     """
     if batch is None:
         return True

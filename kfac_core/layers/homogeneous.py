@@ -24,8 +24,8 @@ def homogeneous_coordinate(
     x : array, shape (..., N, S, n) or (..., N S, n)
         The rows, of which shape and device are read.
     mask : array of bool, shape (N, S) or (N S,), or None
-        The rows that count; all, where there is none.  An array of floats is returned as
-        it is: rows that are multiplied by a number have it in the place of the 1.
+        The rows that count; all without a mask.  An array of floats is returned unchanged:
+        a row that is multiplied by a number has that number in place of the 1.
     dtype : dtype
         Dtype of the result.
     xp : namespace
@@ -54,11 +54,11 @@ def join_bias(
     Parameters
     ----------
     weight : array, shape (..., in, out), or (..., out, in) where `transposed`
-        Weight as stored: a transposed copy takes twenty times as long.
+        Weight as stored.  It is not transposed, since that copy takes twenty times as long.
     bias : array, shape (..., out), or None
         None where the layer has none.
     transposed : bool
-        Whether the outputs stand first.
+        Whether the axis of outputs comes first.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -86,7 +86,7 @@ def split_bias(matrix: Array, features: int, /) -> tuple[Array, Array | None]:
     Returns
     -------
     weight, bias : array, and array or None
-        None where the matrix has no row beyond the weight's.
+        None if the matrix has no row after those of the weight.
     """
     if matrix.shape[-2] == features:
         return matrix, None

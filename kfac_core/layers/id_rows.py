@@ -1,8 +1,8 @@
 """Rows whose inputs are one-hot (or n-hot) vectors, kept as ids.
 
 Conventions.  ``x`` is the vector of V zeros with a 1 at its id.  For a bag, an example's
-x has a 1 at each of its k ids, or counts an id as often as it stands there.  No such
-vector is ever formed.
+x has a 1 at each of its k ids, or the number of times that an id occurs.  No such vector
+is formed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IdRows(OfOutputs):
     bag : bool
         Whether the k ids of an example make one row.
     binary : bool
-        Whether an id that stands twice in a bag counts once.
+        Whether an id that occurs twice in a bag counts once.
     """
 
     ids: Array
@@ -57,7 +57,7 @@ class IdRows(OfOutputs):
         return self.output_grads
 
     def with_ids_inside(self, *, xp: Namespace) -> tuple[IdRows, Array | int]:
-        """Return the rows with id 0 for those out of range, and the flag of such.
+        """Return the rows with id 0 in place of ids out of range, and their flag.
 
         Not every library raises for an index out of range; some crash.
         """
@@ -73,9 +73,8 @@ class IdRows(OfOutputs):
     ) -> tuple[Array, Array]:
         """Return rows whose second moments are those of the factors.
 
-        In the place of V-wide one-hot vectors x stands one row whose squares are the
-        counts of the ids: the diagonal of ``sum x x^T`` is all that a factor keeps.
-        See `Rows.shared_rows`.
+        One row, whose squares are the counts of the ids, replaces the one-hot vectors x:
+        the factor keeps only the diagonal of ``sum x x^T``.  See `Rows.shared_rows`.
         """
         counts = self.input_squares(dtype, xp=xp)
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
@@ -85,8 +84,7 @@ class IdRows(OfOutputs):
         """Return ``sum x * x``, shape (V,): counts of ids, or their weights."""
         values = self.values(dtype, xp=xp)
         if self.bag:
-            # The counted square of an id that stands c times in a bag is c^2, which the
-            # c entries share.
+            # An id that occurs c times in a bag adds c^2: c from each of its entries.
             values = values if self.binary else values * self._standing(dtype, xp)
         if has_weights(self.mask, xp=xp):
             values = values * ns.cast(xp, self.mask, dtype)
@@ -102,8 +100,8 @@ class IdRows(OfOutputs):
                 weights = weights * self._standing(dtype, xp)
             squares = xp.sum(g * g, axis=0) * weights[..., None]
         else:
-            # Positions with one id add up before they are squared; each of the c
-            # positions then stands for a c-th of the square.
+            # Gradients of positions with the same id add up before they are squared; each
+            # of these c positions then adds a c-th of the square.
             same = ns.cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
             if self.mask is not None:
                 same = same * self._counted(dtype, xp)[:, None, :]
@@ -147,10 +145,10 @@ class IdRows(OfOutputs):
         """
         g = ns.cast(xp, self.output_grads, dtype)
         M, N, _, m = g.shape
-        every = xp.arange(
+        vocabulary = xp.arange(
             self.size, dtype=self.ids.dtype, device=ns.device_of(self.ids)
         )
-        hot = ns.cast(xp, self.ids[:, :, None] == every, dtype)
+        hot = ns.cast(xp, self.ids[:, :, None] == vocabulary, dtype)
         hot = hot * self.values(dtype, xp=xp)[:, :, None]
         if self.bag:
             hot = xp.sum(hot, axis=1, keepdims=True)
@@ -164,7 +162,7 @@ class IdRows(OfOutputs):
         return super().status(xp=xp, known=known | {"inputs"}, stacked=stacked)
 
     def values(self, dtype: object, /, *, xp: Namespace) -> Array:
-        """Return what each id adds to its x, shape of the ids."""
+        """Return the entry of x that each id sets or adds to, shape of the ids."""
         if self.bag and self.binary:
             return self._once(dtype, xp)
         ones = self._ones(dtype, xp)
@@ -178,14 +176,14 @@ class IdRows(OfOutputs):
         return xp.ones_like(self.ids, dtype=dtype)
 
     def _standing(self, dtype: object, xp: Namespace) -> Array:
-        """Return how often each id stands in its example, shape of the ids."""
+        """Return how often each id occurs in its example, shape of the ids."""
         same = ns.cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
         if self.mask is not None:
             same = same * self._counted(dtype, xp)[:, None, :]
         return xp.sum(same, axis=-1)
 
     def _once(self, dtype: object, xp: Namespace) -> Array:
-        """Return shares that make the places of one id in an example add up to 1."""
-        standing = self._standing(dtype, xp)
-        share = 1.0 / xp.where(standing > 0, standing, xp.ones_like(standing))
+        """Return 1 over the number of times that each id occurs in its example."""
+        count = self._standing(dtype, xp)
+        share = 1.0 / xp.where(count > 0, count, xp.ones_like(count))
         return share if self.mask is None else share * self._counted(dtype, xp)

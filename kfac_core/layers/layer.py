@@ -30,12 +30,12 @@ class Layer(Protocol):
         """The shapes of the parameters, by name, in a framework's layout."""
 
     def rows(self, batch: Any, /) -> Any:
-        """Turn what the layer saw (a `Batch` or a `GradientBatch`) into rows."""
+        """Turn a `Batch` or a `GradientBatch` into rows."""
 
     def stacked(self, count: int, /) -> Layer | None:
         """Return a layer for many equal ones, whose arrays have a leading axis of them.
 
-        None where its functions keep no leading axis: equal layers are then computed one
+        None if its functions do not keep a leading axis; equal layers are then computed one
         by one.
         """
 

@@ -5,8 +5,8 @@ Conventions.  A stack of parameters is a mapping of names to arrays of shape
 examples, samples.  All parameters of a layer have the same ``lead``.  The matrices have
 shape ``(*lead, in(+1), out)``, each as `Layer.parameters_to_matrix` makes it of one.
 
-Every layer's way from parameters to its matrix is a permutation.  It is read off once,
-from numbered parameters on the host, and applied to the whole stack at once.
+Every layer's map from parameters to its matrix is a permutation.  It is computed once,
+from numbered parameters on the host, and applied to the whole stack.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _permutation(layer: Layer) -> np.ndarray[Any, Any]:
     numbered, start = {}, 0
     for name, shape in layer.parameter_shapes.items():
         size = math.prod(shape)
-        # In float64, which layers accept, whole numbers are exact to 2^53.
+        # Float64, which layers accept, holds integers exactly up to 2^53.
         numbers = np.arange(start, start + size, dtype=np.float64)
         numbered[name] = np.reshape(numbers, shape)
         start += size

@@ -1,13 +1,12 @@
 """Batches from a framework (`Batch`), and the rows that statistics read (`Rows`).
 
-Conventions.  N examples; S shared positions in each (time steps, tokens, pixels) at
-which the layer's weights are used again, 1 where nothing is shared; M sources, the
-vectors backpropagated for one batch.  A mask is True for rows that count.
-Rows that do not count are zero, the homogeneous coordinate included, whatever a
-framework's padding held.  A mask of floats holds the weights that rows have in the loss:
-each g is the root of its weight times that of the row alone, and the moments of x are
-means with these weights.  A layer made of Q independent groups (a grouped convolution)
-has a leading axis of length Q in the rows; other layers have none.
+Conventions.  N examples; S shared positions in each (time steps, tokens, pixels) at which
+the layer's weights are used again, 1 where nothing is shared; M sources, the vectors
+backpropagated for one batch.  A mask is True for rows that count. Masked rows are zero,
+the homogeneous coordinate included, whatever the padding held.  A mask of floats holds
+the weights of rows in the loss: each g is multiplied by the root of its weight, and the
+moments of x are means with these weights.  A layer made of Q independent groups (a
+grouped convolution) has a leading axis of length Q in the rows; other layers have none.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ ARGUMENT_FLAGS = {
 """The flag of each argument that is not finite."""
 
 WeightSharing = Literal["expand", "reduce"]
-"""Whether shared positions are rows of their own, or reduced to one row an example."""
+"""Whether each shared position is a row, or each example is reduced to one row."""
 
 
 @structure(static=("sources",))
@@ -265,7 +264,7 @@ class Rows(OfOutputs):
         )
 
     def per_position(self) -> Rows:
-        """Return the same rows with every position as an example of its own."""
+        """Return the rows with every position as an example."""
         xp = array_api_compat.array_namespace(self.inputs)
         x, g, mask = self.inputs, self.output_grads, self.mask
         x = xp.reshape(x, (*x.shape[:-3], -1, 1, x.shape[-1]))
@@ -383,7 +382,7 @@ def require_no_weights(mask: Array | None, what: str, /, *, xp: Namespace) -> No
 
 
 def zeroed(x: Array, g: Array, mask: Array, /, *, xp: Namespace) -> tuple[Array, Array]:
-    """Return x and g, zero in the rows that do not count, whatever these held.
+    """Return x and g, with zeros in masked rows.
 
     Padding may hold NaN, so it is replaced and not multiplied by zero.
     """
@@ -453,7 +452,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     Parameters
     ----------
     uses : sequence of Rows
-        Rows of the same examples and sources.
+        Rows with the same examples and sources.
 
     Returns
     -------

@@ -12,7 +12,7 @@ __all__ = ["whole_rows"]
 
 
 def whole_rows(layer: Layer, fed: Any, /) -> Any:
-    """Turn what a layer saw into rows that know each example's gradient.
+    """Turn batches of a layer into rows that hold each example's gradient.
 
     Parameters
     ----------

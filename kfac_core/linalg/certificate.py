@@ -1,9 +1,9 @@
 """Residual checks of factorizations, in O(n^2) operations.
 
-Conventions.  A residual is relative and is measured on one fixed, spread-out probe
-vector z, the same at every call: ``|X M z - z| / |z|`` for an inverse X of M.  For a
-random z it estimates ``|X M - I|_F / sqrt(n)``; rounding errors have no reason to avoid a
-fixed one.  A residual that is not finite counts as infinitely bad.
+Conventions.  A residual is relative and is measured on one fixed, spread-out probe vector
+z: ``|X M z - z| / |z|`` for an inverse X of M.  For a random z it estimates ``|X M - I|_F
+/ sqrt(n)``; rounding errors are unlikely to avoid a fixed one.  A residual that is not
+finite counts as infinitely bad.
 """
 
 from __future__ import annotations
@@ -85,16 +85,17 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
         The vector.
     """
     i = xp.arange(1, n + 1, dtype=dtype, device=device)
-    # Two additive sequences of the plastic number, which are badly approximable.
+    # Powers of 1 / 1.3247 (the plastic number) fill the unit square evenly, so that no
+    # structure of a matrix is orthogonal to z.
     u = xp.remainder(i * 0.7548776662466927, 1.0)
     v = xp.remainder(i * 0.5698402909980532, 1.0)
     return xp.reshape(xp.cos(41.0 * u * (1.0 + v)) + 0.25, (n, 1))
 
 
 def probe_of(array: Array, xp: Namespace, /) -> Array:
-    """Return the probe vector for a matrix; the same one again where that is safe.
+    """Return the probe vector for a matrix, cached where that is safe.
 
-    Where the host has no values of the matrix there are two, as columns.
+    Two columns for a matrix whose values the host cannot read.
     """
     make = _kept_probe if finite.is_plain(array, xp=xp) else _two_probes
     return make(array.shape[-1], array.dtype, ns.device_of(array), xp)
@@ -182,7 +183,7 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     unit = xp.where(smallest > 0, smallest, xp.ones_like(smallest))
     largest = xp.max(diagonal, axis=-1)
     largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
-    # Roundoff first: the squares of huge ratios overflow.
+    # Multiply by the roundoff first, since the squares of huge ratios overflow.
     ratio = xp.sqrt(largest) / unit
     return ns.roundoff_of(lower.dtype, xp=xp) * ratio * ratio
 
@@ -261,7 +262,7 @@ def eigen_residual(
 
 
 def roundoff_units(size: int, /) -> float:
-    """Return what a zero eigenvalue may be computed as, in roundoff of the largest one.
+    """Bound a computed zero eigenvalue, in units of roundoff of the largest one.
 
     For Gram matrices of 20, 200 and 1000 columns at most 0.9, 2.7 and 3.1 was measured,
     against 2.6, 3.8 and 6.0 returned here.
@@ -282,8 +283,8 @@ def eigenvalue_errors(
 
     Storing an entry rounds it relative to the diagonal entries of its row and its column.
     That moves an eigenvalue by one or two unit roundoffs times the largest eigenvalue, and
-    by less where its eigenvector lies in coordinates of small diagonal entries.  A
-    decomposition moves all of them alike.
+    by less where its eigenvector lies in coordinates of small diagonal entries.  The error
+    of a decomposition is the same for all of them.
 
     Parameters
     ----------
@@ -304,7 +305,7 @@ def eigenvalue_errors(
     """
     largest = xp.max(xp.abs(eigenvalues), axis=-1, keepdims=True)
     zeros = xp.zeros_like(eigenvalues)
-    # What is below zero by a little shows the roundoff of this matrix.
+    # A second moment has no negative eigenvalues: small ones show the actual roundoff.
     units = SPECTRAL_GAP * roundoff_units(eigenvalues.shape[-1])
     most = units * max(stored, computed) * largest
     below = xp.where((eigenvalues < 0) & (eigenvalues >= -most), -eigenvalues, zeros)
@@ -328,17 +329,17 @@ def settled_eigenvalues(
 ) -> tuple[Array, Array]:
     """Return the eigenvalues of a semidefinite matrix without those that are roundoff.
 
-    What exceeds the rank of the matrix is zero.  Another eigenvalue below one unit
-    roundoff, half of its error, is uncertain and is raised to that: a product with the
-    inverse may come out shorter by it, and not longer.  Negative eigenvalues that are too
-    large for roundoff are left as they are: see `positive_eigenvalues`.
+    Eigenvalues beyond the rank of the matrix are zero.  Any other below one unit roundoff,
+    half of its error, is uncertain and is raised to it, so that a product with the inverse
+    can be too short but not too long.  Negative eigenvalues larger than roundoff are left
+    unchanged; see `positive_eigenvalues`.
 
     Parameters
     ----------
     eigenvalues, error : array, shape (..., n)
         Computed eigenvalues, in any order, and their errors.
     rank : array, shape () or (...)
-        At most so many eigenvalues are not zero.
+        Bound of the number of nonzero eigenvalues.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -385,11 +386,11 @@ def eigenvalues_apart(spectrum: Spectrum, /, *, xp: Namespace) -> Array:
 def positive_eigenvalues(
     eigenvalues: Array, shift: Array, /, *, axes: tuple[int, ...] = (-1,), xp: Namespace
 ) -> Array:
-    """Return the eigenvalues of ``A + shift I``, of which every power is taken.
+    """Return the eigenvalues of ``A + shift I``, for powers of it.
 
-    One rule for all powers and paths: negative eigenvalues of A that are no roundoff stay
-    as long as ``A + shift I`` is positive definite, as its Cholesky factor has them.  Where
-    it is not, all of them are set to zero, as the last step of the fallback chain does.
+    Negative eigenvalues of A stay as long as ``A + shift I`` is positive definite, which
+    agrees with its Cholesky factor.  Otherwise all of them are set to zero, as in the last
+    step of the fallback chain.
 
     Parameters
     ----------
@@ -461,7 +462,7 @@ def spectrum_error(
                 product = product * xp.max(other.eigenvalues, axis=-1)
         product = product[..., None]
         least = xp.where(w > error, w - error, xp.zeros_like(w))
-        # A negative eigenvalue that stays; see `positive_eigenvalues`.
+        # `positive_eigenvalues` does not clip these.
         stays = (w < 0) & (product * w + damping > 0)
         bottom = product * xp.where(stays, w, least) + damping
         positive = bottom > 0
@@ -475,7 +476,7 @@ def spectrum_error(
 def undetermined(
     spectra: Sequence[Spectrum], /, *, scale: Array, damping: Array
 ) -> Array:
-    """Return a flag where errors of eigenvalues matter beside the damping.
+    """Return a flag where the damping does not cover the errors of the eigenvalues.
 
     Parameters
     ----------
@@ -518,7 +519,7 @@ def constant(
     Parameters
     ----------
     make : callable
-        Takes the same arguments, of any namespace.
+        Takes the same arguments, for any namespace.
     n : int
         The size.
     dtype, device : dtype, device
@@ -529,15 +530,15 @@ def constant(
     Returns
     -------
     array
-        What `make` returns; in a compiled program it need not be computed.
+        Result of `make`; a compiled program may fold it into a constant.
     """
     return make(n, dtype=dtype, device=device, xp=xp)
 
 
 def _two_probes(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
-    """Return two vectors as columns: a compiler makes loops of products with one."""
-    made = constant(probe, 2 * n, dtype=dtype, device=device, xp=xp)
-    return xp.reshape(made, (n, 2))
+    """Return two columns, since XLA compiles a product with a single one to a slow loop."""
+    values = constant(probe, 2 * n, dtype=dtype, device=device, xp=xp)
+    return xp.reshape(values, (n, 2))
 
 
 def _probe(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
@@ -572,7 +573,7 @@ def relative_norm(error: Array, scale: Array, /, *, xp: Namespace) -> Array:
     unit = xp.where(positive, largest, xp.ones_like(largest))
     top = xp.linalg.vector_norm(error / unit, axis=(-2, -1))
     bottom = xp.linalg.vector_norm(scale / unit, axis=(-2, -1))
-    # Infinity over infinity would be a warning of NumPy's.
+    # NumPy warns of infinity / infinity.
     positive = (bottom > 0) & (bottom < xp.inf)
     ratio = top / xp.where(positive, bottom, xp.ones_like(bottom))
     known = xp.isfinite(ratio) & xp.isfinite(bottom)

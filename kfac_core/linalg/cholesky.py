@@ -1,7 +1,7 @@
 """Cholesky factors of damped positive-definite matrices, and inverses from them.
 
 Conventions.  ``L`` is lower triangular with positive diagonal, ``L L^T = M``.  A
-failure is never an exception here: the factor is then NaN on and below the diagonal.
+failure does not raise: the factor is then NaN on and below the diagonal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def damped_cholesky(
     damped = add_to_diagonal(scaled, shift, xp=xp)
     try:
         lower = xp.linalg.cholesky(damped)
-        # Some libraries leave finite garbage where they fail.
+        # After a failure some libraries return finite garbage.
         positive = xp.all(xp.linalg.diagonal(lower) > 0, axis=-1)[..., None, None]
         return xp.where(positive, lower, xp.full_like(lower, xp.nan))
     except Exception as error:
@@ -60,7 +60,7 @@ def damped_cholesky(
             raise
     if damped.ndim == 2:
         return xp.full_like(damped, xp.nan)
-    # Some library gave up on the whole stack; its good matrices are factorized alone.
+    # The library raised for a stack with one bad matrix, so factorize one by one.
     definition = damped_cholesky.__wrapped__  # type: ignore[attr-defined]
     parts = [
         definition(SymmetricMatrix(damped[i, ...], full_storage=True), 0.0, xp=xp)

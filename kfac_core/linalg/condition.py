@@ -69,7 +69,7 @@ def estimated_norm(
         z = xp.abs(product(signs))
         largest = int(xp.argmax(xp.reshape(z, (-1,))))
         x = xp.astype(index == largest, like.dtype)
-    # A vector of growing, alternating entries, for what the steps above cannot see.
+    # Higham's extra test vector, against matrices that defeat the steps above.
     i = xp.astype(index, like.dtype)
     sign = 1.0 - 2.0 * xp.astype(index % 2, like.dtype)
     other = float(xp.sum(xp.abs(product(sign * (1.0 + i / max(size - 1, 1))))))

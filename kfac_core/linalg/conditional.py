@@ -12,9 +12,9 @@ gradients.  Then
 
 with ``R R^T = E diag(s) E^T`` and ``K = L_i E``: a difference of two Kronecker products.
 
-A correlation above 1 by rounding is that of 1, and R is divided by it, so that P and s
-are of one contraction.  By more than that it is flagged: the moments are not of one and
-the same weighted set of rows.
+A correlation above 1 by rounding counts as 1, and R is divided by it, so that P and s
+belong to one contraction.  A larger one is flagged: the moments are then not of the same
+weighted set of rows.
 
 References
 ----------

@@ -1,13 +1,12 @@
 """``M = A + shift I`` with ``A = c B`` symmetric, with solves, powers and factorizations.
 
 Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
-are from the left, on a matrix V of shape ``(..., n, k)``, or on many, with further axes
-in front of those of the stack; from the right they are the
-same of the transpose, since M is symmetric.  Each product belongs to one factorization,
-whatever else has been prepared: solves to the inverse, triangular products to the
-Cholesky factor, other powers to the eigenbasis.  A factorization that was not prepared
-is made at the call, and raises where it fails; while a program is traced no failure could
-be seen, and it must have been prepared.
+are from the left, on a matrix V of shape ``(..., n, k)``, or on many with axes in front of
+the stack; M is symmetric, so that ``V M = (M V^T)^T``.  Each product uses one
+factorization, whatever else has been prepared: solves the inverse, triangular products
+the Cholesky factor, other powers the eigenbasis.  A missing factorization is computed at
+the call and raises if it fails; in a traced program it must have been prepared, since a
+failure could not be reported.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ GONE = (
     "of this operator only the factorizations that were prepared are kept, and not the "
     "matrices; take Refreshing(keep_matrices=True), and refresh"
 )
-"""Why a product is missing, and what to do."""
+"""The message for a product whose matrix was not kept."""
 
 
 @structure(static=("solving",))
@@ -73,10 +72,10 @@ class DampedMatrix:
     Attributes
     ----------
     problem : ScaledMatrix
-        B, c and the shift, in the dtype of computing.  Where only factorizations are kept
-        there is no B, and what needs it raises `NotReadyError`.
+        B, c and the shift, in the dtype of computing.  Where only factorizations are kept,
+        B is None, and products that need it raise `NotReadyError`.
     narrowed : SymmetricMatrix or None
-        B in the dtype of applying, as all that follow; None where that is the same.
+        B in the dtype of applying, as all following fields; None where the dtypes agree.
     cholesky : CholeskyFactor or None
         Factor L.
     inverse : Inverse or None
@@ -127,7 +126,7 @@ class DampedMatrix:
 
     @property
     def shift(self) -> Array:
-        """What is added to the diagonal, in the dtype of computing."""
+        """The shift of the diagonal, in the dtype of computing."""
         return self.problem.shift
 
     @property
@@ -152,7 +151,7 @@ class DampedMatrix:
         return frozenset(name for name, part in parts.items() if part is not None)
 
     def factorized(self) -> DampedMatrix:
-        """Return what solves and triangular products need, without A and its basis."""
+        """Return the inverse and the Cholesky factor alone, without A and its basis."""
         return replaced(
             self,
             problem=replaced(self.problem, matrix=None, rank=None),
@@ -166,19 +165,19 @@ class DampedMatrix:
         M = self.problem
         if not self.keeps_matrix:
             return self.kept_norm
-        # Nothing on the diagonal of a second moment is negative.
+        # The diagonal of a second moment is not negative, so a shift adds to the norm.
         return M.factor * one_norm(M.matrix, xp=self._xp()) + M.shift
 
     def condition(self) -> Array:
-        """Return ``|M|_1 |M^-1|_1``, or that of the eigenvalues if they are known."""
+        """Return ``|M|_1 |M^-1|_1``, or the ratio of the eigenvalues if they are known."""
         xp = self._xp()
         if self.basis is None:
             if self.inverse is not None:
                 inverse = self.inverse.matrix
             elif self.keeps_matrix:
-                made = replaced(self, solving="inverse").prepared("inverse").inverse
-                assert made is not None
-                inverse = made.matrix
+                computed = replaced(self, solving="inverse").prepared("inverse").inverse
+                assert computed is not None
+                inverse = computed.matrix
             else:
                 inverse = inverse_from_cholesky(self._lower(), xp=xp)
             norm = self.norm()
@@ -197,9 +196,9 @@ class DampedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
-        made = self.inverse or self._having("inverse").inverse
-        assert made is not None
-        inverse = made.matrix
+        prepared = self.inverse or self._having("inverse").inverse
+        assert prepared is not None
+        inverse = prepared.matrix
         if v.ndim > inverse.array.ndim:
             return self._of_many(self.solve, v)
         return multiply_symmetric(inverse, v, xp=ns.own_namespace(v))
@@ -224,7 +223,7 @@ class DampedMatrix:
         return 2.0 * xp.sum(xp.log(diagonal), axis=-1)
 
     def status(self) -> Array:
-        """Return the flags of all factorizations made, 0-d int32."""
+        """Return the flags of all factorizations, 0-d int32."""
         xp = self._xp()
         status = xp.zeros((), dtype=xp.int32, device=ns.device_of(self.shift))
         for part in (self.cholesky, self.inverse, self.basis):
@@ -238,10 +237,10 @@ class DampedMatrix:
         check: Check = "raise",
         name: str = "matrix",
     ) -> DampedMatrix:
-        """Return the same with factorizations made that were not there yet.
+        """Return the matrix with missing factorizations computed.
 
-        Each depends on A and the shift alone, not on which others were made before.  An
-        inverse keeps no Cholesky factor beside it, unless that is asked for as well.
+        Each depends on A and the shift alone, not on the others.  An inverse keeps its
+        Cholesky factor only if that is requested as well.
 
         Parameters
         ----------
@@ -255,7 +254,7 @@ class DampedMatrix:
         Returns
         -------
         DampedMatrix
-            New matrix, or this one if nothing was missing.
+            New matrix, or this one if it has all of them.
 
         Raises
         ------
@@ -281,11 +280,11 @@ class DampedMatrix:
         if self.narrowed is not None:
             for field, part in parts.items():
                 parts[field] = self._in_applied_dtype(part, check=check, name=name)
-        made = replaced(self, **parts)
-        return made._with_known_basis(check, name) if "basis" in parts else made
+        matrix = replaced(self, **parts)
+        return matrix._with_known_basis(check, name) if "basis" in parts else matrix
 
     def _with_known_basis(self, check: Check, name: str) -> DampedMatrix:
-        """Return the same with an eigenbasis that determines M, where there is a shift."""
+        """Return the matrix with its basis in float64 if roundoff decides on M's powers."""
         xp, basis = self._xp(), self.basis
         assert basis is not None
         shifted = self.shift > 0
@@ -299,13 +298,13 @@ class DampedMatrix:
         return self.in_wide_basis(name=name) if int(flags) else self
 
     def _spectra(self) -> tuple[list[Spectrum], dict[str, Array]]:
-        """Return what roundoff may decide on: the eigenvalues of A, and the shift."""
+        """Return the arguments of `undetermined`: the eigenvalues of A, and the shift."""
         shift = self._shift()
         bounds = {"scale": self._xp().ones_like(shift), "damping": shift}
         return [self.spectrum(self.basis)], bounds
 
     def in_wide_basis(self, *, name: str) -> DampedMatrix:
-        """Return the same with its eigendecomposition computed in float64, or raise."""
+        """Return the matrix with its eigendecomposition computed in float64, or raise."""
         basis = eigendecomposition(self._whole(), check="raise", wide=True, name=name)
         basis = self._in_applied_dtype(basis, check="raise", name=name)
         return replaced(self, basis=basis)
@@ -324,14 +323,14 @@ class DampedMatrix:
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 
-        For a negative power of a matrix that was not found definite before, its
-        eigenvalues are checked, which synchronizes with the device.
+        A negative power checks the eigenvalues, which synchronizes with the device, unless
+        a Cholesky factorization has shown before that M is definite.
         """
         xp = self._xp()
         basis = self._eigenbasis()
         shift = self._shift()[..., None]
         damped = positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
-        # What was inverted was found definite then; only free looks are taken twice.
+        # A factorization has shown that M is definite; look again only if that is free.
         known = self.inverse is not None or self.cholesky is not None
         looks = exponent < 0 and (not known or finite.is_plain(damped, xp=xp))
         if looks and finite.truth_of(xp.all(damped > 0), xp=xp) is False:
@@ -361,7 +360,7 @@ class DampedMatrix:
         return positive_eigenvalues(w, self._shift()[..., None], xp=self._xp())
 
     def eigenvectors(self) -> Array:
-        """Return Q, whose columns go with the eigenvalues, shape (..., n, n)."""
+        """Return Q with the eigenvectors in its columns, shape (..., n, n)."""
         return self._eigenbasis().eigenvectors
 
     def to_basis(self, v: Array, /) -> Array:
@@ -389,9 +388,9 @@ class DampedMatrix:
         return ns.own_namespace(self.shift)
 
     def _lower(self) -> Array:
-        made = self.cholesky or self._having("cholesky").cholesky
-        assert made is not None
-        return made.lower
+        cholesky = self.cholesky or self._having("cholesky").cholesky
+        assert cholesky is not None
+        return cholesky.lower
 
     def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
         L = self._lower()
@@ -405,15 +404,15 @@ class DampedMatrix:
         return side_by_side(function, v, len(self.stack_shape) + 1, xp=self._xp())
 
     def _having(self, factorization: Factorization) -> DampedMatrix:
-        """Return the same with a missing factorization, made now where that can raise."""
+        """Return the matrix with a missing factorization, computed where it can raise."""
         self._whole()
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
     def _eigenbasis(self) -> Eigendecomposition:
-        made = self.basis or self._having("eigenbasis").basis
-        assert made is not None
-        return made
+        basis = self.basis or self._having("eigenbasis").basis
+        assert basis is not None
+        return basis
 
     def _shift(self) -> Array:
         return self._applied().shift
@@ -426,9 +425,11 @@ class DampedMatrix:
         factor, shift = ns.cast(xp, M.factor, dtype), ns.cast(xp, M.shift, dtype)
         return replaced(M, matrix=self.applied, factor=factor, shift=shift)
 
-    def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
+    def _in_applied_dtype(self, factorization: T, *, check: Check, name: str) -> T:
         """Return a factorization in the dtype of applying."""
-        return in_narrow_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
+        return in_narrow_dtype(
+            factorization, self.dtype, check=check, name=name, xp=self._xp()
+        )
 
 
 def real_exponent(exponent: Any, /) -> float:
@@ -447,14 +448,14 @@ def real_exponent(exponent: Any, /) -> float:
     Raises
     ------
     ConventionError
-        If it is no real number, or not finite.
+        If it is not a finite real number.
     """
     constraints.require_range("exponent", exponent, constraints.FINITE)
     return float(exponent)
 
 
 def require_readable(like: Array, factorization: str, /) -> None:
-    """Raise `NotReadyError` if a factorization is missing and none can be made.
+    """Raise `NotReadyError` for a missing factorization in a traced program.
 
     Parameters
     ----------
@@ -486,7 +487,7 @@ def damped_matrix(
     Parameters
     ----------
     matrix : SymmetricMatrix or ScaledMatrix
-        A; of the latter no copy is made.
+        A; a `ScaledMatrix` is not copied.
     shift : float or array, shape (...)
         Finite and >= 0.
     factorizations : tuple of str
@@ -496,7 +497,7 @@ def damped_matrix(
     name : str
         Name used in error messages.
     apply_dtype : dtype, optional
-        Dtype of the stored arrays; that of A by default.
+        Dtype of the stored arrays; by default the dtype of A.
 
     Returns
     -------
@@ -524,9 +525,9 @@ def damped_matrix(
     xp = ns.own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
         narrowed = SymmetricMatrix(ns.cast(xp, B.array, apply_dtype), B.full_storage)
-    # NumPy makes scalars of its own of 0-d arrays.
+    # NumPy returns scalars in place of 0-d arrays.
     shift = ns.full_of(xp, shift, B.array)
-    # As it was stored.
+    # The dtype of B is at least as fine as the dtype that it was stored in.
     roundoff = max(matrix.roundoff, ns.roundoff_of(B.array.dtype, xp=xp))
     damped = DampedMatrix(replaced(matrix, shift=shift, roundoff=roundoff), narrowed)
     if not factorizations:

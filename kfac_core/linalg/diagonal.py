@@ -1,8 +1,7 @@
-"""``M = diag(a) + shift I``: what `kfac_core.linalg.damped` is, for a diagonal matrix.
+"""``M = diag(a) + shift I``: `kfac_core.linalg.damped` for a diagonal matrix.
 
-Conventions as there.  The basis is the coordinate basis, so the eigenvalues that go
-with `DampedDiagonal.to_basis` stand in the order of the diagonal; nothing has to be
-prepared, and every product costs ``n k``.
+Conventions as there.  The eigenbasis is the coordinate basis, and the eigenvalues are in
+the order of the diagonal.  Every product costs ``n k``.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class DampedDiagonal:
     flags : array of int32, 0-d
         `Status` flags.
     definite : bool
-        Whether all of M's diagonal was found positive when it was prepared, or, with
-        ``check="status"``, reported on in the flags.
+        Whether M's diagonal has been checked to be positive; with ``check="status"`` the
+        flags hold the result.
     """
 
     entries: Array
@@ -66,8 +65,8 @@ class DampedDiagonal:
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        made: tuple[Factorization, ...] = ("inverse", "cholesky", "eigenbasis")
-        return frozenset(made if self.definite else ("eigenbasis",))
+        every: tuple[Factorization, ...] = ("inverse", "cholesky", "eigenbasis")
+        return frozenset(every if self.definite else ("eigenbasis",))
 
     def prepared(
         self,
@@ -75,7 +74,7 @@ class DampedDiagonal:
         check: Check = "raise",
         name: str = "matrix",
     ) -> DampedDiagonal:
-        """Return the same, with M known to be definite where that is needed.
+        """Return the matrix, checked to be definite where a factorization needs that.
 
         As `DampedMatrix.prepared`.
         """
@@ -88,7 +87,7 @@ class DampedDiagonal:
         return replaced(self, flags=flags, definite=True)
 
     def at(self, indices: Array, /) -> DampedDiagonal:
-        """Return the same for some of the coordinates, in the order of the indices."""
+        """Return the matrix of some coordinates, in the order of the indices."""
         entries = self._xp().take(self.entries, indices, axis=-1)
         return replaced(self, entries=entries)
 
@@ -97,7 +96,7 @@ class DampedDiagonal:
         return self
 
     def spectrum(self, basis: object, /) -> Spectrum:
-        """Return the diagonal, which has no error relative to its largest entry."""
+        """Return the diagonal, whose entries have no error relative to the largest."""
         return Spectrum(self.entries, self._xp().zeros_like(self.entries))
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
@@ -160,7 +159,7 @@ class DampedDiagonal:
         return self.entries + self.shift[..., None] if shifted else self.entries
 
     def _definite(self) -> Array:
-        """Return M's diagonal, after making sure that it is positive, if that can be."""
+        """Return M's diagonal, checked to be positive where the host can read it."""
         entries = self._entries(True)
         if not self.definite:
             positive = truth_of(self._xp().all(entries > 0), xp=self._xp())
@@ -182,7 +181,7 @@ def damped_diagonal(
     name: str = "matrix",
     apply_dtype: Any = None,
 ) -> DampedDiagonal:
-    """Make ``diag(a) + shift I``, refusing what cannot be inverted.
+    """Return ``diag(a) + shift I``, checked.
 
     Parameters
     ----------
@@ -230,8 +229,8 @@ def damped_diagonal(
             ns.cast(xp, clipped, apply_dtype),
             ns.cast(xp, shift, apply_dtype),
         )
-    made = DampedDiagonal(clipped, shift, flags, definite=False)
-    return made.prepared(*factorizations, check=check, name=name)
+    matrix = DampedDiagonal(clipped, shift, flags, definite=False)
+    return matrix.prepared(*factorizations, check=check, name=name)
 
 
 def _raise_for(flags: Status, name: str) -> None:

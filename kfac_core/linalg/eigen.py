@@ -1,8 +1,8 @@
 """Symmetric eigendecompositions.
 
-Conventions.  ``A = Q diag(w) Q^T`` with w ascending, as LAPACK gives it.  Signs of
-eigenvectors, and bases of repeated eigenvalues, differ between libraries and mean
-nothing; only products of the decomposition do.
+Conventions.  ``A = Q diag(w) Q^T`` with w ascending, as LAPACK returns it.  Signs of
+eigenvectors and bases of repeated eigenvalues differ between libraries; only products of
+the decomposition are defined.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Results of a fallback chain: factors, inverses and eigendecompositions.
 
 Conventions.  Leading axes are a stack.  A ``residual`` is relative, measured as
-`kfac_core.linalg.certificate` says; a ``status`` holds `Status` flags; a ``fallback``
-says by which step of `kfac_core.linalg.fallback` a thing was made.  All are arrays and no
-part of the form, which is the same for all matrices.
+`kfac_core.linalg.certificate` says; a ``status`` holds `Status` flags; a ``fallback`` is
+the step of `kfac_core.linalg.fallback` that succeeded.  All are arrays and not static, so
+that a compiled program serves all matrices.
 """
 
 from __future__ import annotations

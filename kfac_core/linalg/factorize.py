@@ -1,7 +1,7 @@
 """Factorizing ``M = c B + shift I``, with B symmetric positive semidefinite up to rounding.
 
-Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
-average is ever made: factorizations multiply by c in the pass that adds the shift, products
+Conventions.  B is a running sum and ``c B`` its average, which is never formed:
+factorizations multiply by c in the pass that adds the shift, products
 afterwards.  Each factorization is one formula that reads no value, and is tried by
 `kfac_core.linalg.fallback.with_fallbacks`; one residual, of what is applied afterwards,
 decides whether it is accepted.  ``M z`` for the residual's vector z is finite only where
@@ -89,7 +89,7 @@ def cholesky_factor(
     NotFiniteError, DampingError
         If M holds NaN or infinity, or the shift is invalid (``check="raise"``).
     FactorizationError
-        If nothing in the chain holds (``check="raise"``).
+        If every step of the chain fails (``check="raise"``).
 
     Notes
     -----
@@ -118,8 +118,8 @@ def damped_inverse(
     problem, check, name
         As for `cholesky_factor`, as the errors are.
     factor : CholeskyFactor, optional
-        What `cholesky_factor` just made of M with the same `check`, where it is kept.
-        Without one, a factor is made whose memory becomes the inverse's.
+        Result of `cholesky_factor` for M with the same `check`, which is not overwritten.
+        Without it a factor is computed, whose memory becomes the inverse's.
 
     Returns
     -------
@@ -133,8 +133,8 @@ def damped_inverse(
     xp, lower = ns.own_namespace(problem.matrix.array), None
     if factor is not None and (check == "status" or not fallback_of(factor)):
         lower = factor.lower
-    made = _attempt_inverse(problem, xp, lower)
-    options: Any = {"check": check, "name": name, "made": made, "xp": xp}
+    first = _attempt_inverse(problem, xp, lower)
+    options: Any = {"check": check, "name": name, "first": first, "xp": xp}
     inverse: Inverse = with_fallbacks(
         _attempt_inverse, problem, _clipped_inverse, **options
     )
@@ -147,8 +147,8 @@ def eigendecomposition(
     """Return the eigendecomposition of ``c B``; the shift is not read.
 
     Parameters, errors and conventions are those of `cholesky_factor`, with a fallback to
-    float64 alone.  What becomes of eigenvalues below roundoff is said by
-    `kfac_core.linalg.certificate.settled_eigenvalues`.
+    float64 alone.  `kfac_core.linalg.certificate.settled_eigenvalues` treats eigenvalues
+    below roundoff.
 
     Parameters
     ----------
@@ -171,12 +171,12 @@ def eigendecomposition(
     basis: Eigendecomposition = with_fallbacks(
         _attempt_eigen, problem, _no_eigendecomposition, **options
     )
-    # Blocks that share a factor keep the same basis.
+    # Blocks that share a factor keep this object, so it must not hold NumPy scalars.
     return without_scalars(basis)
 
 
 def problem_flags(problem: ScaledMatrix, finite: Array, xp: Namespace, /) -> Conditions:
-    """Return what makes a problem valid, for `kfac_core.linalg.fallback.first_flag`.
+    """Return the conditions of a valid problem, for `kfac_core.linalg.fallback.first_flag`.
 
     Parameters
     ----------
@@ -210,12 +210,12 @@ def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> Symmetric
 def _validity(
     problem: ScaledMatrix, image: Array, xp: Namespace
 ) -> tuple[Conditions, Array | None]:
-    """Return what makes a problem valid, and whether it is.
+    """Return the conditions of a valid problem, and whether they hold.
 
-    Nothing and None where the host knows that all of a stack is valid.
+    An empty tuple and None where the host knows that they hold for all of a stack.
     """
     shift = problem.shift
-    # The image of an infinite shift is not finite.
+    # An infinite shift makes the image infinite, so only its sign is left to check.
     if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
         return (), None
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
@@ -230,21 +230,21 @@ def _attempt_cholesky(problem: ScaledMatrix, xp: Namespace) -> CholeskyFactor:
     conditions, valid = _validity(problem, image, xp)
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
-    # L L^T is always close to M.  Solving with L is not, where M is ill-conditioned.
+    # L L^T is always close to M, but solving with L is inaccurate for ill-conditioned M.
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
     solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
     positive = number(lower[..., -1, -1]) > 0
 
     def smallest() -> Array:
-        # A pivot is at least the smallest eigenvalue.
+        # Every pivot of L L^T is at least the smallest eigenvalue.
         pivots = xp.linalg.diagonal(lower)
         return xp.min(pivots * pivots, axis=-1)
 
     accurate = number(residual) <= RESIDUAL_LIMIT
     accurate = accurate & _is_stored_well(problem, smallest, number, xp)
     if not known_true(positive, xp=xp):
-        # Above the diagonal, too, there is then nothing that passes for a factor.
+        # Fill the whole matrix with NaN, so that a failed factor cannot be used.
         lower = _nan_unless(positive, lower, xp)
     conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
     return CholeskyFactor(lower, *_judged(conditions, residual, plain, xp))
@@ -259,14 +259,14 @@ def _attempt_inverse(
     plain = is_plain(image, xp=xp)
     number = _reader(image, plain)
     conditions, valid = _validity(problem, image, xp)
-    own = lower is None
+    overwrite = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)
-    # A factor that failed is NaN there; this one is overwritten below.
+    # A failed factor has NaN in this entry; read it before the factor is overwritten.
     positive = number(lower[..., -1, -1]) > 0
-    X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
+    X = inverse_from_cholesky(lower, overwrite=overwrite, xp=xp)
     if not known_true(positive, xp=xp):
-        # Not every BLAS makes NaN of NaN.
+        # Not every BLAS propagates NaN.
         X = replaced(X, array=_nan_unless(positive, X.array, xp))
     residual = inverse_residual(X, z, image, xp=xp)
 
@@ -318,9 +318,9 @@ def _known_rank(problem: ScaledMatrix, xp: Namespace) -> Array:
 
 
 def _reader(image: Array, plain: bool) -> Callable[[Array], Any]:
-    """Return what reads the numbers that one matrix is judged by, decided once.
+    """Return the function that reads 0-d arrays of the checks of one matrix.
 
-    Arithmetic of Python's numbers takes a tenth of the time of that of 0-d arrays.
+    Arithmetic with Python numbers takes a tenth of the time of 0-d arrays.
     """
     return float if plain and image.ndim == 2 else ns.as_number
 
@@ -364,7 +364,7 @@ def _is_stored_well(
 
 
 def _frobenius_norm(matrix: SymmetricMatrix, xp: Namespace) -> Array:
-    """Return ``|B|_F`` of what is finite, shape (...), from the lower triangle."""
+    """Return ``|B|_F`` of the finite entries, shape (...), from the lower triangle."""
     lower = xp.tril(matrix.array)
     lower = xp.where(xp.isfinite(lower), lower, xp.zeros_like(lower))
     largest = xp.max(xp.abs(lower), axis=(-2, -1), keepdims=True)
@@ -390,7 +390,7 @@ def _lower(problem: ScaledMatrix, valid: Array | None, xp: Namespace) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
     if valid is not None:
-        # Minus the identity has no factor either, and unlike NaN it does no harm.
+        # Minus the identity fails like an invalid matrix; NaN would hang some libraries.
         safe = guarded(valid, matrix.array, -1.0, xp=xp)
         matrix = SymmetricMatrix(safe, matrix.full_storage)
         shift = xp.where(valid, shift, xp.zeros_like(shift))
@@ -398,9 +398,9 @@ def _lower(problem: ScaledMatrix, valid: Array | None, xp: Namespace) -> Array:
 
 
 def _nan_unless(good: Any, array: Array, xp: Namespace) -> Array:
-    """Return matrices, with NaN throughout in the place of those that are not good."""
+    """Return matrices, those that are not good replaced by NaN."""
     nothing = xp.full_like(array, xp.nan)
-    # What was read of a single matrix.
+    # `good` is a bool where the host has read a single matrix.
     return nothing if good is False else xp.where(good[..., None, None], array, nothing)
 
 
@@ -414,7 +414,7 @@ def _judged(
 
 
 def _clipped_cholesky(
-    problem: ScaledMatrix, made: CholeskyFactor, name: str, xp: Namespace
+    problem: ScaledMatrix, failed: CholeskyFactor, name: str, xp: Namespace
 ) -> CholeskyFactor:
     """Return the factor of M with A clipped, or raise."""
     basis, damped, _, residual, fallback = _clipped(problem, name, xp)
@@ -439,7 +439,7 @@ def _clipped_cholesky(
 
 
 def _clipped_inverse(
-    problem: ScaledMatrix, made: Inverse, name: str, xp: Namespace
+    problem: ScaledMatrix, failed: Inverse, name: str, xp: Namespace
 ) -> Inverse:
     """Return the inverse of M with A clipped, or raise."""
     basis, _, X, residual, fallback = _clipped(problem, name, xp)
@@ -461,8 +461,8 @@ def _clipped(
     X = from_eigenbasis(Q, 1.0 / unit, xp)
     z = probe_of(problem.matrix.array, xp)
     image = multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
-    # Of a matrix whose condition number is beyond roundoff no product with the inverse
-    # is close to z; with orthogonal eigenvectors the inverse is as accurate as they are.
+    # If the condition number exceeds 1 / roundoff, M^-1 M z is not close to z for any
+    # inverse.  With orthogonal eigenvectors the inverse is as accurate as they are.
     backward = backward_residual(X, z, image, damped, xp=xp)
     residual = xp.where(backward > basis.residual, backward, basis.residual)
     smallest, worst = float(xp.min(damped)), float(xp.max(residual))
@@ -484,11 +484,11 @@ def _clipped(
 
 
 def _no_eigendecomposition(
-    problem: ScaledMatrix, made: Eigendecomposition, name: str, xp: Namespace
+    problem: ScaledMatrix, failed: Eigendecomposition, name: str, xp: Namespace
 ) -> Eigendecomposition:
     raise errors.FactorizationError(
         f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "
-        f"{float(xp.max(made.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
+        f"{float(xp.max(failed.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
         "there is here. Look at the statistics for entries of wildly different size.",
         factor=name,
     )

@@ -1,14 +1,14 @@
 """The fallback chain: working precision, float64, then clipped eigenvalues.
 
 Conventions.  A *problem* is a structure of arrays, and an *attempt* is one formula that
-makes a factorization of it together with the flags of what went wrong, looking at no
-value.  With ``check="status"`` that is all.  With ``check="raise"`` the flags are read,
-once, and where one is set the chain goes on:
+computes a factorization of it and flags of its failures, without reading a value.  With
+``check="status"`` that is all.  With ``check="raise"`` the flags are read, once, and
+where one is set the chain continues:
 
 1. the attempt in the requested dtype;
-2. the same attempt in float64, where the device has it, cast back;
-3. what the factorization names as its last resort, such as an eigendecomposition with
-   negative eigenvalues set to zero; or an error that says what to do.
+2. the same attempt in float64, if the device has it, cast back;
+3. the last step of the factorization, such as an eigendecomposition with negative
+   eigenvalues set to zero, or an error that says what to do.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Fallback(IntEnum):
     """In the widest dtype, with negative eigenvalues set to zero."""
 
 
-def fallback_of(made: Any, /) -> Fallback:
+def fallback_of(factorization: Any, /) -> Fallback:
     """Return the fallback of a factorization, for reports; synchronizes with the device.
 
     Parameters
     ----------
-    made : structure with a ``fallback``
+    factorization : structure with a ``fallback``
         Factorization; of a stack, the last that any matrix of it needed.
 
     Returns
@@ -66,8 +66,8 @@ def fallback_of(made: Any, /) -> Fallback:
     Fallback
         Fallback; reports show its name in lower case.
     """
-    xp = ns.own_namespace(made.fallback)
-    return Fallback(int(xp.max(made.fallback)))
+    xp = ns.own_namespace(factorization.fallback)
+    return Fallback(int(xp.max(factorization.fallback)))
 
 
 def with_fallbacks(
@@ -78,7 +78,7 @@ def with_fallbacks(
     *,
     check: Check,
     name: str,
-    made: M | None = None,
+    first: M | None = None,
     wide: bool = False,
     xp: Namespace,
 ) -> M:
@@ -98,7 +98,7 @@ def with_fallbacks(
         Whether to use fallbacks and raise, or to return the first attempt with its flags.
     name : str
         Name of the matrix in error messages.
-    made : structure, optional
+    first : structure, optional
         First attempt, if already computed.
     wide : bool
         Whether to begin with float64 (``check="raise"``).
@@ -119,31 +119,31 @@ def with_fallbacks(
     """
     widest = widened(problem, xp=xp) if wide and check == "raise" else None
     if widest is None:
-        found: Any = attempt(problem, xp) if made is None else made
+        result: Any = attempt(problem, xp) if first is None else first
         if check == "status":
-            return found  # type: ignore[no-any-return]
-        flags = _flags(found.status, xp)
+            return result  # type: ignore[no-any-return]
+        flags = _flags(result.status, xp)
         if not flags:
-            return found  # type: ignore[no-any-return]
+            return result  # type: ignore[no-any-return]
         widest = widened(problem, xp=xp)
     if widest is not None:
-        found = attempt(widest, xp)
-        flags = _flags(found.status, xp)
+        result = attempt(widest, xp)
+        flags = _flags(result.status, xp)
         if not flags:
-            fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
-            repeated: M = replaced(found, fallback=fallback)
+            fallback = xp.full_like(result.fallback, int(Fallback.FLOAT64))
+            repeated: M = replaced(result, fallback=fallback)
             return _narrowed(repeated, problem, name, xp)
     raise_invalid(Status(flags), name)
     widest = problem if widest is None else widest
-    return _narrowed(last(widest, found, name, xp), problem, name, xp)
+    return _narrowed(last(widest, result, name, xp), problem, name, xp)
 
 
 def in_wider_dtype(
     make: Callable[[Any], M], dtype: Any, /, *, like: Array, check: Check, xp: Namespace
 ) -> tuple[M, Status]:
-    """Return what a function makes in a dtype, or in float64 where that fails.
+    """Return a function's result in a dtype, or in float64 if that fails.
 
-    For what is made of several factorizations, which have fallbacks of their own.
+    For results of several factorizations, each of which has its own fallbacks.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def in_wider_dtype(
 
     Returns
     -------
-    made, flags
+    result, flags
         Result of the last attempt, and its flags.
 
     Raises
@@ -176,10 +176,10 @@ def in_wider_dtype(
     )
     widest = dtype == xp.float64 or "float64" not in known
     try:
-        made = make(dtype)
-        flags = Status(int(made.status()))  # type: ignore[attr-defined]
+        result = make(dtype)
+        flags = Status(int(result.status()))  # type: ignore[attr-defined]
         if not flags or widest:
-            return made, flags
+            return result, flags
     except errors.FactorizationError:
         if widest:
             raise
@@ -213,7 +213,7 @@ def raise_invalid(flags: Status, name: str, /) -> None:
 def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Array:
     """Return matrices, with multiples of the identity in the place of invalid ones.
 
-    Some libraries hang on NaN, which so never reaches them.
+    Some libraries hang on NaN, so it must not reach them.
 
     Parameters
     ----------
@@ -274,14 +274,14 @@ def first_flag(
 
 
 def untouched(residual: Array, plain: bool, xp: Namespace, /) -> tuple[Array, Array]:
-    """Return the clipped mass and the fallback of what is made at the first attempt.
+    """Return the clipped mass and the fallback of a successful first attempt: zeros.
 
     Parameters
     ----------
     residual : array, shape (...)
         Residual of the attempt.
     plain : bool
-        Whether the same zeros serve again; see `kfac_core.array.finite.is_plain`.
+        Whether the zeros may be cached; see `kfac_core.array.finite.is_plain`.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -297,7 +297,7 @@ def untouched(residual: Array, plain: bool, xp: Namespace, /) -> tuple[Array, Ar
 
 
 def widened(problem: P, /, *, xp: Namespace) -> P | None:
-    """Return a problem in float64; None where it is, or where there is no such dtype.
+    """Return a problem in float64; None if it is, or if the device has no float64.
 
     Parameters
     ----------
@@ -320,20 +320,22 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     return in_dtype(problem, xp.float64, xp)
 
 
-def _narrowed(made: M, problem: Any, name: str, xp: Namespace) -> M:
+def _narrowed(factorization: M, problem: Any, name: str, xp: Namespace) -> M:
     """Return a factorization in the dtype of the problem."""
-    return in_narrow_dtype(made, _like(problem).dtype, check="raise", name=name, xp=xp)
+    return in_narrow_dtype(
+        factorization, _like(problem).dtype, check="raise", name=name, xp=xp
+    )
 
 
 def in_narrow_dtype(
-    made: M, dtype: Any, /, *, check: Check, name: str, xp: Namespace
+    factorization: M, dtype: Any, /, *, check: Check, name: str, xp: Namespace
 ) -> M:
     """Return a factorization in another dtype.
 
     Parameters
     ----------
-    made : structure with a ``status``
-        Factorization.  If it has a method ``rounding_error``, that is the relative error
+    factorization : structure with a ``status``
+        If it has a method ``rounding_error``, that is the relative error
         that rounding its numbers makes, and has the limit of residuals.
     dtype : dtype
         Dtype of the result.
@@ -356,9 +358,9 @@ def in_narrow_dtype(
         If a number is beyond the range of the dtype, or rounding changes the result too
         much (``check="raise"``).
     """
-    if next(x for _, x in leaves(made) if _is_floating(x, xp)).dtype == dtype:
-        return made
-    narrow: Any = in_dtype(made, dtype, xp)
+    if next(x for _, x in leaves(factorization) if _is_floating(x, xp)).dtype == dtype:
+        return factorization
+    narrow: Any = in_dtype(factorization, dtype, xp)
     good = xp.asarray(True, device=ns.device_of(narrow.status))
     for path, x in leaves(narrow):
         if _is_floating(x, xp) and path not in ("residual", "clipped"):

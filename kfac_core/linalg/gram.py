@@ -1,9 +1,9 @@
 """Gram matrices of rows, and their running sums.
 
 Conventions.  Rows are examples: ``rows`` has shape ``(n, d)`` and the Gram matrix is
-``rows^T rows``, a sum and not a mean.  The homogeneous coordinate, where there is one,
-is a column appended last; `HomogeneousRows` keep it apart, and a backend takes it as
-``tail``, so that rows are not copied to append it.  Weights multiply outer products:
+``rows^T rows``, a sum and not a mean.  A homogeneous coordinate is a last column, which
+`HomogeneousRows` and the ``tail`` of `gram_update` keep apart, so that appending it does
+not copy the rows.  Weights multiply outer products:
 ``sum_i w_i x_i x_i^T``.
 """
 
@@ -28,7 +28,7 @@ class HomogeneousRows(NamedTuple):
     x : array, shape (..., R, d)
         Rows without the coordinate.
     coordinate : array, shape (..., R)
-        Their last column: 1, or what a row is multiplied by; 0 where masked.
+        Their last column: 1, or the factor of a weighted row; 0 where masked.
     """
 
     x: Array
@@ -69,7 +69,7 @@ def gram(
     Raises
     ------
     ShapeError
-        If `rows` is no matrix, or `weights` or `mask` is not one number a row.
+        If `rows` is not a matrix, or `weights` or `mask` do not have one entry per row.
     DtypeError
         For integer arrays.
     MixedArraysError
@@ -163,8 +163,8 @@ def gram_update(
         Whether both triangles of it hold the matrix.
     """
     product = xp.matmul(xp.matrix_transpose(rows), rows)
-    # A general product of a matrix with its own transpose is symmetric only up to
-    # rounding, and which triangle a factorization reads differs between libraries.
+    # A general product rows^T rows is symmetric only up to rounding, and libraries differ
+    # in the triangle that a factorization reads.
     product = 0.5 * (product + xp.matrix_transpose(product))
     if tail is not None:
         border = xp.matmul(xp.matrix_transpose(rows), tail[..., None])

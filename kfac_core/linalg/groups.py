@@ -2,8 +2,8 @@
 
 Conventions.  A vector is a matrix of shape ``(n, Q m)``, group q having the
 columns ``q m`` to ``(q + 1) m``; a stack of vectors has shape ``(Q, n, m)``.  With no
-groups (an empty ``lead``) both are the same and nothing is done.  Axes in front of either
-are over many vectors.
+groups (an empty ``lead``) both are the same, and arrays are returned unchanged.  Axes in
+front count many vectors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def side_by_side(
     Parameters
     ----------
     function : callable
-        Takes and returns an array of `ndim` axes, and treats each column of it alike.
+        Takes and returns an array of `ndim` axes; acts on each column independently.
     v : array, shape (..., n, k)
         Of `ndim` axes, or of more in front, over many matrices.
     ndim : int
@@ -59,7 +59,7 @@ def side_by_side(
     Returns
     -------
     array, shape (..., n, k)
-        What the function makes of one array with the columns of all.
+        Result for one array with the columns of all.
 
     Notes
     -----
@@ -68,12 +68,12 @@ def side_by_side(
     """
     if v.ndim == ndim:
         return function(v)
-    many, own = tuple(v.shape[:-ndim]), tuple(v.shape[-ndim:])
-    K, k = math.prod(many), own[-1]
+    many, shape = tuple(v.shape[:-ndim]), tuple(v.shape[-ndim:])
+    K, k = math.prod(many), shape[-1]
     if K == 0:
         return v
-    moved = ns.moved_axis(xp.reshape(v, (K, *own)), 0, -1, xp=xp)
-    done = function(xp.reshape(moved, (*own[:-1], k * K)))
+    moved = ns.moved_axis(xp.reshape(v, (K, *shape)), 0, -1, xp=xp)
+    done = function(xp.reshape(moved, (*shape[:-1], k * K)))
     parts = xp.reshape(done, (*done.shape[:-1], k, K))
     parts = ns.moved_axis(parts, -1, 0, xp=xp)
     return xp.reshape(parts, (*many, *parts.shape[1:]))

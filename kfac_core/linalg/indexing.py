@@ -1,8 +1,8 @@
 """Counting indices, and summing rows by index, which the standard does not have.
 
-Conventions.  Indices are integers in ``[0, size)``; whether they are is the caller's
-business, since looking would synchronize with the device.  No one-hot matrix of full
-size is ever made: memory is that of the result, or of a block of it.
+Conventions.  Indices are integers in ``[0, size)``, which the caller has to check, since
+reading them synchronizes with the device.  No full one-hot matrix is formed: memory is
+proportional to the result, or to a block of it.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def sum_rows_at(rows: Array, indices: Array, /, *, size: int, xp: Namespace) -> 
     blocks = []
     for start in range(0, size, step):
         stop = min(size, start + step)
-        wanted = xp.arange(
+        block = xp.arange(
             start, stop, dtype=indices.dtype, device=ns.device_of(indices)
         )
-        hot = ns.cast(xp, wanted[:, None] == indices[None, :], rows.dtype)
+        hot = ns.cast(xp, block[:, None] == indices[None, :], rows.dtype)
         blocks.append(xp.matmul(hot, rows))
     return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)

@@ -3,8 +3,7 @@
 Conventions.  A product of k matrices ``F_1 (x) ... (x) F_k`` acts on an array V of
 shape ``(n_1, ..., n_k)``, along axis i by F_i.  For k = 2 that is ``F_1 V F_2^T``.
 Flattened row-major it is ``kron(F_1, ..., F_k) @ V.ravel()``, the first factor
-outermost, which is NumPy's and everybody's ``kron``.  Nothing here flattens but
-`kronecker_dense`.
+outermost, as in ``numpy.kron``.  Only `kronecker_dense` flattens.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def kronecker_dense(factors: Sequence[Array], /) -> Array:
     Raises
     ------
     ShapeError
-        For no factors, or one that is no matrix.
+        For no factors, or one that is not a matrix.
     MixedArraysError
         For arrays of several libraries or devices.
     """

@@ -148,13 +148,13 @@ def spectral_cholesky(
     """
     xp = array_api_compat.array_namespace(spectrum)
     problem = _Spectral(left, spectrum, right)
-    made: KroneckerCholesky = with_fallbacks(
+    factor: KroneckerCholesky = with_fallbacks(
         _attempt, problem, _not_positive, check=check, name=name, xp=xp
     )
-    # What was made in float64 is looked at again as it is used.
-    if check == "raise" and not bool(problem.residual(made, xp) <= RESIDUAL_LIMIT):
-        _not_positive(problem, made, name, xp)
-    return made
+    # A factor computed in float64 was cast, so check it in the dtype of its products.
+    if check == "raise" and not bool(problem.residual(factor, xp) <= RESIDUAL_LIMIT):
+        _not_positive(problem, factor, name, xp)
+    return factor
 
 
 @structure()
@@ -165,7 +165,7 @@ class _Spectral:
     spectrum: Array
     right: Array
 
-    def residual(self, made: KroneckerCholesky, xp: Namespace) -> Array:
+    def residual(self, factor: KroneckerCholesky, xp: Namespace) -> Array:
         """Return the relative error of solving with a factor, 0-d."""
         P, Q, d = self.left, self.right, self.spectrum
         n, m = d.shape[-2:]
@@ -173,9 +173,9 @@ class _Spectral:
         z = xp.broadcast_to(xp.reshape(z, (n, m)), d.shape)
         expected = xp.matrix_transpose(P) @ z @ Q / d
         expected = P @ expected @ xp.matrix_transpose(Q)
-        found = made.solve(made.solve(z, transpose=False), transpose=True)
+        solved = factor.solve(factor.solve(z, transpose=False), transpose=True)
         column = (*d.shape[:-2], n * m, 1)
-        error, scale = (xp.reshape(x, column) for x in (found - expected, expected))
+        error, scale = (xp.reshape(x, column) for x in (solved - expected, expected))
         return xp.max(relative_norm(error, scale, xp=xp))
 
 
@@ -197,23 +197,23 @@ def _attempt(problem: _Spectral, xp: Namespace) -> KroneckerCholesky:
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
     corners = damped_cholesky(SymmetricMatrix(blocks, full_storage=True), 0.0, xp=xp)
     positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
-    whole = finite & positive
-    corners = guarded(whole, corners, 1.0, xp=xp)
+    valid = finite & positive
+    corners = guarded(valid, corners, 1.0, xp=xp)
     status = xp.zeros((), dtype=xp.int32, device=ns.device_of(d))
-    made = KroneckerCholesky(
-        guarded(whole, safe, 1.0, xp=xp), corners, problem.right, status, status
+    factor = KroneckerCholesky(
+        guarded(valid, safe, 1.0, xp=xp), corners, problem.right, status, status
     )
     status = first_flag(
-        (whole, Status.NOT_POSITIVE),
-        (problem.residual(made, xp) <= RESIDUAL_LIMIT, Status.INACCURATE),
+        (valid, Status.NOT_POSITIVE),
+        (problem.residual(factor, xp) <= RESIDUAL_LIMIT, Status.INACCURATE),
         xp=xp,
     )
-    columns = xp.where(whole, columns, xp.full_like(columns, xp.nan))
-    return replaced(made, columns=columns, status=status)
+    columns = xp.where(valid, columns, xp.full_like(columns, xp.nan))
+    return replaced(factor, columns=columns, status=status)
 
 
 def _not_positive(
-    problem: _Spectral, made: KroneckerCholesky, name: str, xp: Namespace
+    problem: _Spectral, failed: KroneckerCholesky, name: str, xp: Namespace
 ) -> NoReturn:
     raise errors.FactorizationError(
         "the Cholesky factor of the exactly damped block is not accurate in any precision "

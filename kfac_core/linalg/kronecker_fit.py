@@ -11,9 +11,9 @@ in the Frobenius norm: its top singular pair is the nearest product, and the res
 
     R^T vec(A) = vec( c sum_k D_k^T A D_k ),    R vec(G) = vec( c sum_k D_k G D_k^T ),
 
-both of which take positive semidefinite matrices to such.  So a power iteration that
-starts with one stays among them, and by Perron's theorem for cones the top pair lies
-there.  Each half of an iteration is a least squares fit of one factor to the other.
+both of which map positive semidefinite matrices to positive semidefinite ones.  A power
+iteration that starts with one stays among them, and by Perron's theorem for cones the top
+pair lies there.  Each half of an iteration is a least squares fit of one factor.
 
 References
 ----------
@@ -167,7 +167,7 @@ def kronecker_fit(
         At least one, all of one form.
     start : array, shape (..., n, n)
         A first A, positive semidefinite, of any norm.  It must not be orthogonal to the
-        A that is looked for; any that is definite on the inputs of the terms is not.
+        A of the result; an A that is definite on the inputs of the terms is not.
     iterations : int
         Number of iterations, at least 1.
     xp : namespace
@@ -189,7 +189,7 @@ def kronecker_fit(
     for _ in range(iterations):
         before = A
         G = _total([term.onto_output(A, xp=xp) for term in terms])
-        # The scale is put back below; a unit norm keeps A in the range of its dtype.
+        # A unit norm keeps A in the range of its dtype; the last fit restores the scale.
         G = unit_norm(G, xp=xp)
         A = unit_norm(_total([term.onto_input(G, xp=xp) for term in terms]), xp=xp)
     change = xp.linalg.vector_norm(A - before, axis=(-2, -1))
@@ -201,7 +201,7 @@ def kronecker_fit(
 def unit_norm(matrix: Array, /, *, xp: Namespace) -> Array:
     """Return a matrix over its Frobenius norm; zero stays zero."""
     largest = xp.max(xp.abs(matrix), axis=(-2, -1), keepdims=True)
-    # In two steps, so that the squares of huge and tiny entries are in range.
+    # Divide by the largest entry first, so that squares do not overflow or underflow.
     scaled = matrix / xp.where(largest > 0, largest, xp.ones_like(largest))
     norm = xp.linalg.vector_norm(scaled, axis=(-2, -1), keepdims=True)
     return scaled / xp.where(norm > 0, norm, xp.ones_like(norm))

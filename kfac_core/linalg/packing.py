@@ -1,14 +1,14 @@
 """One triangle of a symmetric matrix as a rectangle, by slices.
 
-Conventions.  Of an n x n matrix the ``n (n + 1) / 2`` numbers on and below the diagonal
+Conventions.  The ``n (n + 1) / 2`` numbers on and below the diagonal of an n x n matrix
 are kept.  With ``k = ceil(n / 2)`` and the blocks ``A = S[:k, :k]``, ``B = S[k:, :k]`` and
-``C = S[k:, k:]``, the lower triangle of A and the transposed one of C fill one block, and
-B stands below it:
+``C = S[k:, k:]``, the lower triangle of A and the transposed one of C fill one block, with
+B below it:
 
     n even:  ``[C^T above A, one row apart; B]``, shape ``(n + 1, n / 2)``,
     n odd:   ``[C^T beside A, one column apart; B]``, shape ``(n, (n + 1) / 2)``.
 
-Numbers are moved and never added, so that what comes back is what was there, bit by bit.
+Numbers are moved and not computed with, so that unpacking is exact.
 This is the rectangular full packed form of LAPACK up to the order of its blocks.
 """
 
@@ -82,7 +82,7 @@ def packed_shape(n: int, /) -> tuple[int, int]:
 
 
 def packed_rows(shape: tuple[int, ...], /) -> int | None:
-    """Return the number n of rows that a rectangle is of; None where it is of none."""
+    """Return the number n of rows of a packed rectangle; None for any other shape."""
     n = max(shape[0] - 1, 2 * shape[1] - 1) if len(shape) == 2 else 0
     return n if n > 0 and packed_shape(n) == shape else None
 
@@ -93,7 +93,7 @@ def pack_triangle(matrix: Array, /, *, xp: Namespace) -> Array:
     Parameters
     ----------
     matrix : array, shape (..., n, n)
-        What stands above its diagonal is not read.
+        The entries above its diagonal are not read.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -109,13 +109,13 @@ def pack_triangle(matrix: Array, /, *, xp: Namespace) -> Array:
         row = A[..., :1, :]
         top = xp.concat([row, A], axis=-2)
         other = xp.concat([C, row], axis=-2)
-        kept = _below(top, xp)
+        lower = _below(top, xp)
     else:
         column = A[..., :, :1]
         top = A
         other = xp.concat([column, xp.concat([C, A[..., :1, 1:]], axis=-2)], axis=-1)
-        kept = _on_or_below(top, xp)
-    return xp.concat([xp.where(kept, top, other), matrix[..., k:, :k]], axis=-2)
+        lower = _on_or_below(top, xp)
+    return xp.concat([xp.where(lower, top, other), matrix[..., k:, :k]], axis=-2)
 
 
 def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:

@@ -1,6 +1,6 @@
-"""Patches of signals, images and volumes: what a convolution multiplies its kernel with.
+"""Patches of signals, images and volumes, which a convolution multiplies by its kernel.
 
-Conventions.  Channels stand last, and d spatial axes before them.  A patch is flattened
+Conventions.  Channels are last, after d spatial axes.  A patch is flattened
 kernel positions first (row-major) and channels last: its entry ``k C + c`` is channel c
 under kernel position k.  Kernels are not flipped, as in every deep-learning framework.
 With n pixels along an axis, a kernel of k, stride s, dilation e, and ``lo`` and ``hi``
@@ -133,15 +133,15 @@ def extract_patches(
 
     Notes
     -----
-    No flops; between the padded array and the result there are patches along the last
-    axis alone, then along the last two, and so on: a k-th of the result, for a kernel of k.
+    No flops.  Intermediate arrays are patches along the last axis alone, then along the
+    last two, and so on: a k-th of the result, for a kernel of k.
     """
     x, sizes = _prepared(x, kernel_size, strides, padding, dilation, xp)
     d = len(kernel_size)
-    # Axis by axis there are sums of kernel sizes of slices, and not products of them.
+    # One axis at a time takes k_1 + ... + k_d slices, all at once k_1 ... k_d.
     for axis in reversed(range(d)):
         k, s, e, size = (
-            given[axis] for given in (kernel_size, strides, dilation, sizes)
+            by_axis[axis] for by_axis in (kernel_size, strides, dilation, sizes)
         )
         behind = (slice(None),) * (d - axis)
         taps = [

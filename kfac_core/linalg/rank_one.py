@@ -1,11 +1,11 @@
 """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``: many equal blocks and one vector.
 
 Conventions.  K equal blocks of size c, then ``bias`` further diagonal entries (0 or 1)
-that hold only the shift d; ``u = [1_K (x) mu, 1]``.  What comes of a convolution whose
-activations are taken as uncorrelated between positions.  Solved by Sherman-Morrison with
+that hold only the shift d; ``u = [1_K (x) mu, 1]``: the input factor of a convolution
+whose activations are uncorrelated between positions.  Solved by Sherman-Morrison with
 one factorization of size c, or, where that fails its residual check, by the inverse of the
-dense matrix; triangular factors and powers other than 1 and -1 have no
-such form, and are made from the dense matrix.
+dense matrix.  Triangular factors and powers other than 1 and -1 have no such form; they
+are computed from the dense matrix.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DampedRankOne:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Empty: this is no stack."""
+        """Empty, for a single matrix."""
         return ()
 
     @property
@@ -80,8 +80,8 @@ class DampedRankOne:
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        found = self.block.factorizations & {"inverse"}
-        return found if self.whole is None else found | self.whole.factorizations
+        prepared = self.block.factorizations & {"inverse"}
+        return prepared if self.whole is None else prepared | self.whole.factorizations
 
     def prepared(
         self,
@@ -89,21 +89,21 @@ class DampedRankOne:
         check: Check = "raise",
         name: str = "matrix",
     ) -> DampedRankOne:
-        """Return the same with factorizations made; as `DampedMatrix.prepared`."""
-        made = self
+        """Return the matrix with missing factorizations; as `DampedMatrix.prepared`."""
+        matrix = self
         options: dict[str, Any] = {"check": check, "name": name}
         if "inverse" in factorizations:
-            made = replaced(made, block=self.block.prepared("inverse", **options))
+            matrix = replaced(matrix, block=self.block.prepared("inverse", **options))
             if "inverse" not in self.factorizations:
-                made = made._checked(**options)
+                matrix = matrix._checked(**options)
         dense = tuple(f for f in factorizations if f != "inverse")
         if dense:
-            whole = made._dense_matrix().prepared(*dense, **options)
-            made = replaced(made, whole=whole)
-        return made
+            whole = matrix._dense_matrix().prepared(*dense, **options)
+            matrix = replaced(matrix, whole=whole)
+        return matrix
 
     def in_wide_basis(self, *, name: str) -> DampedRankOne:
-        """Return the same with its eigendecomposition computed in float64, or raise."""
+        """Return the matrix with its eigendecomposition computed in float64, or raise."""
         return replaced(self, whole=self._dense_matrix().in_wide_basis(name=name))
 
     def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
@@ -112,7 +112,7 @@ class DampedRankOne:
         return Spectrum(basis.eigenvalues, basis.error)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
-        """Return ``M v``, or the same without the shift; ``2 K c^2 k`` flops."""
+        """Return ``M v``, with or without the shift; ``2 K c^2 k`` flops."""
         xp = self._xp()
         if v.ndim > 2:
             return side_by_side(
@@ -156,9 +156,9 @@ class DampedRankOne:
         weight, _ = self._elimination(xp)
         mean = self._body()
         inner = xp.matmul(xp.matrix_transpose(mean), self._solve_body(mean))
-        rest = xp.log1p(self.shift) if self.bias else 0.0
+        corner = xp.log1p(self.shift) if self.bias else 0.0
         lemma = xp.log1p(weight * inner[0, 0])
-        return self.repeats * self.block.logdet() + rest + lemma
+        return self.repeats * self.block.logdet() + corner + lemma
 
     def trace(self, *, shifted: bool) -> Array:
         """Return the trace, 0-d."""
@@ -191,7 +191,7 @@ class DampedRankOne:
         return self.multiply(eye, shifted=shifted)
 
     def status(self) -> Array:
-        """Return the flags of all factorizations made, 0-d int32."""
+        """Return the flags of all factorizations, 0-d int32."""
         status = self.block.status()
         return status if self.whole is None else status | self.whole.status()
 
@@ -246,11 +246,11 @@ class DampedRankOne:
         return self._xp().concat([body, self._xp().ones_like(body[:1, :])], axis=0)
 
     def _checked(self, *, check: Check, name: str) -> DampedRankOne:
-        """Return the same with the dense inverse if that by the mean is inaccurate."""
+        """Return the matrix, with its dense inverse if Sherman-Morrison is inaccurate."""
         xp = self._xp()
         z = probe(self.size, dtype=self.dtype, device=ns.device_of(self.mean), xp=xp)
-        found = self._solve(self.multiply(z, shifted=True))
-        residual = relative_norm(found - z, z, xp=xp)
+        solved = self._solve(self.multiply(z, shifted=True))
+        residual = relative_norm(solved - z, z, xp=xp)
         flag = ns.status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
         if check == "status":
             block = self.block

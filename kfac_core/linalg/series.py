@@ -1,16 +1,15 @@
 """The sum over all lags of a linear chain, as a function of its correlation.
 
 Conventions.  In a chain of T steps with correlation x between neighbors, lag d has
-correlation ``x^|d|`` and stands ``T - |d|`` times among the T^2 pairs of steps.  The sum
+correlation ``x^|d|`` and occurs ``T - |d|`` times among the T^2 pairs of steps.  The sum
 over all pairs and its reciprocal are
 
     W(x) = sum_{|d|<T} (T - |d|) x^|d|,        gamma(x) = 1 / W(x),
 
-with ``W(0) = T``, ``W(1) = T^2``; x lies in ``[-1, 1]`` and keeps its sign.  Where lengths
-are random, it is W that is averaged over them, and not gamma or T: a share ``p_k`` of the
-sequences has k steps.  The closed form of gamma divides by ``(1 - x)^2``, so that it
-loses all digits near x = 1 and is 0/0 at it; nothing here does, but for negative x, where
-that is at least 1.
+with ``W(0) = T``, ``W(1) = T^2``; x lies in ``[-1, 1]`` and keeps its sign.  With random
+lengths, of which a share ``p_k`` has k steps, W is averaged, and not gamma or T.  The
+closed form of gamma divides by ``(1 - x)^2``, loses all digits near x = 1 and is 0/0
+there; it is used for negative x only, where the divisor is at least 1.
 
 References
 ----------
@@ -135,7 +134,7 @@ def series_sum(correlation: Array, shares: Array, /, *, xp: Namespace) -> Array:
     k = xp.arange(1, T + 1, dtype=shares.dtype, device=ns.device_of(shares))
     is_odd = xp.remainder(k, 2.0) == 1.0
     odd, even = xp.where(is_odd, shares, zeros), xp.where(is_odd, zeros, shares)
-    # Row i stands for the power i: how far each length is above it.
+    # Row i counts the pairs of lag i in a sequence of each length.
     above = k[None, :] - (k[:, None] - 1.0)
     above = xp.where(above > 0, above, xp.zeros_like(above))
     pairs = xp.matmul(above, shares)

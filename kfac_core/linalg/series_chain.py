@@ -3,8 +3,8 @@
 Conventions.  ``A_0 (x) G_0`` (damped) and ``A_1 (x) G_1`` are the covariances of lags 0
 and 1 of a stationary sequence of matrices V, on which ``A (x) G`` acts as ``A V G^T``.
 With any root ``R R^T = A_0`` and its dual ``R^-T``, the correlation of one side is
-``P = R^-1 A_1 R^-T``, and ``Psi = P_A (x) P_G``.  Another root turns P by an orthogonal
-matrix and leaves every sum as it is, so that a Cholesky factor serves.  With P
+``P = R^-1 A_1 R^-T``, and ``Psi = P_A (x) P_G``.  Another root rotates P and leaves every
+sum unchanged, so that a Cholesky factor serves.  With P
 symmetrized and ``R = R_A (x) R_G``, the sum over the pairs of T steps is
 
     F = R [ sum_{|d|<T} (T - |d|) Psi^|d| ] R^T.
@@ -93,7 +93,7 @@ class WeightedRoots:
     weights : array, shape (n, m)
         W, positive.
     clipped : array, 0-d
-        By how much a correlation was above 1.
+        Excess of a correlation above 1.
     flags : array of int32, 0-d
         `Status` flags.
     """
@@ -158,7 +158,7 @@ def triangular_root(lower: Array, lagged: Array, /, *, xp: Namespace) -> Root:
     """
     eye = xp.eye(lower.shape[0], dtype=lower.dtype, device=ns.device_of(lower))
     finite = xp.all(xp.isfinite(lower))
-    # Some libraries raise where a factor is NaN.
+    # Some libraries raise for a factor with NaN.
     dual = solve_triangular(xp.where(finite, lower, eye), eye, transpose=True, xp=xp)
     return Root(lower, xp.where(finite, dual, xp.full_like(dual, xp.nan)), lagged)
 
@@ -240,7 +240,7 @@ def flagged_eigenbasis(
 
 
 def excess(largest: Array, xp: Namespace) -> tuple[Array, Array]:
-    """Return by how much a correlation is above 1, and the flags of that."""
+    """Return the excess of a correlation above 1, and its flags."""
     clipped = xp.where(largest > 1.0, largest - 1.0, xp.zeros_like(largest))
     return clipped, ns.status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
 
@@ -253,7 +253,7 @@ def positive_flags(
     Parameters
     ----------
     values, unit : array
-        Numbers, and what their error is relative to.
+        Numbers, and the unit of their error.
     xp : namespace
         Array API namespace of the arrays.
     known : array, 0-d, optional

@@ -1,7 +1,7 @@
 """The sum over all lags of an infinite chain of Kronecker products, and its inverse.
 
-Conventions as in `kfac_core.linalg.series_chain`, but P is not symmetrized, and S, the
-mean number of steps, stands for a length that all lags fit into:
+Conventions as in `kfac_core.linalg.series_chain`, but P is not symmetrized, all lags count
+as if they fit into each sequence, and S is the mean number of steps:
 
     F    = S R [ (I - Psi)^-1 + (I - Psi^T)^-1 - I ] R^T,
     F^-1 = (1/S) R^-T (I - Psi) (I - Psi^T Psi)^-1 (I - Psi^T) R^-1.
@@ -87,7 +87,7 @@ class InfiniteChain:
         """Return ``F v`` by doubling; see `stein_solve`."""
         P, Q = self.input_correlation, self.output_correlation
         y = into(self.input_root, v, self.output_root, xp=xp)
-        # A program is compiled for all that there may be: more of them add zeros.
+        # A compiled program takes the most doublings; those beyond `doublings` add zeros.
         known = finite.is_readable(self.doublings, xp=xp)
         doublings = int(self.doublings) if known else _MOST_DOUBLINGS
         X, Y = stein_solve(P, Q, y, doublings=doublings, xp=xp)
@@ -226,7 +226,7 @@ def _infinite_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
     squares = xp.clip(squares, 0.0, None)
     largest = xp.sqrt(xp.max(squares))
     clipped, too_large = excess(largest, xp)
-    # So that the powers and the gaps are of one and the same contraction.
+    # Scale both, so that the powers and the gaps belong to the same contraction.
     unit = xp.where(largest > 1.0, largest, xp.ones_like(largest))
     P, squares = P / unit, squares / (unit * unit)
     D = xp.matmul(side.dual, E)
@@ -248,7 +248,7 @@ def _doublings(
         for _ in range(_DOUBLINGS):
             P, Q = xp.matmul(P, P), xp.matmul(Q, Q)
         return _DOUBLINGS, size(P, Q) <= eps
-    # Powers of a contraction stay below this, but for roundoff at a radius of 1.
+    # Powers of a contraction stay below this limit; roundoff at radius 1 exceeds it.
     limit = 10.0 * math.sqrt(P.shape[0] * Q.shape[0])
     for doublings in range(_MOST_DOUBLINGS):
         now = float(size(P, Q))

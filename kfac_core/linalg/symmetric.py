@@ -1,7 +1,7 @@
 """A symmetric matrix as one object, of which a backend may keep one triangle.
 
 SYRK, POTRF, POTRI, SYEVD and SYMM read and write one triangle only, and a running sum is
-never mirrored.  Whether the array holds both triangles is known here and nowhere else.
+never mirrored.  Only this module knows whether an array holds both triangles.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SymmetricMatrix:
     array : array, shape (..., n, n)
         The matrix in its lower triangle.
     full_storage : bool
-        Whether the upper triangle holds it too; else what stands there is finite but
-        means nothing.
+        Whether the upper triangle holds it too; otherwise its entries are finite and
+        meaningless.
     """
 
     array: Array
@@ -90,7 +90,7 @@ class ScaledMatrix:
         Distance from 1 to the next number of the dtype that B was stored in, where that is
         known; 0 for a matrix that is exact.
     rank : array, shape () or (...), or None
-        At most so many eigenvalues of B are not zero; None where that is not known.
+        Bound of the number of nonzero eigenvalues of B; None where it is not known.
 
     Notes
     -----
@@ -115,7 +115,7 @@ class ScaledMatrix:
         return ns.as_number(self.factor) * matrix_trace(self.matrix.array, xp=xp)
 
     def multiplied(self) -> SymmetricMatrix:
-        """Return ``c B`` as a matrix of its own."""
+        """Return ``c B`` multiplied out."""
         return self.matrix.scaled(self.factor)
 
     def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
@@ -129,7 +129,7 @@ class ScaledMatrix:
 
 def for_matrices(x: Scalar, /) -> Scalar:
     """Return a number, or one for each of a stack, in a shape to multiply matrices."""
-    # A 0-d array is multiplied in half of the time of one with axes.
+    # NumPy multiplies by a 0-d array in half of the time of one with axes.
     return x[..., None, None] if getattr(x, "ndim", 0) else x
 
 

@@ -57,12 +57,12 @@ def solve_triangular(
     definition = solve_triangular.__wrapped__  # type: ignore[attr-defined]
     if transpose:
         bottom = definition(second, b[..., h:, :], transpose=True, xp=xp)
-        rest = b[..., :h, :] - xp.matmul(xp.matrix_transpose(coupling), bottom)
-        top = definition(first, rest, transpose=True, xp=xp)
+        residual = b[..., :h, :] - xp.matmul(xp.matrix_transpose(coupling), bottom)
+        top = definition(first, residual, transpose=True, xp=xp)
     else:
         top = definition(first, b[..., :h, :], transpose=False, xp=xp)
-        rest = b[..., h:, :] - xp.matmul(coupling, top)
-        bottom = definition(second, rest, transpose=False, xp=xp)
+        residual = b[..., h:, :] - xp.matmul(coupling, top)
+        bottom = definition(second, residual, transpose=False, xp=xp)
     return xp.concat([top, bottom], axis=-2)
 
 

@@ -7,7 +7,7 @@ over its D targets.  The inner space is as wide as the outputs, and
 
     F = H = diag(p (1 - p)),        B = diag(sqrt(p (1 - p))).
 
-Nothing here overflows: everything is written with ``exp(-|z|)``.
+All formulas use ``exp(-|z|)``, so that nothing overflows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _opened(natural: Array, targets: Array) -> tuple[Array, Array, Namespace]:
     """Return z, y and the namespace, checked and wide; y is NaN beyond [0, 1]."""
     z, xp = wide_natural(natural, targets=targets)
     y = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp, any_real=True)
-    # Labels of -1 and 1 have another loss; soft targets may be rounded.
+    # Targets of -1 and 1 belong to another loss; soft targets may exceed 1 by rounding.
     return z, xp.where(xp.abs(y - 0.5) <= 0.501, y, xp.nan), xp
 
 

@@ -4,7 +4,7 @@ Conventions.  ``natural`` holds logits z, shape ``(N, ..., C)``; ``p = softmax(z
 the last axis.  A logit of minus infinity excludes a class.  Targets are integer labels
 in [0, C), shape ``(N, ...)``, or floating rows of probabilities, shape ``(N, ..., C)``
 (one-hot rows, smoothed labels).  A label outside of [0, C) gives NaN, which the
-statistics refuse by name unless their mask leaves that row out.
+statistics reject unless their mask leaves that row out.
 
 With ``q = sqrt(p)``, and the inner space as wide as the outputs,
 
@@ -69,7 +69,7 @@ class Categorical(Loss):
         log_p = _log_softmax(z, xp)
         if not is_integral(xp, targets):
             t = _rows_of_targets(targets, z, xp)
-            # An excluded class has log p = -inf, and 0 times that would be NaN.
+            # An excluded class has log p = -inf, and 0 * inf is NaN.
             log_p = xp.where(t == 0, xp.zeros_like(log_p), log_p)
             return xp.sum(t * log_p, axis=-1)
         hit, valid = _one_hot(targets, z, xp)
@@ -84,7 +84,7 @@ class Categorical(Loss):
             t = _rows_of_targets(targets, z, xp)
             return p * xp.sum(t, axis=-1, keepdims=True) - t
         hit, valid = _one_hot(targets, z, xp)
-        # p_y - 1 as minus the sum of the others, which keeps its relative accuracy.
+        # p_y - 1 is minus the sum of the others, which does not cancel for p_y near 1.
         others = xp.sum(xp.where(hit, xp.zeros_like(p), p), axis=-1, keepdims=True)
         return xp.where(valid, xp.where(hit, -others, p), xp.nan)
 
@@ -100,7 +100,7 @@ class Categorical(Loss):
         z, xp = wide_natural(natural, noise=noise)
         u = wide_companion(noise, z.shape[:-1], "noise", dtype=z.dtype, xp=xp)
         p = xp.exp(_log_softmax(z, xp))
-        # Parallel sums need not be monotone, so that impossible classes are taken out.
+        # Parallel cumulative sums need not be monotone, so exclude impossible classes.
         cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
         total = xp.max(cumulated, axis=-1, keepdims=True)
         below_one = 1.0 - ns.roundoff_of(z.dtype, xp=xp)
@@ -171,7 +171,7 @@ def _one_hot(labels: Array, z: Array, xp: Namespace) -> tuple[Array, Array]:
     """Return where the label's class is, and which labels are in range."""
     require_last_axes(labels, tuple(z.shape[:-1]), "targets")
     if xp.iinfo(labels.dtype).bits < 32:
-        # An index of eight bits cannot count a thousand classes.
+        # An 8-bit index cannot count a thousand classes.
         labels = ns.cast(xp, labels, xp.int32)
     labels = labels[..., None]
     return _classes(labels, z, xp), (labels >= 0) & (labels < z.shape[-1])

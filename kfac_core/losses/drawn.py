@@ -103,7 +103,7 @@ def drawn_vectors(
     if positions == "together" or not (shared or separate):
         return exact
     rows = tuple(exact.vectors.shape[:-1])
-    # A separate source holds one row of each example.
+    # Each separate source holds one row of every example.
     drawn = (*rows[:2], *(1 for _ in rows[2:])) if separate else rows
     noise = draw_noise(NoiseSpec("uniform", drawn), like=natural, rng=seed)
     xp = ns.namespace_of(noise=noise)

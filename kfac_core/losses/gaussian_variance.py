@@ -90,7 +90,7 @@ class GaussianLearnedVariance(Loss):
         for_mean = xp.exp(-0.5 * z[..., half:]) * v[..., :half]
         return xp.concat([for_mean, v[..., half:] * math.sqrt(0.5)], axis=-1)
 
-    # The factor is diagonal.
+    # The factor is diagonal, hence its own transpose.
 
     def ggn_multiply(self, natural: Array, v: Array, /) -> NoReturn:
         """Raise `UnsupportedError`: the Hessian is never positive definite."""

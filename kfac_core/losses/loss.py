@@ -1,6 +1,6 @@
-"""The interface of a loss, and what most losses have in common.
+"""The interface of a loss, and the common part of most losses.
 
-Conventions.  ``z`` stands for a network's outputs, which parametrize a distribution
+Conventions.  ``z`` are a network's outputs, which parametrize a distribution
 ``p(y | z)`` of targets: ``natural``, of shape ``(N, ..., P)``, one *row* of P numbers for
 each example (and shared position).  The loss of a row is ``-log p(y | z)`` and that of a
 batch is their **sum**, so that gradients are those of ``Conventions(loss="sum")`` and

@@ -1,4 +1,4 @@
-"""The estimation modes: which vectors a framework backpropagates, and on what scale.
+"""The estimation modes: the vectors that a framework backpropagates, and their scale.
 
 Conventions.  A mode gives M *sources*, output vectors ``v_1 .. v_M`` for every row, to be
 pulled back through the network one after the other.  With w the weight of a row's loss

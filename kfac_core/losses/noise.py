@@ -1,7 +1,7 @@
-"""Random numbers, which always come from the caller.
+"""Random numbers, which are always arguments.
 
-Conventions.  The Array API standard has no random numbers, and a library that drew its
-own would be neither reproducible nor traceable.  So sampling functions take *noise*:
+Conventions.  The Array API standard has no random numbers, and drawing them inside would
+be neither reproducible nor traceable.  So sampling functions take *noise*:
 an array of independent numbers, uniform in [0, 1) or standard normal, of a stated
 shape.  Draw it with your library's own functions, from a key or a generator, or let
 `draw_noise` draw it on the host.
@@ -86,7 +86,7 @@ def draw_noise(
     if spec.distribution == "normal":
         values = np.asarray(generator.standard_normal(spec.shape)).astype(dtype)
     else:
-        # A float64 just below 1 becomes 1 in float32, which lies outside [0, 1).
+        # A float64 just below 1 rounds to 1 in float32, which is outside of [0, 1).
         below_one = np.nextafter(dtype.type(1.0), dtype.type(0.0))
         values = np.asarray(generator.random(spec.shape)).astype(dtype)
         values = np.minimum(values, below_one)

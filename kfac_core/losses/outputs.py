@@ -1,7 +1,7 @@
 """Checks of a network's outputs and targets that all losses share.
 
 Conventions.  ``natural`` has shape ``(..., P)``; targets, noise and vectors have the
-axes that a loss says, and any number in front of them.  Half precision is widened to
+axes of the loss, and any number of axes in front.  Half precision is widened to
 float32, and everything is brought to the dtype of ``natural``.
 """
 
@@ -131,5 +131,5 @@ def is_integral(xp: Namespace, x: Array, /) -> bool:
     try:
         return bool(xp.isdtype(x.dtype, "integral"))
     except TypeError:
-        # NumPy's isdtype raises for extension dtypes such as bfloat16.
+        # `isdtype` of NumPy raises for extension dtypes such as bfloat16.
         return False

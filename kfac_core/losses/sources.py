@@ -41,7 +41,7 @@ class SourceVectors:
         Vectors to pull back to the layers, one source after the other; for the last
         layer itself, ``Batch(output_grads=vectors, sources=M)``.
     mode : EstimationMode
-        Mode of the vectors; `curvature_matrix` says what it estimates.
+        Mode of the vectors; `curvature_matrix` is the matrix that it estimates.
     sources : int
         Number of backpropagated vectors ``M``.
     source_reduction : {"sum", "mean"}
@@ -152,7 +152,7 @@ def vectors(
     xp = ns.namespace_of(natural=natural)
     detach = backend_of(xp).detach
     natural, _ = wide_natural(detach(natural))
-    # A process may have no rows of a batch, so that N may be 0.
+    # N is 0 on a process without rows of a batch.
     if natural.ndim < 2:
         raise errors.ShapeError(
             f"Expected `natural` to have shape (N, ..., P), got {tuple(natural.shape)}."
@@ -280,8 +280,8 @@ def _weighted(v: Array, weight: Scalar | Array, xp: Namespace) -> Array:
     if shape:
         weight = xp.reshape(weight, (*shape, *(1 for _ in rows[len(shape) :]), 1))
     weight = ns.cast(xp, weight, v.dtype)
-    # A bad weight in an array cannot raise under a tracer; the statistics refuse NaN.
+    # A traced weight cannot raise: an invalid one becomes NaN, which statistics reject.
     good = weight >= 0
     root = xp.where(good, xp.sqrt(xp.where(good, weight, 0.0)), xp.nan)
-    # Replace rather than multiply: padded rows may hold NaN.
+    # Replace padded rows instead of multiplying by 0, since they may hold NaN.
     return xp.where(weight == 0, xp.zeros_like(v), v) * root

@@ -21,7 +21,7 @@ class DenseOperator(CurvatureOperator):
     """The snapshot ``F + lam I`` of a full matrix F; see `CurvatureOperator`.
 
     F acts on the vector V of shape ``(in(+1), out)`` flattened row-major, ``2 (n m)^2``
-    flops.  Damping is exact, whatever the rule: there is nothing to split it over.
+    flops.  Damping is exact for every rule, since one factor leaves nothing to split.
 
     Attributes
     ----------

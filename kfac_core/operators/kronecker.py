@@ -31,7 +31,7 @@ _ASYMMETRY = 1e3
 class FactoredKronecker(CurvatureOperator):
     """The operator ``F_damped = S (A + a I) (x) (G + b I)``: K-FAC, factored damping.
 
-    A is the input factor and stands left, G is the output factor, S is the number of
+    A is the input factor, on the left, G is the output factor, S is the number of
     shared positions; a and b are the shifts of `kfac_core.damping.factored_shifts`.  On a
     vector V of shape ``(in(+1), out)``
 
@@ -105,7 +105,8 @@ class FactoredKronecker(CurvatureOperator):
         """Return the operator with missing factorizations computed."""
         A = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
         G = self.output.prepared(*factorizations, check=check, name=f"{name}/output")
-        # After the first step nothing is missing.
+        # At most steps all are prepared already; keep the object, and what is cached for
+        # it.
         if A is self.input and G is self.output:
             return self
         return replaced(self, input=A, output=G)
@@ -215,7 +216,7 @@ class FactoredKronecker(CurvatureOperator):
         return self._scale() * xp.matrix_transpose(both)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        # In this order a compiler moves no transpose in front of the first product.
+        # In this order XLA does not copy a transpose before the first product.
         right = self.output.solve(ns.transposed(V, xp=xp))
         both = self.input.solve(ns.transposed(right, xp=xp), overwrite=True)
         # Without shared positions S is 1, which saves a pass over the vector.
@@ -282,8 +283,8 @@ def kronecker_operator(
     Parameters
     ----------
     input : SymmetricMatrix, array of shape (n, n) or (n,), or None
-        Input factor A: whole, or its diagonal.  None for a block that is one factor,
-        ``F = S G``, as that of a bias alone; its vectors have the shape ``(1, m)``.
+        Input factor A, or its diagonal.  None for a block with a single factor,
+        ``F = S G``, such as a bias alone; its vectors have the shape ``(1, m)``.
     output : SymmetricMatrix, or array of shape (m, m) or (m,)
         Output factor G.
     damping : float or 0-d array
@@ -296,7 +297,7 @@ def kronecker_operator(
     least_shift : float
         The least number that a factored rule adds to one of two factors.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-        Factorizations to prepare now; the rest are made when needed.
+        Factorizations to prepare now; the others are computed when needed.
     check : {"raise", "status"}
         Whether failures raise, or are reported in the operator's ``status()``; a factor
         that is not symmetric then counts as one that is not finite.
@@ -413,13 +414,13 @@ def exactly_damped(
     check: Check,
     name: str,
 ) -> SpectralOperator:
-    """Return ``S A (x) G + lam I``, in the bases of the factors where these are made.
+    """Return ``S A (x) G + lam I``, in the eigenbases of the factors if these are prepared.
 
     Parameters
     ----------
     in_bases, undamped : FactoredKronecker
-        ``S A (x) G`` with shifts of zero: with its eigenbases, where `factorizations` are
-        wanted, and as it came.
+        ``S A (x) G`` with shifts of zero: with its eigenbases if there are
+        `factorizations` to prepare, and without any.
     damping : array, 0-d
         Damping ``lam``.
     factorizations : tuple of str

@@ -76,5 +76,5 @@ class LinearMap(abc.ABC):
         flat = xp.reshape(product, (*many, p))
         return flat if vectors.ndim == 1 else xp.matrix_transpose(flat)
 
-    # The names that SciPy asks for; the matrix is symmetric.
+    # The interface of `scipy.sparse.linalg.LinearOperator`; the matrix is symmetric.
     matvec = matmat = rmatvec = rmatmat = __matmul__

@@ -107,11 +107,11 @@ class ManyKronecker(CurvatureOperator):
         name: str = "block",
     ) -> ManyKronecker:
         """Return the operator with missing factorizations computed."""
-        wanted = factorizations
+        for_factors = factorizations
         if self.exact:
-            wanted = ("eigenbasis",) if factorizations else ()
+            for_factors = ("eigenbasis",) if factorizations else ()
         factors = {
-            side: part.prepared(*wanted, check=check, name=f"{name}/{side}")
+            side: part.prepared(*for_factors, check=check, name=f"{name}/{side}")
             for side, part in self.factors.items()
         }
         operator = replaced(self, factors=factors)
@@ -170,7 +170,7 @@ class ManyKronecker(CurvatureOperator):
         return total
 
     def frobenius_norm(self, *, damped: bool = True) -> Array:
-        """Return the Frobenius norm, 0-d: the product of those of the factors."""
+        """Return the Frobenius norm, 0-d: the product of the factors' norms."""
         xp = ns.own_namespace(self.scale)
         shifted = damped and not self.exact
         norm = self.scale

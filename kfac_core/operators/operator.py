@@ -1,9 +1,9 @@
 """The interface of curvature operators, and the conversion of their vectors.
 
-Conventions.  An operator stands for one block's matrix at one moment with one damping,
-``F_damped``; ``damped=False`` is the same without the damping.  Vectors are matrices V
+Conventions.  An operator is one block's matrix at one moment with one damping,
+``F_damped``; ``damped=False`` leaves the damping out.  Vectors are matrices V
 of shape ``(in(+1), out)``.  `CurvatureOperator.to_dense` flattens row-major, so that the
-input factor stands left in ``kron(A, G)``.  A product is computed in the operator's
+input factor is on the left in ``kron(A, G)``.  A product is computed in the operator's
 dtype and returned in the vector's; vectors are not modified.
 
 An operator may be a stack: of a layer's Q independent groups of columns, or of equal
@@ -99,11 +99,10 @@ class CurvatureOperator(LinearMap):
 
     Notes
     -----
-    A vector has the shape `vector_shape`, or `stack_shape` if the operator is a stack,
-    with further axes in front where there are many: every product is with one vector or
-    with many at once.  The result has the same shape and dtype.  ``operator @ v`` is
-    ``F_damped v`` of flat vectors and ``operator**p @ v`` that of a power; see
-    `kfac_core.operators.LinearMap`.
+    A vector has the shape `vector_shape`, or `stack_shape` if the operator is a stack, or
+    further axes in front for many vectors, which every product takes at once.  The result
+    has the same shape and dtype.  ``operator @ v`` is ``F_damped v`` of flat vectors and
+    ``operator**p @ v`` that of a power; see `kfac_core.operators.LinearMap`.
 
     Every product raises `ShapeError`, `DtypeError` or `MixedArraysError` for an
     incompatible vector, `UnsupportedError` for a product that the operator does not have,
@@ -141,7 +140,8 @@ class CurvatureOperator(LinearMap):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Set on each class, since a dataclass would define its own.
+        # Set on each subclass, since its dataclass decorator would define another
+        # `__repr__`.
         cls.__repr__ = CurvatureOperator.__repr__  # type: ignore[method-assign]
 
     @property
@@ -216,7 +216,7 @@ class CurvatureOperator(LinearMap):
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
 
-        An exponent that is no finite number raises `ConventionError`.
+        An exponent that is not a finite number raises `ConventionError`.
         """
         exponent = real_exponent(exponent)
         if exponent == 1:
@@ -328,7 +328,7 @@ class CurvatureOperator(LinearMap):
         UnsupportedError
             For an operator without an eigenbasis of this form.
         NotFiniteError, FactorizationError
-            If the eigenbasis cannot be made (``check="raise"``).
+            If the eigendecomposition fails (``check="raise"``).
         """
         raise errors.UnsupportedError(
             f"{type(self).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
@@ -443,7 +443,7 @@ class CurvatureOperator(LinearMap):
     ) -> Array:
         """Return a formula's result in the form and dtype of the vector.
 
-        A formula that divides makes zeros of nothing but zeros.
+        `divides` marks inverses, whose result is zero only for a vector of zeros.
         """
         if result.shape != vector.shape:
             inner = self.inner_shape
@@ -455,13 +455,14 @@ class CurvatureOperator(LinearMap):
         product = result
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
-        # Only where values are at hand: elsewhere this would synchronize with a device.
+        # Check plain arrays only: for others, reading would synchronize with a device.
         if not finite.known_finite(result, xp=xp):
             if finite.is_plain(result, xp=xp):
                 _raise_for_product(vector, xp)
         elif (
             0 not in product.shape
-            # Nearly always one entry shows that the product has not underflowed.
+            # One entry nearly always shows that the product has not underflowed; only if
+            # it is tiny are all of them read.
             and abs(float(product[(-1,) * product.ndim])) <= 1e-30
             and _has_underflowed(product, vector, divides, xp)
         ):
@@ -473,19 +474,19 @@ class CurvatureOperator(LinearMap):
 
     def __repr__(self) -> str:
         """Return a short description, without reading values from a device."""
-        told = {"vector_shape": str(self.vector_shape), "dtype": str(self.like.dtype)}
+        fields = {"vector_shape": str(self.vector_shape), "dtype": str(self.like.dtype)}
         if len(self.stack_shape) > 2:
-            told["stack"] = str(self.stack_shape[:-2])
+            fields["stack"] = str(self.stack_shape[:-2])
         for label, value in self._dampings().items():
-            told[label] = _told(value)
+            fields[label] = _told(value)
         factorizations = [
             f for f in get_args(Factorization) if f in self.factorizations
         ]
-        told["prepared"] = ", ".join(factorizations) or "nothing"
+        fields["prepared"] = ", ".join(factorizations) or "nothing"
         flags = finite.plain_number(self.status(), xp=ns.own_namespace(self.like))
         if flags is not None:
-            told["status"] = Status(int(flags)).name or str(int(flags))
-        body = ", ".join(f"{label}={value}" for label, value in told.items())
+            fields["status"] = Status(int(flags)).name or str(int(flags))
+        body = ", ".join(f"{label}={value}" for label, value in fields.items())
         return f"{type(self).__name__}({body})"
 
     def _dampings(self) -> dict[str, Array]:
@@ -544,7 +545,7 @@ def log_sum(w: Array, /, *, roundoff: float = 0.0) -> Array:
     w : array
         Eigenvalues, nonnegative up to rounding.
     roundoff : float
-        Relative to the largest of them, what counts as zero.
+        Eigenvalues below this fraction of the largest one count as zero.
 
     Returns
     -------
@@ -638,7 +639,7 @@ def _has_underflowed(
 
 
 def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
-    """Raise for a product that is not finite, with what it comes from."""
+    """Raise for a product that is not finite, with the cause."""
     if not finite.known_finite(vector, xp=xp):
         raise errors.NotFiniteError(
             "the vector holds NaN or infinity. Expected finite numbers; skip this step."

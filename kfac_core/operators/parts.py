@@ -35,7 +35,7 @@ __all__ = [
 
 
 class ChainOperator(Protocol):
-    """An operator that is made in the computing dtype and then rounded."""
+    """An operator that is computed in the computing dtype and then rounded."""
 
     @property
     def like(self) -> Array:
@@ -46,7 +46,7 @@ class ChainOperator(Protocol):
         """The shape of a vector."""
 
     def flagged(self, flags: Array, /) -> Any:
-        """Return the same with more `Status` flags."""
+        """Return the operator with more `Status` flags."""
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         """Return ``F_damped V``, or ``F V``."""

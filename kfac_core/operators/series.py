@@ -1,15 +1,15 @@
 """The operator of a chain of time steps, symmetric (option 1) or infinite (option 2).
 
 Conventions.  ``V0 = (A_0 + a I) (x) (G_0 + b I)``, with shifts a and b that
-`kfac_core.damping.factored_shifts` made from the damping; the moments of lag 1 are
-never damped.  Which F is made from V0 and lag 1 is the chain's: see
+`kfac_core.damping.factored_shifts` computes from the damping; the moments of lag 1 are
+not damped.  Which F is made from V0 and lag 1 is the chain's: see
 `kfac_core.linalg.series_chain` and `kfac_core.linalg.series_infinite`.
 
-What is structured: F, its inverse, a square root of the inverse (so samples), and for
-the symmetric variant the trace and the log-determinant.  F is a sum of Kronecker
-products which share no eigenvectors, so that its other powers, its eigenvalues and its
-Cholesky factor are no products of small matrices.  They are made from the dense matrix,
-up to `DENSE_LIMIT` rows, and refused above.
+What is structured: F, its inverse, a square root of the inverse (so samples), and for the
+symmetric variant the trace and the log-determinant.  F is a sum of Kronecker products
+which share no eigenvectors, so that its other powers, its eigenvalues and its Cholesky
+factor are not products of small matrices.  They are computed from the dense matrix, up to
+`DENSE_LIMIT` rows, and refused above.
 
 Without damping A_0 and G_0 may be singular.  Lag 1 then lies in their ranges, and roots
 by eigendecomposition, with directions below roundoff left out, take the place of
@@ -125,12 +125,12 @@ class SeriesOperator(CurvatureOperator):
                     "eigenbasis", check=check, name=f"{name}/output"
                 ),
             )
-        wanted = tuple(f for f in _DENSE if f in factorizations)
-        if not wanted or self._rows() > DENSE_LIMIT:
+        dense_only = tuple(f for f in _DENSE if f in factorizations)
+        if not dense_only or self._rows() > DENSE_LIMIT:
             return operator
-        dense = operator._dense_matrix().prepared(*wanted, check=check, name=name)
+        dense = operator._dense_matrix().prepared(*dense_only, check=check, name=name)
         operator = replaced(operator, dense=dense.block)
-        if "cholesky" not in wanted:
+        if "cholesky" not in dense_only:
             return operator
         # The dense matrix was rounded, so compare its solve with the chain's inverse.
         xp = ns.own_namespace(self.scale)
@@ -188,7 +188,7 @@ class SeriesOperator(CurvatureOperator):
         return status if self.dense is None else status | self.dense.status()
 
     def flagged(self, flags: Array, /) -> SeriesOperator:
-        """Return the same with more `Status` flags."""
+        """Return the operator with more `Status` flags."""
         return replaced(
             self, chain=replaced(self.chain, flags=self.chain.flags | flags)
         )
@@ -241,7 +241,7 @@ class SeriesOperator(CurvatureOperator):
         return DenseOperator(damped_matrix(matrix, zero), self.vector_shape)
 
     def _factored(self) -> DenseOperator:
-        """Return F as an operator with its Cholesky factor, made now if that can raise."""
+        """Return F as a dense operator with a Cholesky factor."""
         there = self.dense is not None and self.dense.cholesky is not None
         if there or not finite.is_readable(self.scale, xp=ns.own_namespace(self.scale)):
             return self._dense_matrix()

@@ -221,7 +221,7 @@ class SpectralOperator(CurvatureOperator):
         return self._coordinates(self._split(ns.cast(xp, vectors, self.dtype), xp), xp)
 
     def from_basis(self, coordinates: Array, /) -> Array:
-        """Return ``V = Q_A R Q_G^T`` of what `to_basis` gave, in the block's dtype."""
+        """Return ``V = Q_A R Q_G^T`` for R from `to_basis`, in the block's dtype."""
         xp = self.namespace
         return self._joined(self._vectors(coordinates, xp), xp)
 
@@ -230,7 +230,7 @@ class SpectralOperator(CurvatureOperator):
         return self.namespace.mean(self._values())
 
     def trace(self, *, damped: bool = True) -> Array:
-        """Return ``sum (s + lam)``, or ``sum s``; the factors' traces where there are."""
+        """Return ``sum (s + lam)``, or ``sum s``; from the factors' traces if possible."""
         if self.factors is None:
             trace = self.namespace.sum(self._values())
         else:
@@ -243,7 +243,7 @@ class SpectralOperator(CurvatureOperator):
         return xp.sum(xp.log(self._ready("inverse")._damped()))
 
     def _undamped_logdet(self) -> Array:
-        """Return ``sum log s``, of the factors where there are."""
+        """Return ``sum log s``, from the factors if possible."""
         if self.factors is not None:
             return self.factors.logdet(damped=False)
         return log_sum(self._values())
@@ -382,7 +382,7 @@ class SpectralOperator(CurvatureOperator):
         return self.damping[..., None, None]
 
     def _one_damping(self) -> Array:
-        """Return lam, 0-d; it is the same for every group."""
+        """Return lam, 0-d, which is common to all groups."""
         return self.damping if self.damping.ndim == 0 else self.damping[0]
 
     def _product(self) -> CurvatureOperator:
@@ -400,7 +400,7 @@ class SpectralOperator(CurvatureOperator):
         return operator
 
     def _triangle(self) -> KroneckerCholesky | None:
-        """Return L, made now where that can raise; None for a diagonal."""
+        """Return L, computed where it can raise; None for a diagonal."""
         if self.lower is None and not self._is_diagonal():
             require_readable(self.damping, "cholesky")
             return self.prepared("cholesky").lower
@@ -410,12 +410,12 @@ class SpectralOperator(CurvatureOperator):
         return self.spectrum is not None and self.input is None and self.output is None
 
     def _decomposed(self, check: Check, name: str) -> SpectralOperator:
-        """Return the same with bases and spectrum, made from the factors."""
+        """Return the operator with bases and spectrum, computed from the factors."""
         F = self._product().spectral(check=check, name=name)
         return replaced(self, input=F.input, output=F.output, spectrum=F.spectrum)
 
     def _definite(self, check: Check, name: str) -> SpectralOperator:
-        """Return the same, after a look at the smallest eigenvalue."""
+        """Return the operator, flagged if the smallest eigenvalue is not positive."""
         xp, operator = self.namespace, self
         damped = self._damped()
         positive = xp.min(damped) > 0
@@ -430,7 +430,7 @@ class SpectralOperator(CurvatureOperator):
         return replaced(operator, flags=flags, definite=True)
 
     def _accurate(self, check: Check, name: str) -> tuple[SpectralOperator, Array]:
-        """Return the same with bases that determine the damped block, and flags."""
+        """Return the operator with bases that determine the damped block, and flags."""
         factors: Any = self._product()
         bases, flags = accurate_bases(
             factors.parts(),
@@ -449,7 +449,7 @@ class SpectralOperator(CurvatureOperator):
         return accurate, flags
 
     def _with_lower(self, check: Check, name: str) -> SpectralOperator:
-        """Return the same with its Cholesky factor, where that is no diagonal."""
+        """Return the operator with its Cholesky factor; a diagonal one needs none."""
         F = self if self.definite else self._definite(check, name)
         if self._is_diagonal():
             return F
@@ -528,7 +528,7 @@ def spectral_operator(
     damping : float or array, 0-d
         Damping ``lam``, finite and >= 0.
     vector_shape : tuple of int, optional
-        The shape ``(in(+1), out)`` of the vectors; by default that of the spectrum.
+        The shape ``(in(+1), out)`` of the vectors; by default the shape of the spectrum.
     input, output : array of shape (n, n) and (m, m), or Eigendecomposition, optional
         The eigenvectors Q_A and Q_G in their columns, orthogonal; the coordinate basis by
         default.
@@ -539,7 +539,7 @@ def spectral_operator(
     name : str
         Name of the block in error messages.
     dtype : dtype, optional
-        Dtype of the arrays; that of the spectrum, or float32 where that is narrower.
+        Dtype of the arrays; by default the dtype of the spectrum, float32 at least.
 
     Returns
     -------

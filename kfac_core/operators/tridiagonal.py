@@ -69,7 +69,7 @@ class TridiagonalOperator(CurvatureOperator):
     scale : array, 0-d
         Scale ``S``.
     fallback : array of int32, 0-d
-        `kfac_core.linalg.fallback.Fallback` that was used: in which precision it was made.
+        `kfac_core.linalg.fallback.Fallback` that was used, the precision of the links.
     names : tuple of str
         Names of the layers, from the first to the last.
     """
@@ -107,11 +107,11 @@ class TridiagonalOperator(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> TridiagonalOperator:
-        """Return itself: what its products need is there."""
+        """Return the operator, which is always complete."""
         return self
 
     def trace(self, *, damped: bool = True) -> Array:
-        """Return the trace of F, 0-d: that of the layers' blocks."""
+        """Return the trace of F, 0-d: the sum over the layers' blocks."""
         _require_damped(damped)
         total = ns.own_namespace(self.scale).zeros_like(self.scale)
         for block in self.layers.values():
@@ -133,7 +133,7 @@ class TridiagonalOperator(CurvatureOperator):
         return ns.own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
-        """Raise `UnsupportedError`: they are no products of eigenvalues of factors."""
+        """Raise `UnsupportedError`: they are not products of eigenvalues of factors."""
         raise errors.UnsupportedError(
             f"TridiagonalOperator has no eigenvalues: {_NO_BASIS}."
         )
@@ -164,7 +164,7 @@ class TridiagonalOperator(CurvatureOperator):
         return status
 
     def flagged(self, flags: Array, /) -> TridiagonalOperator:
-        """Return the same with more `Status` flags."""
+        """Return the operator with more `Status` flags."""
         last = self._places[-1]
         block = self.conditionals[last]
         block = replaced(block, flags=block.flags | flags)
@@ -181,7 +181,7 @@ class TridiagonalOperator(CurvatureOperator):
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         _require_damped(damped)
         v = self._apart(V, xp)
-        # F = Xi^-1 Lambda^-1 Xi^-T: forwards, on the spot, and backwards.
+        # F = Xi^-1 Lambda^-1 Xi^-T: a forward sweep, a diagonal, and a backward sweep.
         for place, following in self._pairs():
             guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
             v[following] = v[following] + guess

@@ -50,12 +50,12 @@ class BlockPosterior:
     check: Check
 
     def with_prior(self, prior_precision: Scalar, /) -> BlockPosterior:
-        """Return the posterior for another tau, with the same decomposition."""
+        """Return the posterior for another tau; the decomposition is reused."""
         constraints.require_range("prior_precision", prior_precision, _PRECISION)
         return self._with("prior_precision", prior_precision)
 
     def with_examples(self, examples: Scalar, /) -> BlockPosterior:
-        """Return the posterior for another N, with the same decomposition."""
+        """Return the posterior for another N; the decomposition is reused."""
         constraints.require_range("examples", examples, constraints.DAMPING)
         return self._with("examples", examples)
 
@@ -159,7 +159,7 @@ def block_posterior(
     UnsupportedError
         For an operator without an eigenbasis.
     NotFiniteError, FactorizationError
-        If the eigenbasis cannot be made.
+        If the eigendecomposition fails.
 
     References
     ----------

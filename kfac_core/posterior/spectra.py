@@ -60,7 +60,7 @@ def spectral_blocks(
     UnsupportedError
         For a block without such a basis.
     NotFiniteError, FactorizationError
-        If a decomposition cannot be made (``check="raise"``).
+        If an eigendecomposition fails (``check="raise"``).
 
     Notes
     -----
@@ -77,7 +77,7 @@ def spectral_blocks(
     spectra = {}
     for name, block in blocks.items():
         try:
-            # No factorization: a block of low rank has none without damping.
+            # Prepare no factorization: without damping, a block of low rank has none.
             options = RefreshOptions(
                 damping=0.0,
                 rule="exact",

@@ -2,8 +2,8 @@
 
 Conventions.  V is the gradient of one parameter as an optimizer sees it, of shape
 ``(n_1, ..., n_k)``: of the loss that it descends, nearly always a mean over the batch.
-Nothing is rescaled by the batch's size, unlike the statistics of a `Block`, and what is
-made of these factors scales with V accordingly.  ``V_(i)`` is the unfolding of V with
+Unlike the statistics of a `Block`, nothing is rescaled by the batch's size, so that
+roots of these factors scale with V.  ``V_(i)`` is the unfolding of V with
 axis i for rows, of shape ``(n_i, prod_{j != i} n_j)``; for a matrix, V and ``V^T``.  One
 update has the k factors
 
@@ -88,7 +88,7 @@ class GradientFactors:
         Parameters
         ----------
         like : array
-            Array of a real floating dtype; float32 is taken where it is narrower.
+            Array of a real floating dtype; narrower ones than float32 are widened.
 
         Returns
         -------
@@ -139,7 +139,7 @@ class GradientFactors:
             The ``R_i``, for the second form of the ``C_i``; that of the factor's own
             axis is not read.
         samples : int, optional
-            The length of a leading axis of the gradient; None where it has none.
+            The length of a leading axis of the gradient; None without one.
         check : {"raise", "status"}
             Whether a gradient that is not finite raises, which synchronizes with the
             device, or leaves the statistics as they were, with a flag.

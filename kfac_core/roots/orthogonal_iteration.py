@@ -51,7 +51,7 @@ class OrderedBasis:
     off_diagonal : array, shape (...)
         r, for the matrix that the basis was last made or refreshed for.
     refused : array of bool, shape (...)
-        Whether the last refresh was refused, and the columns are those of before.
+        Whether the last refresh was rejected, and the columns are unchanged.
     status : array of int32, shape (...)
         `Status` flags.
     order : array of integers, shape (..., n)
@@ -222,7 +222,7 @@ def refreshed_basis(
         w, ratio = _quotients(Q, AQ, xp)
     good = (ratio <= old_ratio) & (_orthogonality(Q, xp) <= RESIDUAL_LIMIT)
     good = good & finite
-    # Without finite quotients the order stays as it is.
+    # Keep the order if a quotient is not finite.
     old_w = xp.where(finite[..., None], old_w, basis.eigenvalues)
     old_ratio = xp.where(finite, old_ratio, basis.off_diagonal)
     w = xp.where(good[..., None], w, old_w)
@@ -273,7 +273,7 @@ def _descending(
 
 
 def _columns(Q: Array, order: Array, xp: Namespace) -> Array:
-    """Return the columns of each matrix of a stack in an order of its own."""
+    """Return the columns of each matrix of a stack in its own order."""
     indices = xp.broadcast_to(order[..., None, :], Q.shape)
     return xp.take_along_axis(Q, indices, axis=-1)
 

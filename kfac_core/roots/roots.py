@@ -105,7 +105,7 @@ def inverse_root(
     NotFiniteError, DampingError
         For values that do not fit (``check="raise"``).
     FactorizationError
-        If nothing in the chain holds (``check="raise"``).
+        If every step of the chain fails (``check="raise"``).
 
     Notes
     -----
@@ -173,7 +173,7 @@ def root_residual(
     Returns
     -------
     array, shape (...)
-        Infinity where it is no number.
+        Infinity in place of NaN.
     """
     y = z
     for _ in range(degree):

@@ -10,7 +10,7 @@ columns; ``c = 1`` is a whole basis, and None leaves the side as it is.  In the 
 The factors C of which Q are eigenvectors have the mean diagonal 1 at each average, since
 their scale does not change the basis.  Both of Adam's moments are kept in the basis.  When
 it changes, the first moment changes its coordinates, and the second, a diagonal, becomes
-the diagonal of what it stood for.
+the diagonal in the new basis.
 
 References
 ----------
@@ -113,7 +113,7 @@ def averaged_factor(factor: Array | None, gram: Array, /, *, decay: Scalar) -> A
     Parameters
     ----------
     factor : array, shape (..., b, b), or None
-        Average C so far; None before the first, which is then taken as it is.
+        Average C so far; None for the first update, which sets it.
     gram : array, shape (..., b, b)
         Gram matrix B of rows in any units.
     decay : float
@@ -127,7 +127,7 @@ def averaged_factor(factor: Array | None, gram: Array, /, *, decay: Scalar) -> A
     xp = ns.namespace_of(gram=gram)
     size = gram.shape[-1]
     scale = xp.mean(xp.linalg.diagonal(gram), axis=-1)[..., None, None]
-    # A sum of squares is not finite if any of its rows is not.
+    # The trace, a sum of squares, is finite only if all rows are.
     good = xp.isfinite(scale) & (scale > 0)
     gram = gram / xp.where(good, scale, xp.ones_like(scale))
     if factor is None:
@@ -179,7 +179,7 @@ def renewed_basis(basis: Array | None, factor: Array, /) -> tuple[Array, Array]:
     return xp.linalg.qr(xp.take_along_axis(CQ, columns, axis=-1)).Q, residual
 
 
-def in_basis(V: Array, left: Array | None, right: Array | None, /) -> Array:
+def in_basis(V: Array, rows: Array | None, columns: Array | None, /) -> Array:
     r"""Return :math:`Q_L^T V Q_R`.
 
     Parameters
@@ -205,16 +205,16 @@ def in_basis(V: Array, left: Array | None, right: Array | None, /) -> Array:
     >>> bool(np.allclose(from_basis(in_basis(V, None, Q[None]), None, Q[None]), V))
     True
     """
-    if left is not None:
-        V = _times_rows(left.mT, V)
-    return V if right is None else _times_columns(V, right)
+    if rows is not None:
+        V = _times_rows(rows.mT, V)
+    return V if columns is None else _times_columns(V, columns)
 
 
-def from_basis(V: Array, left: Array | None, right: Array | None, /) -> Array:
+def from_basis(V: Array, rows: Array | None, columns: Array | None, /) -> Array:
     r"""Return :math:`Q_L V Q_R^T`, which undoes `in_basis`; the same arguments."""
-    if left is not None:
-        V = _times_rows(left, V)
-    return V if right is None else _times_columns(V, right.mT)
+    if rows is not None:
+        V = _times_rows(rows, V)
+    return V if columns is None else _times_columns(V, columns.mT)
 
 
 def carried_moments(

@@ -1,9 +1,9 @@
 """Chains of consecutive layers with a joint curvature.
 
-Conventions.  ``{"encoder": ("fc1", "fc2", "fc3")}`` says that the blocks of three layers,
-from the first to the last, are one block ``encoder``: a `Chain` with `BlockTridiagonal`.
-Batches and gradients are given by layer, and those of all layers of a chain together;
-statistics, dampings and operators are those of the chain.
+Conventions.  ``{"encoder": ("fc1", "fc2", "fc3")}`` joins the blocks of three layers, from
+the first to the last, to one block ``encoder``: a `Chain` with `BlockTridiagonal`.  Batches
+and gradients are passed by layer, all layers of a chain together; statistics, dampings and
+operators belong to the chain.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Chains:
 
     Attributes
     ----------
-    given : dict of str to Block
-        The blocks as they were given.
     blocks : dict of str to Block
         The chains, and the blocks that are in none.
     of : dict of str to str
@@ -53,10 +51,10 @@ class Chains:
     def __init__(
         self, chains: Mapping[str, Sequence[str]], blocks: Mapping[str, Block]
     ) -> None:
-        self.given = dict(blocks)
+        self._by_layer = dict(blocks)
         self._layers = {chain: tuple(names) for chain, names in chains.items()}
         self.of: dict[str, str] = {}
-        made: dict[str, Block] = {}
+        joined: dict[str, Block] = {}
         for chain, names in self._layers.items():
             if chain in blocks:
                 raise errors.ConventionError(
@@ -65,12 +63,12 @@ class Chains:
             for name in names:
                 self._add(name, chain)
             layers: Any = tuple(blocks[name].layer for name in names)
-            made[chain] = Block(Chain(names=names, layers=layers), BlockTridiagonal())
+            joined[chain] = Block(Chain(names=names, layers=layers), BlockTridiagonal())
         self.blocks = {
             n: block for n, block in blocks.items() if n not in self.of
-        } | made
+        } | joined
 
-    def batches(self, given: Mapping[str, Any], /) -> dict[str, Any]:
+    def batches(self, by_layer: Mapping[str, Any], /) -> dict[str, Any]:
         """Return batches by block, from those by layer.
 
         Raises
@@ -78,59 +76,59 @@ class Chains:
         UnknownBlockError
             For the name of a chain.
         ConventionError
-            If some layers of a chain are given, and others not.
+            If some layers of a chain are passed, and others not.
         """
-        grouped = {name: part for name, part in given.items() if name not in self.of}
+        grouped = {name: part for name, part in by_layer.items() if name not in self.of}
         for chain, names in self._layers.items():
-            if chain in given:
+            if chain in by_layer:
                 raise errors.UnknownBlockError(
                     f"{chain!r} is a chain: give batches and gradients by the names of its "
                     f"layers, {list(names)}."
                 )
-            own = {name: given[name] for name in names if name in given}
-            if own:
+            of_chain = {name: by_layer[name] for name in names if name in by_layer}
+            if of_chain:
                 hint, kind = (
                     "Give all layers of a chain together.",
                     errors.ConventionError,
                 )
-                constraints.require_names(chain, own, names, hint, error=kind)
-                grouped[chain] = own
+                constraints.require_names(chain, of_chain, names, hint, error=kind)
+                grouped[chain] = of_chain
         return grouped
 
     def vectors(
-        self, given: Mapping[str, Mapping[str, Any]], /
+        self, by_layer: Mapping[str, Mapping[str, Any]], /
     ) -> dict[str, Mapping[str, Any]]:
         """Return parameter-shaped arrays by block, from those by layer; as `batches`."""
-        grouped = self.batches(given)
+        grouped = self.batches(by_layer)
         for chain in filter(grouped.__contains__, self._layers):
             grouped[chain] = {
                 f"{name}/{parameter}": x
-                for name, own in grouped[chain].items()
-                for parameter, x in own.items()
+                for name, of_layer in grouped[chain].items()
+                for parameter, x in of_layer.items()
             }
         return grouped
 
     def by_layer(
-        self, found: Mapping[str, dict[str, Any]], /
+        self, by_block: Mapping[str, dict[str, Any]], /
     ) -> dict[str, dict[str, Any]]:
         """Return parameter-shaped arrays by layer, from those by block."""
-        parts = {name: own for name, own in found.items() if name not in self._layers}
-        for chain in filter(found.__contains__, self._layers):
-            for path, x in found[chain].items():
+        parts = {n: arrays for n, arrays in by_block.items() if n not in self._layers}
+        for chain in filter(by_block.__contains__, self._layers):
+            for path, x in by_block[chain].items():
                 name, _, parameter = path.rpartition("/")
                 parts.setdefault(name, {})[parameter] = x
         return parts
 
     def _add(self, name: str, chain: str) -> None:
         """Record a layer of a chain, or raise."""
-        if name not in self.given:
-            raise constraints.unknown_block(name, self.given, option="chains")
+        if name not in self._by_layer:
+            raise constraints.unknown_block(name, self._by_layer, option="chains")
         if name in self.of:
             raise errors.ConventionError(f"`chains`: {name!r} is named twice.")
-        if self.given[name].approximation != Kronecker():
+        if self._by_layer[name].approximation != Kronecker():
             raise errors.UnsupportedError(
                 f"`chains`: expected block {name!r} to be of Kronecker(), got "
-                f"{self.given[name].approximation}. A chain keeps the moments of full "
+                f"{self._by_layer[name].approximation}. A chain keeps the moments of full "
                 "factors."
             )
         self.of[name] = chain

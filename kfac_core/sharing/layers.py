@@ -1,7 +1,7 @@
 """The layers of a network by name, and the blocks that hold their curvature.
 
-Conventions.  A layer has a block of its own, or is a layer of a chain, or is a further use
-of another layer's weight.  Batches and vectors come by layer, and tasks are by block.
+Conventions.  A layer has its own block, is a layer of a chain, or is a further use of
+another layer's weight.  Batches and vectors are by layer, and tasks are by block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["NamedLayers"]
 
 
 class NamedLayers:
-    """The layers of a network by name, and what their blocks share.
+    """The layers of a network by name, and the sharing of their blocks.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class NamedLayers:
 
 
 def _require_mapping(of: str, value: object, *, name: str | None = None) -> None:
-    """Raise `ArgumentError` unless what is given by layer is a mapping."""
+    """Raise `ArgumentError` unless an argument by layer is a mapping."""
     if type(value) is not dict:
         expected = f"a mapping of blocks to {of}"
         constraints.require_kind(name or of, value, Mapping, expected)

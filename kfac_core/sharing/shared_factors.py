@@ -1,9 +1,9 @@
 """Factors that one block takes from another: tied inputs, computed once.
 
 Conventions.  ``{"attention.k/input": "attention.q/input"}`` says that the input factor
-of block ``attention.k`` is that of ``attention.q``.  The taker's own statistic is not
-computed; its operator is made from the giver's, whose value and eigenbasis are made
-once a refresh.  Damped inverses are the taker's own, since its damping split is.
+of block ``attention.k`` (the taker) is the one of ``attention.q`` (the giver).  The taker
+does not compute it; its operator reads the giver's, whose value and eigenbasis are computed
+once a refresh.  Each block has its own damped inverses, since its damping split differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SharedFactors:
     UnknownBlockError
         For an unknown block name.
     ConventionError
-        For a side that is none, factors of different kinds or sizes, a giver that is
+        For an unknown side, factors of different kinds or sizes, a giver that is
         itself a taker, or a block without such a factor.
     """
 
@@ -78,7 +78,7 @@ class SharedFactors:
         Returns
         -------
         Statistics
-            The same, where nothing is taken or the giver has none yet.
+            Unchanged if the block takes no factor, or the giver has no statistics yet.
         """
         statistics: Statistics = states[name].statistics
         averages = dict(statistics.averages)

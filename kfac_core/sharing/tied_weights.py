@@ -1,7 +1,7 @@
 """Tied weights: one weight used in several named places of a network.
 
 Conventions.  ``{"decoder.1": "decoder.0"}`` says that ``decoder.1`` is another use of the
-weight of block ``decoder.0``.  The curvature is that of the one weight: what the uses saw
+weight of block ``decoder.0``.  The curvature is of that one weight: the rows of its uses
 in an example are shared positions of its block, whose factors are computed once, and the
 gradient to precondition is the block's, summed over the uses as a framework gives it.
 Every use of a weight is fed in the same update, since an example's gradient is the sum
@@ -76,11 +76,11 @@ class TiedWeights:
         grouped = {name: fed for name, fed in batches.items() if name not in self.uses}
         for name in dict.fromkeys(self.uses.values()):
             everywhere = [name, *(use for use, of in self.uses.items() if of == name)]
-            given = [place for place in everywhere if place in batches]
-            if not given:
+            present = [place for place in everywhere if place in batches]
+            if not present:
                 continue
             hint, kind = "Feed all uses of a weight at once.", errors.ConventionError
-            constraints.require_names(name, given, everywhere, hint, error=kind)
+            constraints.require_names(name, present, everywhere, hint, error=kind)
             grouped[name] = [
                 batch for place in everywhere for batch in _several(batches[place])
             ]

@@ -1,7 +1,7 @@
 """The step of a K-FAC optimizer, as functions of its parts.
 
-What `kfac_core.Estimator.precondition` gives is a direction.  These functions make a
-step of it: how far to go and how much of the last step to keep (`quadratic_model`, on
+`kfac_core.Estimator.precondition` returns a direction.  These functions turn it into a
+step: how far to go and how much of the last step to keep (`quadratic_model`, on
 the curvature that the caller measures), how far at most (`kl_clip`,
 `trust_region_rate`), what the parameters' own decay adds (`add_l2`,
 `decay_decoupled`), whether the step kept its promise (`reduction_ratio`, for

@@ -54,7 +54,7 @@ def curvature_of_products(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
-        For vectors that do not go together, naming the array.
+        For vectors of different structures, naming the array.
 
     Notes
     -----

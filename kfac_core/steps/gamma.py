@@ -37,7 +37,7 @@ class Trial(NamedTuple, Generic[Step]):
     gamma : float or 0-d array
         The strength of the factored damping.
     change : float or 0-d array
-        ``M(delta) - M(0)`` of the step made with it.
+        ``M(delta) - M(0)`` of its step.
     step : object
         That step, and whatever else the caller keeps with it.
     """

@@ -108,7 +108,8 @@ class QuadraticModel:
         xp = array_api_compat.array_namespace(self.slope)
         c = xp.stack(self._numbers(coefficients, "coefficients"))
         matrix = self.damped_curvature() if damped else self.curvature
-        # Not a matrix product: accelerators round the inputs of those.
+        # A sum and not a matrix product, whose inputs accelerators round to TF32 or
+        # bfloat16.
         return xp.sum(c * self.slope) + 0.5 * xp.sum(c[:, None] * matrix * c)
 
     def minimize(
@@ -162,7 +163,7 @@ class QuadraticModel:
                 f"{matrix}. Look for NaN or infinity in the gradient, the directions and "
                 "their products; a preconditioner with a larger damping may be needed."
             )
-        # Replace NaN first, since some libraries warn about it.
+        # Replace NaN first, since NumPy warns about it.
         matrix = xp.where(finite, matrix, xp.zeros_like(matrix))
         zero = xp.zeros_like(matrix[0, 0])
         fixed_numbers = [
@@ -286,7 +287,7 @@ def quadratic_model(
     pairs = [(grad, d) for d in others] + [(others[i], others[j]) for i, j in below]
     sums = dots(pairs, dtype=dtype, xp=xp)
     slope, entries = sums[:k], {at: sums[k + n] for n, at in enumerate(below)}
-    # The matrix is symmetric, and half of it was computed.
+    # Only one triangle of the symmetric matrix was computed.
     rows = [[entries[max(i, j), min(i, j)] for j in range(k)] for i in range(k)]
     C = ns.cast(xp, detached_array(curvature), dtype)
     return QuadraticModel(

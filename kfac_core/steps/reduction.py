@@ -64,7 +64,7 @@ def reduction_ratio(
         "loss_after": loss_after,
         "predicted": predicted,
     }
-    # NumPy's scalars have a dtype and are numbers.
+    # A NumPy scalar has a dtype, but counts as a number.
     arrays = {name: x for name, x in named.items() if not isinstance(x, ns.NUMBER)}
     arrays = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
     if not arrays:
@@ -72,7 +72,7 @@ def reduction_ratio(
             scalar_of(None, x, None, name)
         finite = all(map(ns.is_finite_number, named.values()))
         change = float(loss_after) - float(loss_before) if finite else math.nan
-        # The difference of two finite losses may overflow.
+        # The difference of two finite losses can overflow.
         if not (math.isfinite(change) and predicted < 0):
             return -math.inf
         return float(change / predicted)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def is_accepted(loss_before: Scalar, loss_after: Scalar, /) -> bool | Array:
-    """Whether a step made the objective no worse.
+    """Whether a step did not increase the objective.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def _selected(
 
 
 def _form(value: Any) -> str:
-    """Describe what two states must have in common at one place."""
+    """Return the description of one place of a state, equal for states of one form."""
     name = type(value).__name__
     if isinstance(value, Mapping):
         return f"{name} of {sorted(value)}"

@@ -2,8 +2,8 @@
 
 A step before that is zero, or parallel to the new direction, makes the system of
 K-FAC's momentum singular, and a Hessian in the place of F makes it indefinite.  The
-system is therefore factorized as ``L diag(pivots) L^T``, and what has no positive pivot
-is left out.  Nothing branches on a value.
+system is therefore factorized as ``L diag(pivots) L^T``, and rows without a positive pivot
+are left out.  Nothing branches on a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kfac_core.array import namespaces as ns
 __all__ = ["guarded_minimizer"]
 
 PIVOT_TOLERANCE = 64.0
-"""In units of roundoff, what must be left of a number's curvature beside the others.
+"""In units of roundoff, the least pivot relative to its diagonal entry.
 
 Inner products of the same numbers in another order differ by a few units; a pivot of
 this size is therefore known to about one part in ten.
@@ -63,7 +63,7 @@ def guarded_minimizer(
             pivot = pivot - L[i, j] * L[i, j] * pivots[j]
             residual = residual - L[i, j] * halfway[j]
         positive = pivot > tolerance * matrix[i, i]
-        # Largest residual for which `residual / pivot` does not overflow.
+        # The largest residual for which `residual / pivot` does not overflow.
         room = largest * xp.where(positive & (pivot < 1.0), pivot, one)
         independent[i] = positive & (xp.abs(residual) <= room)
         pivots[i] = xp.where(independent[i], pivot, one)

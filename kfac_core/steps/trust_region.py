@@ -1,4 +1,4 @@
-"""Bounds on how far a step goes, measured by the curvature.
+"""Bounds of the size of a step, measured by the curvature.
 
 The curvature measures distance between predictions: for a Fisher matrix F the
 Kullback-Leibler divergence from theta to ``theta + delta`` is about
@@ -196,7 +196,7 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
     constraints.require_one_of("check", check, get_args(Check))
     xp = ns.own_namespace(size)
     finite = xp.isfinite(size)
-    # Python numbers were checked before; array values are only checked here.
+    # Python numbers were checked before; values of arrays are checked here.
     usable = (bound >= 0) & (largest > 0)
     if check == "raise" and not bool(finite & usable):
         if bool(finite):
@@ -211,7 +211,7 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
         )
     length = xp.sqrt(xp.where(size > 0, size, 0.0))
     longest = xp.sqrt(xp.where(usable, bound, 0.0))
-    # Divide only where the step is clipped: elsewhere the quotient could overflow.
+    # Divide only if the step is clipped, since the quotient could overflow otherwise.
     beyond = largest * length > longest
     clipped = longest / xp.where(beyond, length, 1.0)
     scale = xp.where(beyond, clipped, largest)

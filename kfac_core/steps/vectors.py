@@ -4,8 +4,8 @@ Conventions.  A vector is a mapping of blocks to mappings of parameters to array
 
     {"fc1": {"weight": (n_in, n_out), "bias": (n_out,)}, "fc2": ...},
 
-the form that `kfac_core.Estimator.precondition` takes and gives.  Vectors that go
-together have the same blocks, parameters and shapes; the order of names means nothing.
+the form that `kfac_core.Estimator.precondition` takes and gives.  Vectors that
+are combined have the same blocks, parameters and shapes, in any order.
 Sums run in the widest dtype among the arrays, float32 at least.  Gradient graphs are
 left behind.
 """

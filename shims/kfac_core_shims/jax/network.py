@@ -347,7 +347,7 @@ class Network:
                 f"expected (N, T), with the {batch.examples} examples first."
             )
         captured = self.wiring.captured(
-            uses, pairs, vectors, reduction=reduction, made=sources
+            uses, pairs, vectors, reduction=reduction, source_vectors=sources
         )
         sites_of: dict[str | None, list[Site]] = {}
         for name, site in zip(self.wiring.names(uses), of_use, strict=True):
