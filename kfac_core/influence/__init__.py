@@ -6,7 +6,19 @@ with the gradients of any number of training examples, in a stated amount of mem
 """
 
 from kfac_core.influence.damping import mean_eigenvalue_damping
+from kfac_core.influence.datamodels import (
+    DatamodelingScore,
+    linear_datamodeling_score,
+    retrained_losses,
+)
 from kfac_core.influence.network import Influence
 from kfac_core.influence.queries import Queries
 
-__all__ = ["Influence", "Queries", "mean_eigenvalue_damping"]
+__all__ = [
+    "DatamodelingScore",
+    "Influence",
+    "Queries",
+    "linear_datamodeling_score",
+    "mean_eigenvalue_damping",
+    "retrained_losses",
+]

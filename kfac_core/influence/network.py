@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar, Status
@@ -28,9 +28,11 @@ from kfac_core.influence.chunks import example_chunk, joined, parts, score_chunk
 from kfac_core.influence.damping import given_damping, mean_eigenvalue_damping
 from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.influence.queries import (
+    LowRankQueries,
     Queries,
     Storage,
     StoredQueries,
+    low_rank_queries,
     storage_dtype,
     stored_queries,
 )
@@ -153,6 +155,7 @@ class Influence:
         reduction: LossReduction,
         storage: Storage,
         max_elements: int,
+        rank: int | None = None,
     ) -> Queries:
         """Return ``(F + lam I)^-1 g_q`` of the queries.
 
@@ -166,6 +169,8 @@ class Influence:
             The dtype of the result; float32 where the library lacks it.
         max_elements : int
             The budget; see `kfac_core.influence.chunks`.
+        rank : int, optional
+            Rank of the best approximation that is stored in the place of each matrix.
 
         Returns
         -------
@@ -185,13 +190,23 @@ class Influence:
         -----
         ``2 n m (n + m)`` flops for each query and block.
         """
+        optional = constraints.optional(constraints.COUNT)
+        constraints.require_range("rank", rank, optional)
         by_block = self._gradients(gradients, reduction, max_elements)
         return Queries(
             {
-                name: self._preconditioned(name, examples, storage, max_elements)
+                name: self._preconditioned(name, examples, storage, max_elements, rank)
                 for name, examples in by_block.items()
             }
         )
+
+    def multiply_inverse(self, vectors: Mapping[str, Array], /) -> dict[str, Array]:
+        """Return ``(F_b + lam_b I)^-1 V_b``, shapes (..., in(+1), out), of each block."""
+        constraints.require_names("vectors", vectors, self.blocks)
+        return {
+            name: F.from_basis(F.to_basis(vectors[name]) * self._weights(name))
+            for name, F in self.curvatures.items()
+        }
 
     def scores(
         self,
@@ -315,19 +330,33 @@ class Influence:
         return by_block
 
     def _preconditioned(
-        self, name: str, examples: LayerGradients, storage: Storage, max_elements: int
-    ) -> StoredQueries:
+        self,
+        name: str,
+        examples: LayerGradients,
+        storage: Storage,
+        max_elements: int,
+        rank: int | None,
+    ) -> Any:
         F, weights = self.curvatures[name], self._weights(name)
         dtype = storage_dtype(storage, xp=F.namespace)
         step = example_chunk(examples, max_elements=max_elements, matrices=4)
-        pieces = []
+        pieces: list[Any] = []
         for start, stop in parts(examples.examples, step):
             R = examples.part(start, stop).coordinates(F)
             P = F.from_basis(R * weights)
             del R
             self._require_finite(P, name, "the queries")
-            pieces.append(stored_queries(P, dtype))
+            if rank is None:
+                pieces.append(stored_queries(P, dtype))
+            else:
+                pieces.append(low_rank_queries(P, dtype, rank))
             del P
+        if rank is not None:
+            n, m = F.vector_shape
+            rank = min(rank, n, m)
+            left = joined([p.left for p in pieces], (0, n, rank), F, axis=0)
+            right = joined([p.right for p in pieces], (0, rank, m), F, axis=0)
+            return LowRankQueries(left, right)
         values = joined([p.values for p in pieces], (0, *F.vector_shape), F, axis=0)
         scales = [p.scale for p in pieces if p.scale is not None]
         scale = joined(scales, (0,), F, axis=0) if scales else None
@@ -336,11 +365,11 @@ class Influence:
     def _scores(
         self,
         name: str,
-        queries: StoredQueries,
+        queries: StoredQueries | LowRankQueries,
         examples: LayerGradients,
         max_elements: int,
     ) -> Array:
-        F, count = self.curvatures[name], int(queries.values.shape[0])
+        F, count = self.curvatures[name], queries.count
         chunks = score_chunks(examples, queries=count, max_elements=max_elements)
         columns = []
         for start, stop in parts(examples.examples, chunks.examples):

@@ -17,7 +17,15 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 
-__all__ = ["Queries", "Storage", "StoredQueries", "storage_dtype", "stored_queries"]
+__all__ = [
+    "LowRankQueries",
+    "Queries",
+    "Storage",
+    "StoredQueries",
+    "low_rank_queries",
+    "storage_dtype",
+    "stored_queries",
+]
 
 Storage = Literal["float16", "bfloat16", "float32", "float64"]
 
@@ -37,6 +45,11 @@ class StoredQueries:
     values: Array
     scale: Array | None
 
+    @property
+    def count(self) -> int:
+        """The number of queries."""
+        return int(self.values.shape[0])
+
     def widened(self, start: int, stop: int, dtype: Any, /) -> Array:
         """Return some of them as they were, in the dtype of the sums."""
         xp = ns.own_namespace(self.values)
@@ -47,21 +60,53 @@ class StoredQueries:
 
 
 @structure()
+class LowRankQueries:
+    """The preconditioned gradients of one block, each a product of two narrow matrices.
+
+    Attributes
+    ----------
+    left : array, shape (queries, in(+1), rank)
+        Left factors, with the singular values.
+    right : array, shape (queries, rank, out)
+        Right factors, with orthonormal rows.
+    """
+
+    left: Array
+    right: Array
+
+    @property
+    def values(self) -> Array:
+        """An array in the dtype of storage."""
+        return self.left
+
+    @property
+    def count(self) -> int:
+        """The number of queries."""
+        return int(self.left.shape[0])
+
+    def widened(self, start: int, stop: int, dtype: Any, /) -> Array:
+        """Return some of the matrices, in the dtype of the sums."""
+        xp = ns.own_namespace(self.left)
+        parts = (self.left[start:stop, ...], self.right[start:stop, ...])
+        return xp.matmul(*(ns.cast(xp, part, dtype) for part in parts))
+
+
+@structure()
 class Queries:
     """The preconditioned gradients of all blocks; made by `Influence.precondition`.
 
     Attributes
     ----------
-    blocks : dict of str to StoredQueries
+    blocks : dict of str to StoredQueries or LowRankQueries
         Queries by name of the block.
     """
 
-    blocks: dict[str, StoredQueries]
+    blocks: dict[str, Any]
 
     @property
     def count(self) -> int:
         """The number of queries."""
-        return int(next(iter(self.blocks.values())).values.shape[0])
+        return int(next(iter(self.blocks.values())).count)
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -114,3 +159,27 @@ def stored_queries(P: Array, dtype: Any, /) -> StoredQueries:
     largest = xp.max(xp.abs(P), axis=(1, 2))
     scale = xp.where(largest > 0, largest, xp.ones_like(largest))
     return StoredQueries(xp.astype(P / scale[:, None, None], dtype), scale)
+
+
+def low_rank_queries(P: Array, dtype: Any, rank: int, /) -> LowRankQueries:
+    """Return the best approximations of a rank, in a dtype of storage.
+
+    Parameters
+    ----------
+    P : array, shape (queries, in(+1), out)
+        Matrices in float32 or float64.
+    dtype : dtype
+        Dtype of storage.
+    rank : int
+        Rank of each, at least 1.
+
+    Returns
+    -------
+    LowRankQueries
+        By singular values; ``rank (in + out)`` numbers a query.
+    """
+    xp = ns.own_namespace(P)
+    U, values, V = xp.linalg.svd(P, full_matrices=False)
+    left = U[..., :rank] * values[..., None, :rank]
+    right = V[..., :rank, :]
+    return LowRankQueries(ns.cast(xp, left, dtype), ns.cast(xp, right, dtype))

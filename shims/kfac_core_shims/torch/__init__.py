@@ -15,6 +15,7 @@ from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import register_layer
 from kfac_core_shims.torch.optimizer import KFACOptimizer
 from kfac_core_shims.torch.saving import DistributedState
+from kfac_core_shims.torch.scoring import Scores, influence, self_influence
 from kfac_core_shims.torch.soap import SOAP
 
 __all__ = [
@@ -24,7 +25,10 @@ __all__ = [
     "Factors",
     "GaussNewton",
     "KFACOptimizer",
+    "Scores",
     "collect",
+    "influence",
     "read_factors",
     "register_layer",
+    "self_influence",
 ]

@@ -44,6 +44,11 @@ class Factors:
     skipped: dict[str, str]
 
     @property
+    def all_sites(self) -> dict[str, Site]:
+        """All sites of the model, also those without statistics."""
+        return find_sites(self.model).sites
+
+    @property
     def examples(self) -> int:
         """N, of which the curvature is the mean."""
         return self.collected.examples

@@ -1,0 +1,203 @@
+"""Influence scores of models: dense float64 matrices, and sums over tokens and layers."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.influence import linear_datamodeling_score, retrained_losses
+from kfac_core.posterior import spectral_blocks
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+
+from kfac_core_shims.torch import collect, influence, self_influence  # noqa: E402
+
+
+class Sequences(nn.Module):
+    """Tokens, attention's projections, a norm, and logits at each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, ids):
+        """Return logits (N, T, 7)."""
+        x = self.embed(ids)
+        x = x + self.attend(x, x, x, need_weights=False)[0]
+        return self.head(torch.tanh(self.norm(x)))
+
+
+def sequences():
+    torch.manual_seed(0)
+    ids = torch.randint(7, (9, 6))
+    return Sequences().double().eval(), [*ids[:, :5].split(4)], ids
+
+
+def losses_of_sequences(model, ids):
+    z = model(ids)
+    return cross_entropy(z.transpose(1, 2), ids.roll(1, 1), reduction="none").sum(1)
+
+
+def classifier():
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)]
+    x, y = torch.randn(20, 5, dtype=torch.float64), torch.randint(3, (20,))
+    return nn.Sequential(*layers).double().eval(), [
+        *zip(x.split(8), y.split(8), strict=True)
+    ]
+
+
+def losses(model, batch):
+    return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def gradient_rows(model, loss, data, parameters):
+    """Return each example's gradient of some parameters, one row after the other."""
+    rows = []
+    for batch in data:
+        for value in loss(model, batch):
+            g = torch.autograd.grad(value, parameters, retain_graph=True)
+            rows.append(torch.cat([x.flatten() for x in g]))
+    return torch.stack(rows)
+
+
+def test_scores_by_factors_are_those_of_dense_matrices():
+    """Each layer's damped block, inverted, between gradients by autograd."""
+    model, data = classifier()
+    factors = collect(model, data, fisher="exact")
+    found = influence(model, losses, data, data[:1], factors=factors, damping=0.03)
+    expected = torch.zeros(8, 20, dtype=torch.float64)
+    own = torch.zeros(20, dtype=torch.float64)
+    for name, F in spectral_blocks(factors.blocks, factors.statistics).items():
+        layer = model.get_submodule(name)
+        W = gradient_rows(model, losses, data, [layer.weight])
+        b = gradient_rows(model, losses, data, [layer.bias])
+        D = torch.cat([W.reshape(20, *layer.weight.shape).mT, b[:, None]], 1).flatten(1)
+        damping = 0.03 * torch.eye(D.shape[1], dtype=D.dtype)
+        inverse = torch.linalg.inv(F.to_dense(damped=False) + damping)
+        expected += D[:8] @ inverse @ D.T
+        own += torch.einsum("ni,ij,nj->n", D, inverse, D)
+    torch.testing.assert_close(found.scores, expected, rtol=1e-8, atol=1e-10)
+    alone = self_influence(model, losses, data, factors=factors, damping=0.03)
+    torch.testing.assert_close(alone, own, rtol=1e-8, atol=1e-10)
+
+
+def test_conjugate_gradients_solve_the_whole_networks_system():
+    """The dense Gauss-Newton matrix of all layers with each other."""
+    model, data = classifier()
+    factors = collect(model, data, fisher="exact")
+    found = influence(
+        model,
+        losses,
+        data,
+        data[:1],
+        factors=factors,
+        damping=0.03,
+        solver="cg",
+        tolerance=1e-11,
+    )
+    parameters = list(model.parameters())
+    x = torch.cat([x for x, _ in data])
+    p = torch.softmax(model(x).detach(), -1)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    J = gradient_rows(model, lambda m, b: m(b).flatten(), [x], parameters)
+    J = J.reshape(20, 3, -1)
+    F = torch.einsum("nci,ncd,ndj->ij", J, H, J) / 20
+    g = gradient_rows(model, losses, data, parameters)
+    damped = F + 0.03 * torch.eye(len(F), dtype=F.dtype)
+    expected = g[:8] @ torch.linalg.solve(damped, g.T)
+    torch.testing.assert_close(found.scores, expected, rtol=1e-8, atol=1e-9)
+    assert found.residuals.shape == (8,)
+    assert float(found.residuals.max()) <= 1e-11
+    assert 0 < found.iterations <= 60
+
+
+@pytest.mark.parametrize("solver", ["factors", "cg"])
+def test_scores_of_tokens_and_layers_add_up(solver):
+    model, data, _ = sequences()
+    factors = collect(model, data)
+    options = {"factors": factors, "solver": solver, "damping_fraction": 0.3}
+    whole = influence(model, losses_of_sequences, data, data[:1], **options)
+    assert any("norm" in name for name in whole.skipped)
+    layers = influence(
+        model, losses_of_sequences, data, data[:1], by_layer=True, **options
+    ).scores
+    assert {"embed", "head", "attend.q_proj", "attend.out_proj"} <= layers.keys()
+    both = {"by_layer": True, "by_token": True}
+    tokens = influence(
+        model, losses_of_sequences, data, data[:1], **both, **options
+    ).scores
+    for name, scores in layers.items():
+        assert tokens[name].shape == (4, 9, 5)
+        torch.testing.assert_close(tokens[name].sum(-1), scores)
+    torch.testing.assert_close(sum(layers.values()), whole.scores)
+
+
+def test_rows_are_the_gradients_of_autograd():
+    """Under a huge damping scores are inner products: by rows, and of autograd alone."""
+    model, data, _ = sequences()
+    factors = collect(model, data)
+    options = {"factors": factors, "damping": 1e9, "by_layer": True}
+    first = influence(model, losses_of_sequences, data, data[:1], **options).scores
+    for name, module in (("embed", model.embed), ("head", model.head)):
+        parameters = list(module.parameters())
+        g = gradient_rows(model, losses_of_sequences, data, parameters)
+        torch.testing.assert_close(first[name] * 1e9, g[:4] @ g.T, rtol=1e-6, atol=1e-8)
+    g = gradient_rows(model, losses_of_sequences, data, [model.attend.in_proj_weight])
+    W = g.reshape(9, 3, -1)[:, 1]
+    b = gradient_rows(model, losses_of_sequences, data, [model.attend.in_proj_bias])
+    W = torch.cat([W, b.reshape(9, 3, -1)[:, 1]], dim=1)
+    torch.testing.assert_close(
+        first["attend.k_proj"] * 1e9, W[:4] @ W.T, rtol=1e-6, atol=1e-8
+    )
+
+
+def test_queries_in_files_and_of_low_rank_are_the_same_queries(tmp_path):
+    """On disk to the bit; of full rank up to rounding."""
+    model, data = classifier()
+    factors = collect(model, data)
+    options = {"factors": factors}
+    whole = influence(model, losses, data, data, **options).scores
+    stored = influence(model, losses, data, data, folder=tmp_path, **options).scores
+    assert torch.equal(stored, whole)
+    assert any(tmp_path.iterdir())
+    full = influence(model, losses, data, data, rank=6, **options).scores
+    torch.testing.assert_close(full, whole)
+    # The gradient of one row has rank one, and a Kronecker product keeps the rank where
+    # its damping does not divide: scores of rank one are near.
+    near = influence(model, losses, data, data, rank=1, **options).scores
+    assert float((near - whole).norm() / whole.norm()) < 0.5
+
+
+def test_the_score_of_subsets_is_spearmans(tmp_path):
+    """As of SciPy; trainings are read where a killed run left them."""
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(3, 20))
+    calls = []
+
+    def retrain(indices, seed):
+        calls.append(seed)
+        noise = np.random.default_rng(seed).normal(size=3)
+        return -scores[:, indices].sum(1) + noise
+
+    options = {"examples": 20, "subsets": 12, "path": tmp_path}
+    masks, values = retrained_losses(retrain, **options)
+    assert len(calls) == 12
+    assert (masks.sum(1) == 10).all()
+    (tmp_path / "0-7-0.npy").unlink()
+    again = retrained_losses(retrain, **options)[1]
+    assert len(calls) == 13
+    assert np.array_equal(again, values)
+    found = linear_datamodeling_score(scores, masks, values)
+    expected = [
+        stats.spearmanr(-(masks @ scores[q]), values[:, q]).statistic for q in range(3)
+    ]
+    np.testing.assert_allclose(found.by_query, expected)
+    assert found.interval[0] <= found.mean <= found.interval[1]
+    with pytest.raises(kc.ShapeError, match="losses"):
+        linear_datamodeling_score(scores, masks, values[:, :2])

@@ -1,0 +1,526 @@
+"""`influence`: how training examples, their tokens, and layers move the loss of queries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kfac_core as kc
+from kfac_core.influence import Influence, Queries
+from kfac_core.influence.queries import stored_queries
+from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
+from kfac_core_shims.torch.collecting import Factors, outputs_of
+from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.likelihoods import criterion_of
+
+__all__ = ["Scores", "influence", "self_influence"]
+
+Losses = Callable[[Any, Any], Any]
+"""``(model, batch) -> losses`` of the batch's examples, shape (N,)."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Influence of training examples on queries.
+
+    Attributes
+    ----------
+    scores : torch.Tensor, shape (Q, N) or (Q, N, T), or dict of str to these
+        The scores; of each token, or by layer, where these were asked for.
+    residuals : torch.Tensor, shape (Q,), or None
+        Relative residuals of the solved systems, of ``solver="cg"``.
+    iterations : int
+        Products with the Gauss-Newton matrix for each query.
+    skipped : dict of str to str
+        Parameters that the scores leave out, with the reason.
+    """
+
+    scores: Any
+    residuals: Any
+    iterations: int
+    skipped: dict[str, str]
+
+
+def influence(
+    model: Any,
+    loss: Losses,
+    train: Iterable[Any],
+    queries: Iterable[Any],
+    *,
+    factors: Factors,
+    damping: float | None = None,
+    damping_fraction: float | None = None,
+    solver: Literal["factors", "cg"] = "factors",
+    likelihood: Any = "categorical",
+    forward: Callable[[Any, Any], Any] | None = None,
+    tolerance: float = 1e-6,
+    max_iterations: int = 200,
+    by_token: bool = False,
+    by_layer: bool = False,
+    rank: int | None = None,
+    storage: Literal["float16", "float32", "float64"] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    max_elements: int = 2**27,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    r"""Return the influence of training examples on the losses of queries.
+
+    .. math:: \text{score}_{q,n} = g_q^T (F + \lambda I)^{-1} g_n
+
+    with the gradients g of the examples' own losses and F averaged over the N training
+    examples.  Without example n the loss of query q changes by about
+    :math:`\text{score}_{q,n} / N`: a positive score helps the query.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The trained model, as it was given to `collect`.
+    loss : callable
+        ``(model, batch) -> losses`` of each example, shape (N,), of training examples and
+        queries; a sequence's is the sum over its tokens.
+    train, queries : iterable
+        Batches.
+    factors : Factors
+        From `collect`, EKFAC by default.
+    damping : float, optional
+        lambda of all layers.
+    damping_fraction : float, optional
+        lambda of each layer as a fraction of its mean eigenvalue; 0.1 if neither is given.
+    solver : {"factors", "cg"}
+        The inverse of the factors, or conjugate gradients on the exact Gauss-Newton matrix
+        of the covered layers together, with the factors as preconditioner.
+    likelihood, forward
+        As of `collect`: what the Gauss-Newton matrix is of.
+    tolerance, max_iterations : float, int
+        When conjugate gradients stop, ``|g_q - (F + lambda I) u| <= tolerance |g_q|``, or
+        give up.
+    by_token : bool
+        Whether each position of the training sequences has a score; they add up.
+    by_layer : bool
+        Whether each layer has a score, by its name; they add up.
+    rank : int, optional
+        Rank to which each query's matrix of a layer is reduced.
+    storage : {"float16", "float32", "float64"}, optional
+        Dtype in which queries are kept; that of the factors where left out.
+    folder : path-like, optional
+        Where they are kept on disk, and read as they are needed.
+    max_elements : int
+        Numbers in the temporaries of a product; see `kfac_core.influence`.
+    progress : callable, optional
+        Called with the batches of training examples that are done, and their number or 0.
+
+    Returns
+    -------
+    Scores
+        With the residuals of conjugate gradients.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For two dampings; for low ranks or a folder together with ``solver="cg"``.
+    kfac_core.UnsupportedError
+        For a layer that sees other rows than those of the loss's examples.
+
+    Notes
+    -----
+    Covered are linear layers, convolutions and embeddings of `factors`; normalizations,
+    whose rows are positions, are not.  By factors ``2 n m`` flops for each query, example
+    and layer; each iteration of conjugate gradients goes through the training data.
+
+    References
+    ----------
+    Koh and Liang (2017), arXiv:1703.04730; Grosse et al. (2023), arXiv:2308.03296.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kfac_core_shims.torch import collect, influence
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()
+    >>> data = [(torch.randn(10, 4), torch.randint(3, (10,)))]
+    >>> def loss(model, batch):
+    ...     z = model(batch[0])
+    ...     return torch.nn.functional.cross_entropy(z, batch[1], reduction="none")
+    >>> factors = collect(model, data)
+    >>> influence(model, loss, data, data, factors=factors).scores.shape
+    torch.Size([10, 10])
+    """
+    kc.constraints.require_one_of("solver", solver, ("factors", "cg"))
+    if solver == "cg" and (rank is not None or folder is not None):
+        raise kc.ConventionError(
+            "`rank` and `folder` are of solver='factors': conjugate gradients keep all "
+            "queries' solutions in memory."
+        )
+    inverse = _inverse(factors, damping, damping_fraction)
+    taken = _Taken(model, loss, factors, inverse)
+    if storage is None:
+        wide = all(F.dtype == torch.float64 for F in inverse.curvatures.values())
+        storage = "float64" if wide else "float32"
+    options: dict[str, Any] = {"reduction": "sum", "max_elements": max_elements}
+    residuals, iterations, stored = None, 0, []
+    with taken.gradients() as gradients:
+        if solver == "factors":
+            for number, batch in enumerate(queries):
+                made = inverse.precondition(
+                    gradients(batch), storage=storage, rank=rank, **options
+                )
+                stored.append(_on_disk(made, folder, number))
+        else:
+            g = _joined([taken.matrices(batch) for batch in queries])
+            run = outputs_of if forward is None else forward
+            product = taken.product(train, run, criterion_of(likelihood, None))
+            u, residuals, iterations = _conjugate_gradients(
+                product, inverse, g, tolerance, max_iterations
+            )
+            stored = [Queries({n: stored_queries(x, x.dtype) for n, x in u.items()})]
+        pieces: dict[str, list[Any]] = {}
+        names = [(name,) for name in inverse.blocks] if by_layer else [()]
+        total = len(train) if hasattr(train, "__len__") else 0
+        for done, batch in enumerate(train, 1):
+            seen, shape = gradients(batch), ()
+            if by_token:
+                seen, shape = _by_token(seen)
+            for only in names:
+                part = _restricted(inverse, only) if only else inverse
+                own = {name: seen[name] for name in part.blocks}
+                rows = [
+                    part.scores(_restricted_queries(q, only), own, **options)
+                    for q in stored
+                ]
+                columns = torch.cat(rows)
+                columns = columns.reshape(len(columns), *(shape or (-1,)))
+                pieces.setdefault("".join(only), []).append(columns)
+            if progress is not None:
+                progress(done, total)
+    scores: Any = {name: torch.cat(parts, dim=1) for name, parts in pieces.items()}
+    return Scores(
+        scores if by_layer else scores[""], residuals, iterations, taken.skipped
+    )
+
+
+def self_influence(
+    model: Any,
+    loss: Losses,
+    train: Iterable[Any],
+    *,
+    factors: Factors,
+    damping: float | None = None,
+    damping_fraction: float | None = None,
+    max_elements: int = 2**27,
+) -> Any:
+    """Return the influence of each example on its own loss, shape (N,), not negative.
+
+    Parameters
+    ----------
+    model, loss, train, factors, damping, damping_fraction, max_elements
+        As of `influence`.
+
+    Returns
+    -------
+    torch.Tensor, shape (N,)
+        ``g_n^T (F + lambda I)^-1 g_n``; large for mislabeled and rare examples.
+    """
+    inverse = _inverse(factors, damping, damping_fraction)
+    with _Taken(model, loss, factors, inverse).gradients() as gradients:
+        parts = [
+            inverse.self_scores(
+                gradients(batch), reduction="sum", max_elements=max_elements
+            )
+            for batch in train
+        ]
+    return torch.cat(parts)
+
+
+def _inverse(factors: Factors, damping: Any, fraction: Any) -> Influence:
+    if damping is None and fraction is None:
+        fraction = 0.1
+    blocks = {
+        name: block
+        for name, block in factors.blocks.items()
+        if block.layer.kind != "scale_shift" and not factors.sites[name].part.tied
+    }
+    statistics = {name: factors.statistics[name] for name in blocks}
+    return Influence.of_statistics(
+        blocks, statistics, damping=damping, damping_fraction=fraction
+    )
+
+
+@dataclass
+class _Taken:
+    """Gradients of examples, and products with their Gauss-Newton matrix."""
+
+    model: Any
+    loss: Losses
+    factors: Factors
+    inverse: Influence
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Parameters that the scores leave out."""
+        why = "it is of a normalization, or tied, and has no rows of one example"
+        others = self.factors.blocks.keys() - self.inverse.blocks.keys()
+        return self.factors.skipped | dict.fromkeys(sorted(others), why)
+
+    @contextmanager
+    def gradients(self) -> Iterator[Callable[[Any], dict[str, kc.Batch]]]:
+        """Give a function of a batch, to each layer's rows with the examples' gradients."""
+        blocks = self.inverse.blocks
+        kfac = KFAC(
+            self.factors.model,
+            likelihood="gaussian",
+            fisher="exact",
+            positions="together",  # Without random signs, which gradients do not have.
+            kl_clip=None,
+            approximations={
+                # All that sums over the rows of an example asks for their examples.
+                **dict.fromkeys(self.factors.all_sites),
+                **{n: kc.Eigen(input=_side(b)) for n, b in blocks.items()},
+            },
+            output=None,
+            communicator="alone",
+        )
+
+        def rows(batch: Any) -> dict[str, kc.Batch]:
+            with torch.enable_grad():
+                losses = self.loss(self.model, batch)
+            if losses.ndim != 1:
+                raise kc.ShapeError(
+                    "Expected `loss` to return the losses of the examples, shape (N,), "
+                    f"got {tuple(losses.shape)}. Sum over tokens."
+                )
+            # The vector of half the square of one output is 1.
+            first, *others = kfac.batches(losses[:, None])
+            found = {}
+            for name in blocks:
+                uses = first.get(name)
+                if others or uses is None or len(uses.inputs) != len(losses):
+                    raise kc.UnsupportedError(
+                        f"Layer {name!r} does not see one group of rows for each example "
+                        "of the loss: it is called several times, or not at all. Leave it "
+                        "out of the factors, collect(..., approximations={name: None})."
+                    )
+                found[name] = replace(
+                    uses, output_grads=uses.output_grads[0], sources=None
+                )
+            return found
+
+        try:
+            yield rows
+        finally:
+            kfac.remove()
+
+    def matrices(self, batch: Any) -> dict[str, Any]:
+        """Return the gradients of a batch's examples as matrices, by block."""
+        with torch.enable_grad():
+            losses = self.loss(self.model, batch)
+        rows = [
+            torch.autograd.grad(
+                x, self.parameters, retain_graph=True, allow_unused=True
+            )
+            for x in losses
+        ]
+        gradients = [
+            torch.stack([p.new_zeros(p.shape) if g is None else g for g in column])
+            for p, column in zip(self.parameters, zip(*rows, strict=True), strict=True)
+        ]
+        return self._to_matrices(gradients)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """The parameters of the blocks, each once."""
+        sites = (self.factors.sites[name] for name in self.inverse.blocks)
+        return [*{id(p): p for site in sites for p in site.trained}.values()]
+
+    def _to_matrices(self, stacks: list[Any]) -> dict[str, Any]:
+        """Return stacks of parameters as the blocks' matrices, (Q, in + 1, out)."""
+        by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}
+        found = {}
+        for name, curvature in self.inverse.curvatures.items():
+            site = self.factors.sites[name]
+            parts = {}
+            for role, shape in site.layer.parameter_shapes.items():
+                x, rows = by_id[id(site.parameters[role])], site.rows_of(role)
+                x = x if rows is None else x[:, rows]
+                if role == "weight":
+                    x = torch.stack([site.part.to_layer(one) for one in x])
+                parts[role] = x.reshape(len(x), *shape).to(curvature.dtype)
+            found[name] = stack_to_matrices(site.layer, parts)
+        return found
+
+    def _to_parameters(self, matrices: Mapping[str, Any]) -> list[Any]:
+        """Return the blocks' matrices as stacks of parameters; undoes `_to_matrices`."""
+        count = len(next(iter(matrices.values())))
+        stacks = [p.new_zeros(count, *p.shape) for p in self.parameters]
+        by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}
+        for name, V in matrices.items():
+            site = self.factors.sites[name]
+            for role, x in matrices_to_stack(site.layer, V).items():
+                target, rows = by_id[id(site.parameters[role])], site.rows_of(role)
+                target = target if rows is None else target[:, rows]
+                for place, one in zip(target, x, strict=True):
+                    one = site.part.to_module(one) if role == "weight" else one
+                    place.copy_(one.reshape(place.shape))
+        return stacks
+
+    def product(self, train: Iterable[Any], run: Any, criterion: Any) -> Any:
+        """Return the product with the Gauss-Newton matrix, averaged over the examples."""
+        likelihood = criterion.row.likelihood
+
+        def product(matrices: Mapping[str, Any]) -> dict[str, Any]:
+            V = self._to_parameters(matrices)
+            total, examples = [torch.zeros_like(v) for v in V], 0
+            for batch in train:
+                # Fused attention has no second derivative.
+                with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                    outputs = run(self.model, batch)
+                z, weight = outputs if isinstance(outputs, tuple) else (outputs, None)
+                curved = []
+                for forward_product in _forward_products(z, self.parameters, V):
+                    v = likelihood.ggn_multiply(z.detach(), forward_product.to(z.dtype))
+                    curved.append(v if weight is None else v * weight[..., None])
+                parts = torch.autograd.grad(
+                    z,
+                    self.parameters,
+                    torch.stack(curved),
+                    is_grads_batched=True,
+                    allow_unused=True,
+                )
+                for sums, part in zip(total, parts, strict=True):
+                    if part is not None:
+                        sums += part
+                examples += len(z)
+            return self._to_matrices([x / examples for x in total])
+
+        return product
+
+
+def _forward_products(z: Any, parameters: list[Any], V: list[Any]) -> Any:
+    """Return ``J v`` for each v, by differentiating ``J^T u`` by u."""
+    u = torch.zeros_like(z, requires_grad=True)
+    with torch.enable_grad():
+        g = torch.autograd.grad(
+            z, parameters, u, create_graph=True, materialize_grads=True
+        )
+        pairs = [(x, v) for x, v in zip(g, V, strict=True) if x.requires_grad]
+    return torch.autograd.grad(
+        [x for x, _ in pairs],
+        u,
+        [v for _, v in pairs],
+        is_grads_batched=True,
+        retain_graph=True,
+    )[0]
+
+
+def _conjugate_gradients(
+    product: Any,
+    inverse: Influence,
+    b: dict[str, Any],
+    tolerance: float,
+    max_iterations: int,
+) -> tuple[dict[str, Any], Any, int]:
+    """Solve ``(F + lam I) u = b`` for all queries at once; return relative residuals too.
+
+    The residual that is returned is computed from the solution, not by the recurrence.
+    """
+
+    def damped(V: dict[str, Any]) -> dict[str, Any]:
+        F = product(V)
+        return {n: F[n] + inverse.damping[n] * V[n] for n in V}
+
+    def dot(V: dict[str, Any], W: dict[str, Any]) -> Any:
+        return sum((V[n] * W[n]).sum(dim=(1, 2)) for n in V)
+
+    def plus(V: dict[str, Any], c: Any, W: dict[str, Any]) -> dict[str, Any]:
+        return {n: V[n] + c[:, None, None] * W[n] for n in V}
+
+    size = dot(b, b).sqrt()
+    size = torch.where(size > 0, size, 1.0)
+    u = {n: torch.zeros_like(x) for n, x in b.items()}
+    r, iterations = b, 0
+    z = inverse.multiply_inverse(r)
+    p, rz = z, dot(r, z)
+    while iterations < max_iterations and bool(
+        (dot(r, r).sqrt() > tolerance * size).any()
+    ):
+        image = damped(p)
+        curvature = dot(p, image)
+        # Queries that are solved exactly stay as they are.
+        alpha = torch.where(
+            curvature > 0, rz / torch.where(curvature > 0, curvature, 1.0), 0.0
+        )
+        u, r = plus(u, alpha, p), plus(r, -alpha, image)
+        z = inverse.multiply_inverse(r)
+        new = dot(r, z)
+        p = plus(z, torch.where(rz > 0, new / torch.where(rz > 0, rz, 1.0), 0.0), p)
+        rz = new
+        iterations += 1
+    left = plus(b, -torch.ones_like(size), damped(u))
+    return u, dot(left, left).sqrt() / size, iterations
+
+
+def _side(block: kc.Block) -> Any:
+    return "diagonal" if block.layer.kind == "embedding" else "full"
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int, int]]:
+    """Return each position as an example of its own, and their numbers."""
+    found, shapes = {}, set()
+    for name, batch in seen.items():
+        x, g, mask = batch.inputs, batch.output_grads, batch.mask
+        N, T = g.shape[:2]
+        if g.ndim != 3:
+            raise kc.UnsupportedError(
+                f"Layer {name!r} has rows of {tuple(g.shape)}, which are not tokens: "
+                "scores by token are for sequences (N, T, features)."
+            )
+        shapes.add((int(N), int(T)))
+        mask = None if mask is None else mask.reshape(N * T)
+        found[name] = replace(
+            batch,
+            inputs=x.reshape(N * T, *x.shape[2:]),
+            output_grads=g.flatten(0, 1),
+            mask=mask,
+        )
+    if len(shapes) > 1:
+        raise kc.UnsupportedError(f"Layers have other numbers of tokens: {shapes}.")
+    return found, shapes.pop()
+
+
+def _restricted(inverse: Influence, names: tuple[str, ...]) -> Influence:
+    parts = inverse.blocks, inverse.curvatures, inverse.damping
+    return Influence(*({n: part[n] for n in names} for part in parts))
+
+
+def _restricted_queries(queries: Queries, names: tuple[str, ...]) -> Queries:
+    return Queries({n: queries.blocks[n] for n in names}) if names else queries
+
+
+def _on_disk(queries: Queries, folder: Any, number: int) -> Queries:
+    """Return queries whose arrays lie in files, which are mapped into memory."""
+    if folder is None:
+        return queries
+    Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def mapped(x: Any, place: str) -> Any:
+        path = Path(folder) / f"{number}.{place}.npy"
+        np.save(path, x.cpu().numpy())
+        # Copy-on-write: PyTorch has no arrays that are only read.
+        return torch.from_numpy(np.load(path, mmap_mode="c"))
+
+    blocks = {}
+    for place, (name, block) in enumerate(queries.blocks.items()):
+        arrays = {k: x for k, x in vars(block).items() if x is not None and x.ndim > 1}
+        files = {k: mapped(x, f"{place}.{k}") for k, x in arrays.items()}
+        blocks[name] = replace(block, **files)
+    return Queries(blocks)
