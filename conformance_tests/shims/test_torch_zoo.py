@@ -265,12 +265,12 @@ def zero_scale(norm):
     return norm
 
 
-def frozen_norm():
-    """A batch norm with running statistics, as in fine-tuning."""
-    norm = nn.BatchNorm1d(4).eval()
-    norm.running_mean.normal_()
-    norm.running_var.uniform_(0.5, 2.0)
-    return norm
+def frozen_later(model, kfac):
+    """A batch norm that uses running statistics since `KFAC` was made."""
+    model.eval()
+    model[0].running_mean.normal_()
+    model[0].running_var.uniform_(0.5, 2.0)
+    return squares(randn(5, 4))(model, kfac)
 
 
 PROGRAMS = {
@@ -360,7 +360,11 @@ PROGRAMS = {
     "group norm": normalization(lambda: nn.GroupNorm(2, 6), 5, 6, 2, flat=True),
     "batch norm": normalization(lambda: zero_scale(nn.BatchNorm1d(6)), 5, 6),
     "batch norm 2d": normalization(lambda: nn.BatchNorm2d(6), 5, 6, 2, 1, flat=True),
-    "running statistics": normalization(frozen_norm, 5, 4),
+    "running statistics": Program(
+        model=lambda: nn.Sequential(nn.BatchNorm1d(4)),
+        loop=frozen_later,
+        diagonal=["0.weight", "0.bias"],
+    ),
     "instance norm": normalization(
         lambda: nn.InstanceNorm1d(4, affine=True), 5, 4, 3, flat=True
     ),
