@@ -11,14 +11,12 @@ import pytest
 import kfac_core as kc
 from kfac_core.array import namespaces
 from kfac_core.array.structure import fields_of
-from kfac_core.losses import Gaussian, SquaredError
 
 from ..builders.estimators import make_estimator
+from ..builders.options import BLOCK, DENSE, FUNCTIONS, OPTIONS, VECTOR
 from ..builders.states import differences, frozen
 
 N, n, m = 6, 4, 3
-DENSE = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
-BLOCK = kc.Block(DENSE, kc.Kronecker())
 SUMMED = kc.Conventions(reduction="sum", sources="sum")
 RNG = np.random.default_rng(5)
 BATCH = kc.Batch(RNG.normal(size=(N, n)), RNG.normal(size=(N, m)))
@@ -60,41 +58,6 @@ def assert_refused(held, error, match, act):
     assert differences(before, frozen(held.state_dict())) == []
 
 
-# A good instance of each class of options.
-OPTIONS = {
-    kc.Dense: DENSE,
-    kc.Conv: kc.Conv(
-        in_channels=2,
-        out_channels=4,
-        kernel_size=(2,),
-        padding=((0, 1),),
-        bias=True,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    ),
-    kc.Embedding: kc.Embedding(num_embeddings=5, features=2, weight_layout="io"),
-    kc.ScaleShift: kc.ScaleShift(scale_shape=(2,), shift_shape=None),
-    kc.Parameters: kc.Parameters(shapes={"w": (2, 3)}),
-    kc.Chain: kc.Chain(names=("a", "b"), layers=(DENSE, DENSE)),
-    kc.Kronecker: kc.Kronecker(),
-    kc.Eigen: kc.Eigen(),
-    kc.Diagonal: kc.Diagonal(),
-    kc.Full: kc.Full(),
-    kc.TNT: kc.TNT(),
-    kc.KFOC: kc.KFOC(iterations=2),
-    kc.ScaledIdentity: kc.ScaledIdentity(scale=1.0),
-    kc.Series: kc.Series(variant="symmetric", steps=3),
-    kc.BlockTridiagonal: kc.BlockTridiagonal(),
-    kc.Averaging: kc.Averaging(),
-    kc.Refreshing: kc.Refreshing(),
-    kc.Sharing: kc.Sharing(),
-    kc.Execution: kc.Execution(),
-    kc.Precision: kc.Precision(),
-    kc.Conventions: kc.Conventions(reduction="sum", sources="sum"),
-    kc.Block: kc.Block(DENSE, kc.Kronecker()),
-    SquaredError: SquaredError(scale=1.0),
-    Gaussian: Gaussian(variance=1.0),
-}
 # No option may be any of these.
 JUNK = [
     "junk",
@@ -110,12 +73,6 @@ JUNK = [
     0.5 + 1j,
     {"junk": None},
     int,
-]
-FIELDS = [
-    (cls, field.name)
-    for cls in OPTIONS
-    for field in dataclasses.fields(cls)
-    if field.init
 ]
 
 
@@ -139,22 +96,35 @@ def is_of_arrays(cls):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), FIELDS, ids=lambda x: getattr(x, "__name__", x)
+    ("name", "option"),
+    [(name, option) for name, (_, good) in FUNCTIONS.items() for option in good],
 )
-def test_an_option_that_cannot_be_is_refused(cls, name):
-    """Whatever comes, the error is the library's and names the option."""
-    good = OPTIONS[cls]
+def test_an_option_that_cannot_be_is_refused(name, option):
+    """The good call passes; whatever else comes, the error names the option."""
+    function, good = FUNCTIONS[name]
+    function(**good)
     for junk in JUNK:
-        if name in ("approximation", "layer") and isinstance(junk, type):
+        if option in ("approximation", "layer") and isinstance(junk, type):
             continue
-        options = {
-            field.name: getattr(good, field.name)
-            for field in dataclasses.fields(cls)
-            if field.init
-        }
-        with pytest.raises(kc.KFACError, match=f"`{name}`") as found:
-            cls(**options | {name: junk})
+        names = f"`{option}`|Unknown block 'junk'"
+        with pytest.raises(kc.KFACError, match=names) as found:
+            function(**good | {option: junk})
         assert len(str(found.value)) < 600
+
+
+def test_bad_numbers_are_named():
+    """Those that are of the right kind, and out of range or one by one good."""
+    cases = [
+        (lambda: estimator(weight=0.0), "`weight` to be a finite number > 0"),
+        (lambda: estimator(factorizations=("lu",)), "`factorizations`.*'inverse'"),
+        (lambda: kc.levenberg_marquardt(1.0, 1.0, decay=0.5, lower=0.8), "`lower`"),
+        (lambda: kc.steps.add_l2(VECTOR, VECTOR, weight_decay=math.nan), "`weight_d"),
+        (lambda: kc.distributed.connect(timeout=0.0), "`timeout`"),
+        (lambda: kc.steps.gamma_candidates(1.0, factor=1.0), "`factor`"),
+    ]
+    for call, match in cases:
+        with pytest.raises(kc.KFACError, match=match):
+            call()
 
 
 def test_numbers_and_strings_of_numpy_are_accepted():
@@ -178,67 +148,28 @@ def test_numbers_and_strings_of_numpy_are_accepted():
     assert made.damping == 0.5
 
 
-NOT_FINITE = [np.nan, np.inf]
-# Options of an estimator: values that cannot be, the error, and what the message says.
-OF_ESTIMATOR = {
+NUMBERS = {
+    # option: values that no number of Python or NumPy may have, the error, the message
     "damping": (
-        [-0.1, *NOT_FINITE, None, "x", 1j, [0.1], np.ones(2), True, {"fc1": None}],
+        [-0.1, np.float32("nan"), np.inf, None, 1j, [0.1], np.ones(2), True],
         kc.KFACError,
-        "`damping|`name`",
+        "`damping`",
     ),
     "decay": (
-        [-0.1, 1.1, *NOT_FINITE, None, "x", np.ones(2), True, np.asarray("x")],
+        [-0.1, 1.1, np.float32("nan"), np.inf, None, "x", np.ones(2), True],
         kc.DecayError,
         r"`decay` to be a number in \[0, 1\]",
     ),
-    "weight": (
-        [0.0, -1.0, *NOT_FINITE],
-        kc.DecayError,
-        "`weight` to be a finite number > 0",
-    ),
-    "damping_rule": (
-        ["tikhonov", None, 1],
-        kc.ConventionError,
-        "`damping_rule`.*'factored'.*'exact'",
-    ),
-    "reduction": (
-        ["average", None, 1],
-        kc.ConventionError,
-        "`reduction`.*'sum', 'mean', 'mean_rows'",
-    ),
-    "sources": (["max", None], kc.ConventionError, "`sources`.*'sum', 'mean'"),
-    "mode": (["x", 3], kc.ConventionError, "`mode`.*'exact'"),
-    "factorizations": (
-        [("lu",), "inverse"],
-        kc.ConventionError,
-        "`factorizations`.*'inverse', 'cholesky'",
-    ),
-    "averaging": (["x", 3, kc.Averaging], kc.ArgumentError, "`averaging`.*Averaging"),
-    "refreshing": (["x", kc.Averaging()], kc.ArgumentError, "`refreshing`"),
-    "sharing": (["x", {}], kc.ArgumentError, "`sharing`"),
-    "precision": (["float32", 1], kc.ArgumentError, "`precision`"),
-    "execution": (["x", 3], kc.ArgumentError, "`execution`"),
 }
 
 
-@pytest.mark.parametrize("name", OF_ESTIMATOR)
-def test_an_estimator_refuses_options(name):
-    """The constructor names the option, however a number is written."""
-    values, error, match = OF_ESTIMATOR[name]
-    for value in values:
-        written = [value]
-        if type(value) is float:
-            written += [np.float32(value), np.float64(value)]
-        for one in written:
-            with pytest.raises(error, match=match):
-                estimator(**{name: one})
-
-
-@pytest.mark.parametrize("name", ["damping", "decay"])
+@pytest.mark.parametrize("name", NUMBERS)
 def test_a_setter_refuses_what_the_constructor_does(backend, held, name):
     """And leaves the good value."""
-    values, error, match = OF_ESTIMATOR[name]
+    values, error, match = NUMBERS[name]
     for value in values:
+        with pytest.raises(error, match=match):
+            estimator(**{name: value})
         assert_refused(held, error, match, lambda v=value: setattr(held, name, v))
 
 
@@ -640,100 +571,3 @@ def test_a_mean_over_rows_needs_rows(backend, rng):
     D = (x * g).sum(axis=1)
     got = backend.to_numpy(made.operator("a").to_dense(damped=False))
     np.testing.assert_allclose(got, D.T @ D / N, rtol=1e-10)
-
-
-Z = np.ones((3, 2))
-VECTOR = {"fc": {"weight": np.ones((2, 2))}}
-# What a function refuses: a good call, and bad values of its options.
-FUNCTIONS = {
-    "levenberg_marquardt": (
-        lambda **o: kc.levenberg_marquardt(o.pop("damping"), o.pop("ratio", 1.0), **o),
-        {"damping": 1.0, "decay": 0.5},
-        {"damping": -1, "decay": 1.5, "minimum": -1.0, "lower": 0.8},
-    ),
-    "kl_clip": (
-        lambda **o: kc.steps.kl_clip(VECTOR, VECTOR, **o),
-        {"learning_rate": 0.1, "bound": 1.0},
-        {"learning_rate": -1.0, "bound": 0.0, "check": "Raise"},
-    ),
-    "trust_region_rate": (
-        lambda **o: kc.steps.trust_region_rate(np.asarray(1.0), **o),
-        {"bound": 1.0, "maximum": 1.0},
-        {"bound": "large", "maximum": 0},
-    ),
-    "add_l2": (
-        lambda **o: kc.steps.add_l2(VECTOR, VECTOR, **o),
-        {"weight_decay": 0.1},
-        {"weight_decay": math.nan},
-    ),
-    "decay_decoupled": (
-        lambda **o: kc.steps.decay_decoupled(VECTOR, VECTOR, **o),
-        {"weight_decay": 0.1, "learning_rate": 0.1},
-        {"weight_decay": None, "learning_rate": -0.1},
-    ),
-    "gamma_candidates": (
-        lambda **o: kc.steps.gamma_candidates(o.pop("gamma"), **o),
-        {"gamma": 1.0, "factor": 0.5},
-        {"gamma": 0.0, "factor": 1.0, "minimum": -1.0},
-    ),
-    "noise_spec": (
-        lambda **o: kc.losses.noise_spec(o.pop("loss"), Z, **o),
-        {"loss": kc.losses.Categorical(), "mode": "gradients"},
-        {"loss": "categorical", "mode": "fisher", "samples": 0},
-    ),
-    "vectors": (
-        lambda **o: kc.losses.vectors(kc.losses.Categorical(), Z, **o),
-        {"mode": "exact"},
-        {"mode": "fisher", "weight": -1.0, "positions": "both"},
-    ),
-    "drawn_vectors": (
-        lambda **o: kc.losses.drawn_vectors(kc.losses.Categorical(), Z, **o),
-        {"mode": "gradients", "seed": 0, "shared": True},
-        {"mode": "fisher", "seed": -1, "shared": 1, "samples": 0.5},
-    ),
-    "inverse_root": (
-        lambda **o: kc.roots.inverse_root(np.eye(2), **o),
-        {"degree": 2, "damping": 0.1},
-        {"degree": 0, "check": None},
-    ),
-    "block_posterior": (
-        lambda **o: kc.posterior.block_posterior(None, **o),
-        None,
-        {"examples": -1, "prior_precision": 0.0},
-    ),
-    "spectral_blocks": (
-        lambda **o: kc.posterior.spectral_blocks(
-            o.pop("blocks"), o.pop("statistics"), **o
-        ),
-        None,
-        {"blocks": [], "debias": 1, "precision": "float32", "check": "x"},
-    ),
-    "connect": (kc.distributed.connect, None, {"timeout": 0.0}),
-    "run_ranks": (
-        lambda **o: kc.distributed.run_ranks(o.pop("size"), lambda c: c.rank, **o),
-        {"size": 1},
-        {"size": 0, "timeout": -1.0},
-    ),
-    "Threaded": (kc.execution.Threaded, {"workers": 1}, {"workers": 0, "inner": 3}),
-    "Stacked": (kc.execution.Stacked, {}, {"fewest": 0, "inner": None}),
-}
-DEFAULTS = {
-    "block_posterior": {"examples": 1, "prior_precision": 1.0},
-    "spectral_blocks": {"blocks": {}, "statistics": {}},
-    "connect": {},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [(name, option) for name, (*_, bad) in FUNCTIONS.items() for option in bad],
-)
-def test_a_function_refuses_an_option(name, option):
-    """The good call passes, and the error of the bad one names the option."""
-    function, good, bad = FUNCTIONS[name]
-    if good is not None:
-        function(**good)
-
-    options = DEFAULTS[name] if good is None else good
-    with pytest.raises(kc.KFACError, match=f"`{option}`"):
-        function(**options | {option: bad[option]})

@@ -8,7 +8,6 @@ error; a call that is accepted is no finding.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import random
 import sys
@@ -22,8 +21,9 @@ import numpy as np
 
 import kfac_core as kc
 
+from ..builders.options import FUNCTIONS
 from ..builders.states import differences, frozen
-from ..survival.blocks import CASES, batch_of, gradient_of, made
+from ..survival.blocks import batch_of, gradient_of, made
 
 
 class Odd:
@@ -59,90 +59,44 @@ JUNK: tuple[Callable[[], Any], ...] = (
 )
 
 
-def _good(name: str, rng: random.Random) -> Any:
-    """Return an argument that some parameter of that name may be."""
-    batches = batch_of("kronecker", rng.randrange(5))
-    known: dict[str, Any] = {
-        "blocks": {"a": kc.Block(*CASES["kronecker"][:2])},
-        "reduction": "sum",
-        "sources": rng.choice(("sum", "mean")),
-        "batches": batches,
-        "gradients": gradient_of("kronecker"),
-        "vectors": gradient_of("kronecker"),
-        "product": "multiply",
-        "names": ["a"],
-        "moments": "kronecker",
-        "layer": CASES["kronecker"][0],
-        "approximation": kc.Kronecker(),
-        "in_features": 3,
-        "out_features": 2,
-        "bias": True,
-        "weight_layout": "io",
-        "damping": 0.5,
-        "decay": 0.9,
-        "inputs": np.ones((4, 3)),
-        "output_grads": np.ones((4, 2)),
-        "in_channels": 2,
-        "out_channels": 4,
-        "kernel_size": (2,),
-        "padding": rng.choice(("same", ((0, 1),))),
-        "data_layout": "channels_last",
-        "num_embeddings": 4,
-        "features": 2,
-        "scale_shape": (2,),
-        "shift_shape": None,
-        "shapes": {"w": (2, 3)},
-        "layers": (CASES["kronecker"][0],) * 2,
-        "iterations": 2,
-        "variant": "infinite",
-        "scale": 1.0,
-        "input_rank": 1,
-        "output_rank": 1,
-        "check": "raise",
-        "damping_rule": "factored",
-        "factorizations": ("inverse",),
-        "workers": 1,
-    }
-    return known.get(name)
+Call = tuple[Callable[..., Any], dict[str, Callable[[random.Random], Any]], int]
+"""A function of an estimator, what its arguments may be, and how many are positional."""
 
 
-def _calls() -> dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]]:
-    """Return what is called: a function of an estimator, and the names of arguments."""
-    found: dict[str, Any] = {}
-    constructors: tuple[Any, ...] = (
-        *(kc.Dense, kc.Conv, kc.Embedding, kc.ScaleShift, kc.Parameters, kc.Chain),
-        *(kc.Kronecker, kc.Eigen, kc.TNT, kc.KFOC, kc.Series, kc.ScaledIdentity),
-        kc.Averaging,
-        kc.Refreshing,
-        *(kc.Sharing, kc.Execution, kc.Precision, kc.Conventions),
-    )
-    for cls in constructors:
-        names = tuple(field.name for field in dataclasses.fields(cls) if field.init)
-        found[cls.__name__] = (_constructor(cls), (), names)
-    found["Block"] = (lambda e, *a: kc.Block(*a), ("layer", "approximation"), ())
-    options = ("damping", "decay", "damping_rule", "sources", "mode", "averaging")
-    options += ("refreshing", "sharing", "precision", "execution", "reduction")
-    found["Estimator"] = (_constructor(kc.Estimator), ("blocks",), options)
-    methods: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-        "update": (("batches",), ("check",)),
-        "absorb": (("batches",), ()),
-        "rebase": (("names",), ("moments", "check")),
-        "refresh": (("names",), ("check",)),
-        "start_refresh": (("names",), ("check",)),
-        "operator": (("names",), ()),
-        "precondition": (("gradients",), ()),
-        "apply": (("product", "vectors"), ()),
-        "load_state_dict": (("state",), ()),
+def _calls() -> dict[str, Call]:
+    """Return what is called, by name."""
+    found: dict[str, Call] = {}
+    for name, (function, good) in FUNCTIONS.items():
+        if name not in ("run_ranks", "Threaded"):  # whose threads end with the process
+            options = {option: _always(value) for option, value in good.items()}
+            found[name] = (_without_estimator(function), options, 0)
+    batches = lambda rng: batch_of("kronecker", rng.randrange(5))  # noqa: E731
+    gradients, names = _always(gradient_of("kronecker")), _always(["a"])
+    check = {"check": _always("raise")}
+    methods: dict[str, tuple[dict[str, Callable[[random.Random], Any]], int]] = {
+        "update": ({"batches": batches, **check}, 1),
+        "absorb": ({"statistics": batches}, 1),
+        "rebase": ({"names": names, "moments": _always("kronecker"), **check}, 1),
+        "refresh": ({"names": names, **check}, 1),
+        "start_refresh": ({"names": names, **check}, 1),
+        "operator": ({"name": _always("a")}, 1),
+        "precondition": ({"gradients": gradients}, 1),
+        "apply": ({"product": _always("multiply"), "vectors": gradients}, 2),
+        "load_state_dict": ({"state": _always(None)}, 1),
     }
-    for name, (positional, keywords) in methods.items():
-        found[name] = (_method(name), positional, keywords)
-    for name in ("damping", "decay"):
-        found[f"set {name}"] = (_setter(name), (name,), ())
+    for name, (good, positional) in methods.items():
+        found[name] = (_method(name), good, positional)
+    for name, value in {"damping": 0.5, "decay": 0.9}.items():
+        found[f"set {name}"] = (_setter(name), {name: _always(value)}, 1)
     return found
 
 
-def _constructor(cls: Any) -> Callable[..., Any]:
-    return lambda e, *a, **k: cls(*a, **k)
+def _always(value: Any) -> Callable[[random.Random], Any]:
+    return lambda rng: value
+
+
+def _without_estimator(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda e, **k: function(**k)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -177,9 +131,10 @@ class ArgumentFuzzer:
     def run(self) -> str | None:
         """Make one call; return what is wrong, if anything is."""
         name = self.rng.choice([*self.calls])
-        function, positional, keywords = self.calls[name]
-        arguments = [self._drawn(parameter) for parameter in positional]
-        options = {k: self._drawn(k) for k in keywords if self.rng.random() < 0.95}
+        function, good, positional = self.calls[name]
+        drawn = {k: self._drawn(k, value) for k, value in good.items()}
+        arguments = [drawn.pop(k) for k in [*good][:positional]]
+        options = {k: v for k, v in drawn.items() if self.rng.random() < 0.95}
         state = self.estimator.state
         before = frozen(self.estimator.state_dict())
         try:
@@ -207,11 +162,9 @@ class ArgumentFuzzer:
             self.estimator = self._trained()
         return None
 
-    def _drawn(self, name: str) -> Any:
+    def _drawn(self, name: str, good: Callable[[random.Random], Any]) -> Any:
         if self.rng.random() < 0.8:
-            good = _good(name, self.rng)
-            if good is not None:
-                return good
+            return good(self.rng)
         drawn = junk(self.rng)
         if name in ("batches", "gradients", "vectors", "state") and (
             self.rng.random() < 0.5
