@@ -701,6 +701,22 @@ def test_a_vmap_is_of_independent_runs(trained, seeds, inner):
             np.testing.assert_allclose(together[name][i], one, rtol=1e-9)
 
 
+def test_runs_that_differ_by_their_random_vectors_share_gradients(trained):
+    """Nothing is averaged there: parameters and data are the same."""
+    network, params, x, options = trained
+    kfac = shim.KFAC(network, refresh_every=1, **options)
+
+    def step(state, scale):
+        z, pull = network.vjp(params, x)
+        gradients, _ = pull(jax.grad(nll)(z, LABELS) / len(x), reduction="mean")
+        _, captured = pull(scale * jnp.ones_like(z), reduction="sum")
+        return kfac.update(gradients, state, captured=captured)[0]
+
+    states = jax.vmap(lambda _: kfac.init(params))(jnp.arange(2))
+    runs = jax.vmap(jax.jit(step), axis_name="seed")
+    assert jax.eval_shape(runs, states, jnp.ones(2))["W"].shape[0] == 2
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="pmap looks like vmap")
 @pytest.mark.parametrize("inner", [lambda run: run, jax.jit], ids=["plain", "jit"])
 def test_averaged_gradients_of_statistics_that_are_not_are_refused(

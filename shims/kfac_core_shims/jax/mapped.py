@@ -43,8 +43,8 @@ def mapped_axes() -> tuple[set[Any], set[Any]]:
 def watched(count: Any, gradients: Any, batches: Any, axes: tuple[Any, ...], /) -> Any:
     """Return a count of a state, and raise where a ``vmap`` averages gradients alone.
 
-    Each index then has a state and rows of its own, and all have the same gradients, as of
-    `jax.lax.pmean`.  What a ``vmap`` around a ``jit`` or a ``scan`` maps is known only when
+    Each index then has a state and inputs of its own, and all have the same gradients, as
+    of `jax.lax.pmean`.  What a ``vmap`` around a ``jit`` or a ``scan`` maps is known only when
     that is mapped, in the rule of `_watched`.
 
     Parameters
@@ -66,7 +66,9 @@ def watched(count: Any, gradients: Any, batches: Any, axes: tuple[Any, ...], /) 
         # Integers, which no derivative is taken of.
         return sum((x.size and x.ravel()[0] != 0) + 0 for x in jax.tree.leaves(tree))
 
-    rows = mark(batches)
+    # Runs with one batch may differ by their random vectors alone, and share gradients.
+    uses = [use for b in batches.values() for use in (b if type(b) is tuple else [b])]
+    rows = mark([getattr(use, "inputs", use) for use in uses])
     return _watched(count, mark(gradients), jax.lax.psum(rows, axes) if axes else rows)
 
 
