@@ -44,8 +44,8 @@ def watched(count: Any, gradients: Any, batches: Any, axes: tuple[Any, ...], /) 
     """Return a count of a state, and raise where a ``vmap`` averages gradients alone.
 
     Each index then has a state and inputs of its own, and all have the same gradients, as
-    of `jax.lax.pmean`.  What a ``vmap`` around a ``jit`` or a ``scan`` maps is known only when
-    that is mapped, in the rule of `_watched`.
+    of `jax.lax.pmean`.  What a ``vmap`` around a ``jit`` or a ``scan`` maps is known only
+    when that is mapped, in the rule of `_watched`.
 
     Parameters
     ----------
