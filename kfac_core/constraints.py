@@ -103,6 +103,7 @@ def number(
     """Return the constraint of a real number, or also of a real 0-d array."""
 
     def accepts(value: Any) -> bool:
+        # A bool is an int in Python, and is not a number here.
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return arrays and _is_real_scalar(value)
         try:
@@ -427,6 +428,7 @@ def _has_shape(axes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
         front = shape.index(...)
         if further < 0:
             return False
+        # Cut the axes that `...` stands for, and compare the others one by one.
         axes = (*axes[:front], *axes[front + further :])
         shape = (*shape[:front], *shape[front + 1 :])
     if len(axes) != len(shape):

@@ -470,6 +470,7 @@ class Estimator:
         # Executors cache stacks and views between calls, so the thread gets its own one.
         executor = self._new_executor()
         if isinstance(self._executor, DistributedExecutor):
+            # Its messages must not mix with those of the training loop.
             executor = self._executor.in_background(executor)
         damping, network = self._damping, self.network
         resets = dict(self._resets)

@@ -154,6 +154,7 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     if operator is not None and state.statistics is not None:
         bases = state.statistics.bases.items()
         factors |= {side: _basis(basis) for side, basis in bases}
+    # Without the matrices there is no product, only the reports of the factors.
     known = operator is None or "multiply" not in operator.unsupported_products
     condition, residual = _of_block(operator) if known else _of_factors(factors)
     return BlockReport(

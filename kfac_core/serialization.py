@@ -187,6 +187,7 @@ def parse_state(
     """
     if not isinstance(state, Mapping) or _text(state.get("format")) != _text(FORMAT):
         raise errors.StateError(f"Expected a state of format {FORMAT!r}.")
+    # Compare as JSON text, since True == 1.
     version = state.get("version")
     expected = f"{VERSION}, of this release of kfac_core"
     _require(_text(version) == _text(VERSION), "version", expected, shown(version))
@@ -276,6 +277,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     _require_known(part, _BLOCK, "the block")
     values = _Values(_mapping(part, "values"))
     template = _template(values, network, name)
+    # No array of a block is larger than its statistics or its dense matrix.
     dense = math.prod(network.blocks[name].layer.matrix_shape) ** 2
     sizes = [math.prod(x.shape) for x in _arrays(template)]
     values.largest = max([*sizes, min(dense, _LARGEST_UNKNOWN)])

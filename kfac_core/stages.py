@@ -121,6 +121,7 @@ def update_block(
         rows = block.rows(batch)
         admission.require_place(statistics, rows)
         if isinstance(rows, IdRows):
+            # An id out of range can crash a library, so replace it before it is used.
             rows, outside = rows.with_ids_inside(xp=xp)
             flags = flags | outside
         with finite.quiet(options.check, xp=xp):
@@ -152,6 +153,7 @@ def _sum_of_chunks(
 ) -> tuple[Statistics, Any]:
     """Return the statistics of chunks of rows together, and the flags of the rows."""
     xp = options.xp
+    # Weighted by its number of rows, so that merged chunks equal the whole batch.
     alone = replaced(options, decay=0.0, weight=None)
     total: Statistics | None = None
     flags: Any = 0
@@ -409,6 +411,7 @@ def refresh_block(
     check: Check = "status" if statistics.status.ndim else options.check
     factorizations = options.factorizations
     if options.solving == "triangular":
+        # Triangular solves replace the inverse; the same factorization twice is one.
         swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
         factorizations = tuple(dict.fromkeys(swapped))
     made_with = OperatorOptions(
@@ -428,6 +431,7 @@ def refresh_block(
     try:
         with finite.quiet(check, xp=xp):
             if options.damping_scaling == "mean_eigenvalue":
+                # The mean eigenvalue needs the undamped block, without factorizations.
                 bare = made_with._replace(
                     damping=0.0, factorizations=(), keep_matrices=True
                 )
@@ -438,6 +442,7 @@ def refresh_block(
                 made_with = made_with._replace(damping=scaled)
             operator = approximation.operator(statistics, layer, made_with)
     except (errors.FactorizationError, errors.NotFiniteError) as error:
+        # Returned and not raised, so that the other blocks are refreshed.
         return error
     if options.solving != "inverse":
         operator = operator.solved_by(options.solving)
@@ -467,6 +472,7 @@ class ProductCall:
         product: str, arguments: tuple[Any, ...], options: Mapping[str, Any], /
     ) -> ProductCall:
         """Return a call of a product, or raise `ConventionError`."""
+        # Products without arguments are made once, below.
         if type(product) is not str or product not in _CALLS:
             constraints.require_one_of("product", product, VECTOR_PRODUCTS)
         if arguments or options or product == "multiply_matpower":
@@ -521,6 +527,7 @@ def apply_block(
     ShapeError, DtypeError, MixedArraysError
         For arrays of incompatible shape, dtype, library or device.
     """
+    # The exact type first: `isinstance` of an abstract class takes microseconds.
     if type(parameters) is not dict:
         constraints.require_kind(
             f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
@@ -828,6 +835,7 @@ class _Plain(Executor):
             try:
                 results[name] = stage.run(*task, name=name)
             except errors.KFACError as error:
+                # Keep the exception, its attributes and its traceback; only name the block.
                 error.args = (f"Block {name!r}: {error}", *error.args[1:])
                 raise
         return results

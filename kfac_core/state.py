@@ -335,6 +335,7 @@ def reset_state(block: Block, before: BlockState, precision: Precision) -> Block
     return replaced(
         before,
         statistics=map_structure(copied, empty),
+        # Arithmetic with the old counts keeps arrays arrays, and numbers numbers.
         basis_age=before.basis_age * 0 - 1,
         **{count: getattr(before, count) * 0 for count in _COUNTS},
     )
@@ -349,6 +350,7 @@ def coefficients(
     """Return the decay and the weight of a block's next update: 1 during burn-in."""
     if not averaging.burn_in:
         return decay, averaging.weight
+    # A count may be traced; then both coefficients are arrays.
     burning = before.updates < averaging.burn_in
     if isinstance(burning, bool) or statistics is None:
         return (1.0, 1.0) if burning else (decay, averaging.weight)
@@ -425,7 +427,7 @@ def after_update(before: BlockState, statistics: Statistics, good: Any) -> Block
     else:
         xp = ns.own_namespace(basis_age)
         basis_age = xp.where(basis_age < 0, basis_age, basis_age + one)
-        # A copy: a state whose arrays are donated must not hold one of them twice.
+        # Copy it: a state whose arrays are donated must not hold one of them twice.
         status = copied(status)
     return replaced(
         before,
@@ -481,7 +483,9 @@ def after_refresh_in_status(
     new = after_refresh(before, operator, damping)
     status = before.status | status
     if isinstance(before.refreshes, int):
+        # On a device the flag is not read: the refresh counts, and the status tells.
         return replaced(new, status=status)
+    # Traced counts: multiply by 0 or 1 in place of a branch.
     failed = ns.cast(xp, xp.logical_not(good), before.refreshes.dtype)
     return replaced(
         new,

@@ -123,6 +123,7 @@ def flags_of_update(
         arguments.add(argument)
         names.add(name)
         traces = traces + trace
+    # Inf - inf cannot occur among traces, so that one sum shows all of them.
     if not (arguments and known_finite(traces, xp=xp)):
         arguments, names = set(), set()
     reading: dict[str, Any] = {"stacked": stacked} if stacked else {}
@@ -167,6 +168,7 @@ def overflow_flags(
             good = finite if good is None else good & finite
     if good is None:
         return flags
+    # Rows that are not finite have squares that are not: report the rows alone.
     overflow = ns.status_unless(xp, good, Status.OVERFLOWED)
     return flags | xp.where(
         overflow * 0 + flags == 0, overflow, xp.zeros_like(overflow)

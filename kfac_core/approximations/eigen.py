@@ -200,6 +200,7 @@ class Eigen(Approximation):
         """
         factors = self.factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
+        # E may average over another time than the factors.
         moment_options = replaced(options, decay=decay)
         averages = {
             **factors.averages,
@@ -363,6 +364,7 @@ class Eigen(Approximation):
         )
         S = averages["repeats"].value(debias=True)
         weight = averages["input"].weight
+        # A sum and not a mean, hence the weight twice: in the sum, and as its weight.
         return Average(S * weight * a[..., :, None] * g[..., None, :], weight)
 
 
@@ -383,6 +385,7 @@ def _of_eigenspaces(E: Array, statistics: Statistics, xp: Namespace) -> Array:
         if finite.known_true(apart, xp=xp):
             continue
         # Without statistics the basis is the coordinates, each an eigenspace by itself.
+        # Eigenvalues descend; each gap ends an eigenspace, and sums of gaps number them.
         ends = xp.astype(apart | xp.all(w == 0, axis=-1, keepdims=True), xp.int32)
         number = xp.cumulative_sum(ends, axis=-1, include_initial=True)
         same = number[..., :, None] == number[..., None, :]
@@ -403,6 +406,7 @@ def _carried_moments(
     E = _of_eigenspaces(old.sum, statistics, xp)
     for side, basis in bases.items():
         before = xp.matrix_transpose(statistics.bases[side].eigenvectors)
+        # Squares of a rotation are doubly stochastic, so the trace of F is kept.
         squared = xp.matmul(before, basis.eigenvectors) ** 2
         if side == "input":
             E = xp.matmul(xp.matrix_transpose(squared), E)

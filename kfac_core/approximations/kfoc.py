@@ -161,6 +161,7 @@ class KFOC(Approximation):
         old: RunningProduct = average
         new = old.decayed(decay, shares.example_weight)
         unit = xp.where(new > 0, new, xp.ones_like(new))
+        # The old product keeps this share of the new weight, and starts the iteration.
         past = old.weight * decay / unit
         A = unit_norm(_input_moment(rows, statistics.dtype, xp), xp=xp)
         fit = kronecker_fit(
@@ -189,6 +190,7 @@ class KFOC(Approximation):
         for side, value in product.value(debias=options.debias).items():
             factor = SymmetricMatrix(value, full_storage=True)
             averages[side] = Average(factor, one)
+        # `product.value` has divided already; the averages above have weight 1.
         debiased = options._replace(debias=True)
         return _KRONECKER.operator(
             Statistics(averages, statistics.status), layer, debiased

@@ -158,6 +158,7 @@ class Kronecker(Approximation):
         """
         n, m = layer.matrix_shape
         groups = (layer.groups,) if layer.groups > 1 else ()
+        # Groups of a convolution are independent: a stack of pairs of smaller factors.
         n_shape, m_shape = (*groups, n), (*groups, m // layer.groups)
         averages = {
             "input": factor_of(self.input, layer).initial(n_shape, place),
@@ -205,6 +206,7 @@ class Kronecker(Approximation):
             new["input"] = A.updated(old["input"], x, decay, scale, weight, xp=xp)
         if "output" not in skip:  # G <- decay G + weight c / R sum g g^T
             new["output"] = G.updated(old["output"], g, decay, scale * c, weight, xp=xp)
+        # S is a mean over examples, so its weight differs from the weight of the factors.
         new["repeats"] = old["repeats"].plus(S, decay, example_weight, example_weight)
         return replaced(statistics, averages=new)
 
@@ -238,7 +240,8 @@ class Kronecker(Approximation):
         ``n^3 + m^3`` flops for inverses, about ``9 (n^3 + m^3)`` for eigenbases.
         """
         xp, averages, exact = options.xp, statistics.averages, options.rule == "exact"
-        # Always debiased: S counts rows, and a biased mean would scale F.
+        # Always debiased: S counts rows, and a biased mean would scale F.  It is 1 before
+        # the first row, so that an empty block can be refreshed.
         S = ns.cast(xp, averages["repeats"].value(debias=True), options.compute)
         S = finite.positive_or_one(ns.as_number(S), xp=xp)
         kinds = {

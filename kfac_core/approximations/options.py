@@ -96,6 +96,7 @@ class UpdateOptions:
         )
         repeats = batch_R / batch_N
         # A fully masked part still counts toward N, and adds no weight.
+        # Divide by 1 in place of 0, and multiply by `some` to add nothing.
         some: Scalar = 1.0
         nonzero: Scalar = R
         if not isinstance(R, int):

@@ -158,6 +158,7 @@ class TNT(Approximation):
         A = statistics.averages["input"]
         trace = A.factor(debias=options.debias) * A.sum.trace()
         S = statistics.averages["repeats"].value(debias=True)
+        # With S / tr A in place of S, the block and its damping rules are Kronecker's.
         S = S / xp.where(trace > 0, trace, xp.ones_like(trace))
         scale = Average(S, xp.ones_like(S))
         averages = {**statistics.averages, "repeats": scale}

@@ -456,6 +456,7 @@ def replaced(value: T, /, **changes: Any) -> T:
     new = object.__new__(cls)
     fields = new.__dict__
     fields.update(vars(value), **changes)
+    # An unknown name would be a new attribute; the count shows it.
     if len(fields) != len(_fields[cls]):
         unknown = changes.keys() - vars(value).keys()
         raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")

@@ -132,9 +132,11 @@ class Hosted(Executor):
             if stage.is_product:
                 flops = stage.work(block)
                 large = {"flops": flops, "dtype": first.like.dtype}
+                # Large products are as fast in the library, which may use more threads.
                 if flops >= LARGE and not host_computes(xp=xp, **large):
                     continue
             known = self._held.get((name, type(first)))
+            # By identity: the structure that the last call returned, with its views.
             recognized = known is not None and known[0] is first
             try:
                 view = known[1] if known and recognized else as_views(first)

@@ -110,11 +110,13 @@ class Stacked(Executor):
         of_stacks = replace(
             stage,
             run=partial(_result_or_error, stage.run),
+            # The inner executor balances threads by this.
             work=lambda block: counts[block] * stage.work(block),
         )
         results: dict[str, Any] = {}
         for label, result in self._inner(of_stacks, stacks).items():
             names_of = members[label]
+            # Leave out a failed stack: its tasks run one by one, which names the block.
             if isinstance(result, errors.KFACError) or not stage.accepts(result):
                 continue
             pieces = unstacked(result, len(names_of))

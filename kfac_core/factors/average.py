@@ -97,6 +97,7 @@ class Average:
     ) -> Average:
         """Return the average with a new sum, after an update with a number of rows."""
         weights = ns.as_array(ns.as_number(self.weight) * decay + weight)
+        # A rank is known only if both sums count their rows.
         if self.rows is None or rows is None:
             return Average(total, weights)
         before = ns.as_number(self.rows)
@@ -212,5 +213,6 @@ def share_of(
     if total is None:
         share = xp.astype(part > 0, part.dtype) * weight
         return share / xp.where(part > 0, part, xp.ones_like(part)), share
+    # Parts of one batch add up to `weight`, whatever their sizes.
     scale = weight / total if total > 0 else 0.0
     return scale, part * scale

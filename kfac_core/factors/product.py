@@ -55,6 +55,7 @@ class RunningProduct:
     def singular_value(self) -> Array:
         """Return the Frobenius norm of the sum, shape (...)."""
         xp = array_api_compat.array_namespace(self.weight)
+        # Scale first, since squares of a small or large sum leave the range of float32.
         largest = xp.max(xp.abs(self.output), axis=(-2, -1), keepdims=True)
         unit = xp.where(largest > 0, largest, xp.ones_like(largest))
         norm = xp.linalg.vector_norm(self.output / unit, axis=(-2, -1))

@@ -68,6 +68,7 @@ class Statistics:
 
     def emptied(self) -> Statistics:
         """Return zero statistics in the same bases."""
+        # Multiply by zero, so that a compiled program keeps the devices of all arrays.
         zeros: Statistics = map_structure(lambda x: x * 0, self)
         return replaced(zeros, bases=self.bases)
 
@@ -115,6 +116,7 @@ class Statistics:
         }
         new = Statistics(averages, other.status, self.bases)
         xp, good = self.namespace, other.status == 0
+        # Select by `where`, since the status may be traced.
         chosen = map_structure(lambda a, b: xp.where(good, a, b), new, self)
         return without_scalars(replaced(chosen, status=other.status))
 
@@ -122,6 +124,7 @@ class Statistics:
 def _require_same_bases(first: Statistics, second: Statistics) -> None:
     for side, basis in first.bases.items():
         one, other = basis.eigenvectors, second.bases[side].eigenvectors
+        # The usual case, without a comparison of numbers.
         if one is other:
             continue
         xp = ns.own_namespace(one)

@@ -88,6 +88,7 @@ class UncorrelatedFactor:
 
         `scale` is ignored: the moments are means over all pixels.
         """
+        # Center first: E[x x^T] - mu mu^T would cancel.
         mean = xp.mean(rows, axis=0)
         covariance = gram(rows - mean) / rows.shape[0]
         new = ChannelMoments(mean, SymmetricMatrix(covariance, full_storage=True))

@@ -205,6 +205,7 @@ def batches_in_parts(
         xp = ns.own_namespace(uses[0].inputs)
         by_shape: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
         for use in uses:
+            # G is divided by the block's N later; the root turns that into a mean over R.
             x, g = _pair(use, scale, (N / rows) ** 0.5, xp)
             by_shape.setdefault((x.shape[1:], g.shape[2:]), []).append((use, x, g))
         for place, part in enumerate(by_shape.values()):

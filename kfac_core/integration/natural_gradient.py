@@ -517,6 +517,7 @@ class NaturalGradient:
         self._require_same_gradients(total, numbers)
         self._require_seen(*agreed)
         has_weights = self._has_weights(further)
+        # The digests of all processes add up to p equal ones, or the ratios differ.
         if has_weights or not are_equal(total[5:9], total[4]):
             self._restore(before)
             self._shares_differ = True
@@ -567,6 +568,7 @@ class NaturalGradient:
             n for n in network.blocks if n in with_rows and state[n].operator is None
         ]
         if new:
+            # An EKFAC block needs bases before its first operator.
             based = [n for n in new if network.blocks[n].approximation.has_bases]
             if based:
                 self.estimator.rebase(based, moments="kronecker")
@@ -625,6 +627,7 @@ class NaturalGradient:
             _require_finite(gradients)
         clip = clip_of_product(size, learning_rate=float(rate), bound=float(bound))
         nu = float(clip.scale)
+        # Do not copy directions that are not clipped.
         if nu == 1.0:
             return vectors, clip
         scaled = {n: {k: x * nu for k, x in g.items()} for n, g in vectors.items()}
@@ -759,6 +762,7 @@ class NaturalGradient:
         """Raise `ConventionError` where processes have gradients of different norms."""
         assert self.communicator is not None
         mean = float(total[0]) / self.communicator.size
+        # The variance of the norm over processes, from the sums of norms and squares.
         spread = float(total[1]) / self.communicator.size - mean * mean
         if spread > _ALIKE**2 * mean * mean:
             raise errors.ConventionError(

@@ -241,6 +241,7 @@ class Conv:
                 f"Expected `max_patch_elements` to hold one example, which has {positions} "
                 f"patches and {one} elements, got {max_patch_elements}. Give more."
             )
+        # Whole examples only: some statistics sum over the positions of an example.
         step = max_patch_elements // one
         starts = range(0, examples, step)
         parts = (slice(i, min(i + step, examples)) for i in starts)
@@ -326,6 +327,7 @@ class Conv:
         if self.data_layout == "channels_first":
             x = ns.moved_axis(x, 1, -1, xp=xp)
             g = ns.moved_axis(g, -d - 1, -1, xp=xp)
+        # Channels of group q are consecutive, so a reshape splits the groups.
         g = xp.reshape(g, (batch.sources or 1, N, math.prod(out), Q, -1))
         if Q > 1:
             x = ns.moved_axis(xp.reshape(x, (*x.shape[:-1], Q, -1)), -2, 0, xp=xp)

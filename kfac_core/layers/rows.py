@@ -234,6 +234,7 @@ class Rows(OfOutputs):
             x = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
             mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
             if mask is not None and has_weights(mask, xp=xp):
+                # sum w x x^T is the Gram matrix of sqrt(w) x, its homogeneous 1 included.
                 mask = xp.sqrt(ns.cast(xp, mask, dtype))
                 x = x * mask[:, None]
             if not self.homogeneous:
@@ -242,6 +243,7 @@ class Rows(OfOutputs):
             return HomogeneousRows(x, ones), g
         require_no_weights(self.mask, "sharing='reduce'", xp=xp)
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
+        # The mean runs over unmasked positions; a fully masked example gives a row of 0.
         number = xp.sum(ones, axis=-1)
         one = ns.cast(xp, number > 0, dtype)
         mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, one + 1.0)[..., None]
@@ -250,6 +252,7 @@ class Rows(OfOutputs):
     def per_example(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return each example's gradient ``D = sum_s x g^T``, shape ((Q,) M, N, n, m)."""
         x = self.full_inputs(dtype, xp=xp)
+        # The new axis is that of the sources, which share x.
         across = xp.matrix_transpose(x)[..., None, :, :, :]
         return xp.matmul(across, ns.cast(xp, self.output_grads, dtype))
 
@@ -315,6 +318,7 @@ class Rows(OfOutputs):
         """
         if self.positions > 1:
             n, m = self.inputs.shape[-1] + self.homogeneous, self.output_grads.shape[-1]
+            # As many gradients at a time as fill the memory of the rows.
             each = n * m * self.sources
             at_once = max(1, self.examples * self.positions * (n + m) // each)
             total: Array | None = None
@@ -424,6 +428,7 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
         raise errors.DtypeError(
             f"Expected `bias` to be an array of bool, got {bias.dtype}."
         )
+    # One flag for each example, or for each of its positions.
     size = math.prod(bias.shape)
     if size != N:
         constraints.require_shape("bias", xp.reshape(bias, (-1,)), (N * S,))
@@ -467,6 +472,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     first = uses[0]
     counts = {f"use {i}": (use.examples, use.sources) for i, use in enumerate(uses)}
     constraints.require_same("number of examples and of sources in all uses", counts)
+    # Uses with and without a bias: append the 1 or 0 as a column to all of them.
     if any(use.homogeneous != first.homogeneous for use in uses):
         uses = [_with_coordinate(use) for use in uses]
         first = uses[0]

@@ -172,6 +172,7 @@ class DampedMatrix:
         """Return ``|M|_1 |M^-1|_1``, or the ratio of the eigenvalues if they are known."""
         xp = self._xp()
         if self.basis is None:
+            # In the 1-norm, which needs the inverse and no eigenvalues.
             if self.inverse is not None:
                 inverse = self.inverse.matrix
             elif self.keeps_matrix:

@@ -216,6 +216,7 @@ def damped_diagonal(
     shift = ns.full_of(xp, shift, entries)
     good_shift = xp.all(xp.isfinite(shift) & (shift >= 0))
     finite = xp.all(xp.isfinite(entries))
+    # A sum of squares is negative only by rounding, as after a merge.
     clipped = xp.where(entries < 0, xp.zeros_like(entries), entries)
     flags = ns.status_unless(xp, good_shift, Status.BAD_DAMPING) | ns.status_unless(
         xp, finite, Status.MATRIX_NOT_FINITE

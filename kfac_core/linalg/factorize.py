@@ -131,6 +131,7 @@ def damped_inverse(
     ``n^3`` flops.
     """
     xp, lower = ns.own_namespace(problem.matrix.array), None
+    # A factor from a fallback belongs to a clipped or rounded M, so start over.
     if factor is not None and (check == "status" or not fallback_of(factor)):
         lower = factor.lower
     first = _attempt_inverse(problem, xp, lower)
@@ -241,6 +242,7 @@ def _attempt_cholesky(problem: ScaledMatrix, xp: Namespace) -> CholeskyFactor:
         pivots = xp.linalg.diagonal(lower)
         return xp.min(pivots * pivots, axis=-1)
 
+    # Both must hold: the factorization is accurate, and B is stored accurately enough.
     accurate = number(residual) <= RESIDUAL_LIMIT
     accurate = accurate & _is_stored_well(problem, smallest, number, xp)
     if not known_true(positive, xp=xp):
@@ -356,8 +358,8 @@ def _is_stored_well(
     trace = factor * number(matrix_trace(problem.matrix.array, xp=xp))
     if known_true(trace <= most * shift, xp=xp):
         return True
-    # An entry is off by its own roundoff, so that the norm of all errors is at most
-    # u |B|_F, far below the trace where many eigenvalues share it.
+    # Cheap bounds first.  An entry is off by its own roundoff, so that the norm of all
+    # errors is at most u |B|_F, far below the trace if many eigenvalues share it.
     size = factor * _frobenius_norm(problem.matrix, xp)
     enough = size <= most * shift
     return True if known_true(enough, xp=xp) else enough | (size <= most * smallest())
@@ -378,6 +380,7 @@ def _frobenius_norm(matrix: SymmetricMatrix, xp: Namespace) -> Array:
 def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
     """Estimate the smallest eigenvalue of M by the power method for its inverse."""
     largest = xp.zeros_like(inverse.array[..., 0, 0])
+    # Four steps give the order of magnitude, which is all that the limit needs.
     for _ in range(4):
         image = multiply_symmetric(inverse, z, xp=xp)
         top = xp.max(xp.abs(image), axis=(-2, -1), keepdims=True)
@@ -420,6 +423,7 @@ def _clipped_cholesky(
     basis, damped, _, residual, fallback = _clipped(problem, name, xp)
     # M = B^T B with B = diag(sqrt) Q^T, and B = Q' R gives L = R^T.
     Q = basis.eigenvectors
+    # QR of the root, whose condition number is only the root of M's.
     R = xp.linalg.qr(xp.sqrt(damped)[..., :, None] * xp.matrix_transpose(Q)).R
     ones = xp.ones_like(damped)
     signs = xp.where(xp.linalg.diagonal(R) < 0, -ones, ones)
@@ -457,6 +461,7 @@ def _clipped(
     zeros = xp.zeros_like(basis.eigenvalues)
     w = xp.where(basis.eigenvalues < 0, zeros, basis.eigenvalues)
     basis, damped = replaced(basis, eigenvalues=w), w + problem.shift[..., None]
+    # Zeros are replaced before the division, and raise below.
     Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
     X = from_eigenbasis(Q, 1.0 / unit, xp)
     z = probe_of(problem.matrix.array, xp)

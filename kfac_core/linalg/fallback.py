@@ -133,6 +133,7 @@ def with_fallbacks(
             fallback = xp.full_like(result.fallback, int(Fallback.FLOAT64))
             repeated: M = replaced(result, fallback=fallback)
             return _narrowed(repeated, problem, name, xp)
+    # No precision makes an invalid problem valid.
     raise_invalid(Status(flags), name)
     widest = problem if widest is None else widest
     return _narrowed(last(widest, result, name, xp), problem, name, xp)
@@ -264,6 +265,7 @@ def first_flag(
     if none is None:
         none = xp.zeros(first.shape, dtype=xp.int32, device=ns.device_of(first))
     status = none
+    # Backwards, so that the first failed condition has the last word.
     for condition, flag in reversed(conditions):
         flagged = xp.full_like(status, int(flag))
         if isinstance(condition, bool):

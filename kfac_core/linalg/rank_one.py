@@ -199,6 +199,7 @@ class DampedRankOne:
         """Apply a function of (c, k) matrices to each of the K blocks of rows of v."""
         xp = self._xp()
         c, columns = self.block.size, v.shape[-1]
+        # One product of c x c with all K k columns, instead of K products.
         body = xp.reshape(v[: self.repeats * c, :], (self.repeats, c, columns))
         side = xp.reshape(xp.permute_dims(body, (1, 0, 2)), (c, self.repeats * columns))
         done = xp.reshape(function(side), (c, self.repeats, columns))

@@ -57,6 +57,7 @@ class SymmetricMatrix:
             return self.array
         xp = ns.own_namespace(self.array)
         i = xp.arange(self.size, device=ns.device_of(self.array))
+        # Of the lower triangle only; the upper one may hold old numbers.
         mirrored = xp.matrix_transpose(self.array)
         return xp.where(i[:, None] >= i, self.array, mirrored)
 
