@@ -197,15 +197,16 @@ def test_factorizations_are_native(to_cupy, rng, factorization):
 def test_a_silent_failure_is_found(to_cupy):
     """A factorization that failed without a word is found by the sign of its pivots."""
     indefinite = SymmetricMatrix(to_cupy([[1.0, 2.0], [2.0, 1.0]]), full_storage=True)
-    options = {"factorizations": ("inverse", "cholesky"), "name": "fc/input"}
+    matrix = damped_matrix(indefinite, 0.0)
+    wanted = ("inverse", "cholesky")
     V = to_cupy(np.ones((2, 1)))
 
-    made = damped_matrix(indefinite, 0.0, check="status", **options)
+    made = matrix.prepared(*wanted, check="status", name="fc/input")
 
     assert kc.Status.NOT_POSITIVE in kc.Status(int(made.status()))
     assert np.all(np.isnan(kc.to_numpy(made.solve(V))))
     with pytest.raises(kc.FactorizationError, match=r"fc/input.*damping"):
-        damped_matrix(indefinite, 0.0, check="raise", **options)
+        matrix.prepared(*wanted, check="raise", name="fc/input")
 
 
 def test_arrays_are_made_on_the_chosen_device(cupy, rng):

@@ -22,28 +22,15 @@ EXPONENTS = [-1.0, -0.5, -0.25, 0.5, 2.0]
 def full(backend, dtype, A, shift, factorizations=ALL, check="raise", **options):
     """Make ``A + shift I``, of which the upper triangle holds garbage."""
     garbage = np.triu(np.full_like(A, 3.0), 1)
-    return damped_matrix(
-        SymmetricMatrix(
-            backend.asarray(np.tril(A) + garbage, dtype), full_storage=False
-        ),
-        shift,
-        factorizations=factorizations,
-        check=check,
-        name="fc1/input",
-        **options,
-    )
+    lower = backend.asarray(np.tril(A) + garbage, dtype)
+    M = damped_matrix(SymmetricMatrix(lower, full_storage=False), shift, **options)
+    return M.prepared(*factorizations, check=check, name="fc1/input")
 
 
 def diagonal(backend, dtype, A, shift, factorizations=ALL, check="raise", **options):
     """Make ``diag(a) + shift I`` from the diagonal of A."""
-    return damped_diagonal(
-        backend.asarray(np.diag(A), dtype),
-        shift,
-        factorizations=factorizations,
-        check=check,
-        name="fc1/input",
-        **options,
-    )
+    M = damped_diagonal(backend.asarray(np.diag(A), dtype), shift, **options)
+    return M.prepared(*factorizations, check=check, name="fc1/input")
 
 
 @pytest.fixture(params=[full, diagonal], ids=["full", "diagonal"])
@@ -146,14 +133,13 @@ def test_stacks_are_damped_one_by_one(backend, dtype, rng, make):
     A = np.stack([reference.spd(rng, 4) for _ in range(3)])
     v, shifts = rng.normal(size=(3, 4, 2)), np.array([0.1, 0.0, 2.0])
     shift = backend.asarray(shifts, dtype)
-    options = {"factorizations": ALL, "check": "raise", "name": "fc1/input"}
     if make is full:
         whole = SymmetricMatrix(backend.asarray(A, dtype), full_storage=True)
-        M = damped_matrix(whole, shift, **options)
+        M = damped_matrix(whole, shift).prepared(*ALL)
         dense = A + shifts[:, None, None] * np.eye(4)
     else:
         entries = np.einsum("kii->ki", A)
-        M = damped_diagonal(backend.asarray(entries, dtype), shift, **options)
+        M = damped_diagonal(backend.asarray(entries, dtype), shift).prepared(*ALL)
         dense = entries[:, :, None] * np.eye(4) + shifts[:, None, None] * np.eye(4)
     V = backend.asarray(v, dtype)
 

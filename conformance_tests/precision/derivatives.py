@@ -127,9 +127,7 @@ def _symmetrized(A: Any) -> Any:
 def _shifted(factorization: Any, product: str) -> Callable[[Any], Any]:
     def function(A: Any) -> Any:
         matrix = linalg.SymmetricMatrix(_symmetrized(A), full_storage=True)
-        made = linalg.damped_matrix(
-            matrix, 0.2, factorizations=(factorization,), **STATUS
-        )
+        made = linalg.damped_matrix(matrix, 0.2).prepared(factorization, **STATUS)
         v = _like(V, A)
         if product == "solve":
             return _pairing(made.solve(v))

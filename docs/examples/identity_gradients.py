@@ -108,9 +108,12 @@ class IdentityGradients(kc.Approximation):
         A = factor.value(
             average, debias=options.debias, dtype=options.compute, xp=options.xp
         )
-        named = {"check": options.check, "name": f"{options.name}/input"}
-        damped = factor.damped(A, options.damping, **named, apply_dtype=options.apply)
-        damped = damped.prepared(*options.factorizations, **named)
+        damped = factor.damped(A, options.damping, apply_dtype=options.apply)
+        damped = damped.prepared(
+            *options.factorizations,
+            check=options.check,
+            name=f"{options.name}/input",
+        )
         return InputOperator(damped, layer.matrix_shape[1] // layer.groups)
 
 

@@ -262,17 +262,15 @@ class Kronecker(Approximation):
         for (side, kind), shift in zip(
             kinds.items(), options.shifts(means, S), strict=True
         ):
-            reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
             # A + pi sqrt(lam / S) I and G + sqrt(lam / S) / pi I; shifts of 0 if exact.
-            M: Any = kind.damped(
-                factors[side], shift, **reporting, apply_dtype=options.apply
-            )
+            M: Any = kind.damped(factors[side], shift, apply_dtype=options.apply)
             damped.append(M)
             if side in statistics.bases:
                 # A shared factor comes with the basis that its owner computed.
                 M = replaced(M, basis=statistics.bases[side])
             if options.factorizations:
-                M = M.prepared(*wanted, **reporting)
+                name = f"{options.name}/{side}"
+                M = M.prepared(*wanted, check=options.check, name=name)
             prepared.append(M if exact or options.keep_matrices else options.kept(M))
         scale = ns.as_array(ns.cast(xp, S, options.apply))
         operator = FactoredKronecker(prepared[0], prepared[1], scale)

@@ -170,8 +170,9 @@ class Full(Approximation):
         """Return ``F + lam I`` in its current state."""
         xp, compute, apply = options.xp, options.compute, options.apply
         average, factor = statistics.averages["block"], FullFactor()
-        reporting: Any = {"check": options.check, "name": options.name}
         value = factor.value(average, debias=options.debias, dtype=compute, xp=xp)
-        block = factor.damped(value, options.damping, **reporting, apply_dtype=apply)
-        block = block.prepared(*options.factorizations, **reporting)
+        block = factor.damped(value, options.damping, apply_dtype=apply)
+        block = block.prepared(
+            *options.factorizations, check=options.check, name=options.name
+        )
         return DenseOperator(options.kept(block), layer.matrix_shape)

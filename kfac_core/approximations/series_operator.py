@@ -93,12 +93,8 @@ def _made(
     wide = options._replace(damping=ns.full_of(xp, options.damping, S))
     shifts = wide.shifts([_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)], S)
     parts = [
-        damped_matrix(
-            value,
-            shift,
-            factorizations=("cholesky",),
-            check=options.check,
-            name=f"{options.name}/{side}",
+        damped_matrix(value, shift).prepared(
+            "cholesky", check=options.check, name=f"{options.name}/{side}"
         )
         for value, shift, side in zip((A, G), shifts, sides, strict=True)
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.array import Array, Check, Namespace, Place, Scalar
+from kfac_core.array import Array, Namespace, Place, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
@@ -51,19 +51,10 @@ class DiagonalFactor:
         return xp.sum(value, axis=-1) / value.shape[-1]
 
     def damped(
-        self,
-        value: Array,
-        shift: Scalar,
-        /,
-        *,
-        check: Check,
-        name: str,
-        apply_dtype: Any,
+        self, value: Array, shift: Scalar, /, *, apply_dtype: Any = None
     ) -> DampedDiagonal:
         """Return ``diag(a) + shift I``."""
-        return damped_diagonal(
-            value, shift, check=check, name=name, apply_dtype=apply_dtype
-        )
+        return damped_diagonal(value, shift, apply_dtype=apply_dtype)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace

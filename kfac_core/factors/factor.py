@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kfac_core.array import Array, Check, Namespace, Place, Scalar
+from kfac_core.array import Array, Namespace, Place, Scalar
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
@@ -66,9 +66,9 @@ class Factor(Protocol):
         """Return the trace over the dimension, shape (...)."""
 
     def damped(
-        self, value: Any, shift: Scalar, /, *, check: Check, name: str, apply_dtype: Any
+        self, value: Any, shift: Scalar, /, *, apply_dtype: Any = None
     ) -> Damped:
-        """Return the value plus a multiple of the identity, not yet factorized."""
+        """Return the value plus a multiple of the identity; ``prepared`` checks it."""
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace

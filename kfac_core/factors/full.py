@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.array import Array, Check, Namespace, Place, Scalar, replaced
+from kfac_core.array import Array, Namespace, Place, Scalar, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
@@ -70,14 +70,7 @@ class FullFactor:
         return value.trace() / value.matrix.array.shape[-1]
 
     def damped(
-        self,
-        value: ScaledMatrix,
-        shift: Scalar,
-        /,
-        *,
-        check: Check,
-        name: str,
-        apply_dtype: Any,
+        self, value: ScaledMatrix, shift: Scalar, /, *, apply_dtype: Any = None
     ) -> DampedMatrix:
-        """Return ``A + shift I``, which is checked where it is factorized."""
+        """Return ``A + shift I``."""
         return damped_matrix(value, shift, apply_dtype=apply_dtype)

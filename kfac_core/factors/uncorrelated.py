@@ -21,7 +21,7 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.array import Array, Check, Namespace, Place, Scalar, map_structure
+from kfac_core.array import Array, Namespace, Place, Scalar, map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import in_dtype, structure
 from kfac_core.factors.average import Average
@@ -103,14 +103,7 @@ class UncorrelatedFactor:
         return trace / (self.repeats * value.covariance.size + self.bias)
 
     def damped(
-        self,
-        value: ChannelMoments,
-        shift: Scalar,
-        /,
-        *,
-        check: Check,
-        name: str,
-        apply_dtype: Any,
+        self, value: ChannelMoments, shift: Scalar, /, *, apply_dtype: Any = None
     ) -> DampedRankOne:
         """Return ``A + shift I``, by its channel covariance and mean."""
         xp = array_api_compat.array_namespace(value.mean)
@@ -126,5 +119,4 @@ class UncorrelatedFactor:
 
     def dense(self, value: ChannelMoments, /) -> Array:
         """Return A, shape (n, n)."""
-        damped = self.damped(value, 0.0, check="status", name="", apply_dtype=None)
-        return damped.dense(shifted=False)
+        return self.damped(value, 0.0).dense(shifted=False)

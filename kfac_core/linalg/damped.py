@@ -478,12 +478,9 @@ def damped_matrix(
     shift: Scalar,
     /,
     *,
-    factorizations: tuple[Factorization, ...] = (),
-    check: Check = "raise",
-    name: str = "matrix",
     apply_dtype: Any = None,
 ) -> DampedMatrix:
-    """Make ``A + shift I`` with the requested factorizations.
+    """Return ``A + shift I``, which `DampedMatrix.prepared` checks and factorizes.
 
     Parameters
     ----------
@@ -491,12 +488,6 @@ def damped_matrix(
         A; a `ScaledMatrix` is not copied.
     shift : float or array, shape (...)
         Finite and >= 0.
-    factorizations : tuple of str
-        Any of ``"inverse"``, ``"cholesky"``, ``"eigenbasis"``.
-    check : {"raise", "status"}
-        See `kfac_core.linalg.factorize.cholesky_factor`.
-    name : str
-        Name used in error messages.
     apply_dtype : dtype, optional
         Dtype of the stored arrays; by default the dtype of A.
 
@@ -505,17 +496,12 @@ def damped_matrix(
     DampedMatrix
         An immutable snapshot.
 
-    Raises
-    ------
-    NotFiniteError, DampingError, FactorizationError
-        See `kfac_core.linalg.factorize.cholesky_factor`.
-
     Examples
     --------
     >>> import numpy as np
     >>> from kfac_core.linalg import SymmetricMatrix, damped_matrix
     >>> A = SymmetricMatrix(np.diag([3.0, 8.0]), full_storage=True)
-    >>> damped = damped_matrix(A, 1.0, factorizations=("cholesky",))
+    >>> damped = damped_matrix(A, 1.0).prepared("cholesky")
     >>> bool(np.allclose(damped.solve(np.eye(2)), np.diag([1 / 4, 1 / 9])))
     True
     """
@@ -530,7 +516,4 @@ def damped_matrix(
     shift = ns.full_of(xp, shift, B.array)
     # The dtype of B is at least as fine as the dtype that it was stored in.
     roundoff = max(matrix.roundoff, ns.roundoff_of(B.array.dtype, xp=xp))
-    damped = DampedMatrix(replaced(matrix, shift=shift, roundoff=roundoff), narrowed)
-    if not factorizations:
-        return damped
-    return damped.prepared(*factorizations, check=check, name=name)
+    return DampedMatrix(replaced(matrix, shift=shift, roundoff=roundoff), narrowed)

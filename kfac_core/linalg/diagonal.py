@@ -78,13 +78,16 @@ class DampedDiagonal:
 
         As `DampedMatrix.prepared`.
         """
-        if self.definite or not {"inverse", "cholesky"} & set(factorizations):
+        if self.definite or not factorizations:
             return self
-        positive = self._xp().all(self._entries(True) > 0)
-        flags = self.flags | ns.status_unless(self._xp(), positive, Status.NOT_POSITIVE)
+        xp, flags = self._xp(), self.flags
+        divides = "inverse" in factorizations or "cholesky" in factorizations
+        if divides:
+            positive = xp.all(self._entries(True) > 0)
+            flags = flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
         if check == "raise":
             _raise_for(Status(int(flags)), name)
-        return replaced(self, flags=flags, definite=True)
+        return replaced(self, flags=flags, definite=True) if divides else self
 
     def at(self, indices: Array, /) -> DampedDiagonal:
         """Return the matrix of some coordinates, in the order of the indices."""
@@ -172,16 +175,9 @@ class DampedDiagonal:
 
 
 def damped_diagonal(
-    entries: Array,
-    shift: Scalar,
-    /,
-    *,
-    factorizations: tuple[Factorization, ...] = (),
-    check: Check = "raise",
-    name: str = "matrix",
-    apply_dtype: Any = None,
+    entries: Array, shift: Scalar, /, *, apply_dtype: Any = None
 ) -> DampedDiagonal:
-    """Return ``diag(a) + shift I``, checked.
+    """Return ``diag(a) + shift I``; `DampedDiagonal.prepared` raises for its flags.
 
     Parameters
     ----------
@@ -189,28 +185,13 @@ def damped_diagonal(
         The diagonal a; negative entries count as zero.
     shift : float or array, shape (...)
         Finite and >= 0.
-    factorizations : tuple of str
-        As for `kfac_core.linalg.damped.damped_matrix`: with ``"inverse"`` or
-        ``"cholesky"`` among them M must be definite.
-    check : {"raise", "status"}
-        Whether failures raise, or are reported in the status.
-    name : str
-        Name used in error messages.
     apply_dtype : dtype, optional
         Dtype of the stored arrays.
 
     Returns
     -------
     DampedDiagonal
-        An immutable snapshot.
-
-    Raises
-    ------
-    NotFiniteError, DampingError
-        If the entries or the shift are invalid (``check="raise"``).
-    FactorizationError
-        If an entry of ``a + shift`` is zero and M has to be definite
-        (``check="raise"``).
+        An immutable snapshot; NaN and flagged if the entries or the shift are invalid.
     """
     xp = ns.own_namespace(entries)
     shift = ns.full_of(xp, shift, entries)
@@ -221,17 +202,11 @@ def damped_diagonal(
     flags = ns.status_unless(xp, good_shift, Status.BAD_DAMPING) | ns.status_unless(
         xp, finite, Status.MATRIX_NOT_FINITE
     )
-    if check == "raise":
-        _raise_for(Status(int(flags)), name)
-    else:
-        clipped = xp.where(flags == 0, clipped, xp.full_like(clipped, xp.nan))
+    clipped = xp.where(flags == 0, clipped, xp.full_like(clipped, xp.nan))
     if apply_dtype is not None:
-        clipped, shift = (
-            ns.cast(xp, clipped, apply_dtype),
-            ns.cast(xp, shift, apply_dtype),
-        )
-    matrix = DampedDiagonal(clipped, shift, flags, definite=False)
-    return matrix.prepared(*factorizations, check=check, name=name)
+        clipped = ns.cast(xp, clipped, apply_dtype)
+        shift = ns.cast(xp, shift, apply_dtype)
+    return DampedDiagonal(clipped, shift, flags, definite=False)
 
 
 def _raise_for(flags: Status, name: str) -> None:

@@ -386,10 +386,8 @@ def kronecker_operator(
         )
     parts: dict[str, Any] = {}
     for (side, value), shift in zip(values.items(), shifts, strict=True):
-        make: Any = damped_matrix
-        if not isinstance(value, SymmetricMatrix):
-            make = damped_diagonal
-        parts[side] = make(value, shift, check=check, name=f"{name}/{side}")
+        is_matrix = isinstance(value, SymmetricMatrix)
+        parts[side] = (damped_matrix if is_matrix else damped_diagonal)(value, shift)
     if input is None:
         parts["input"] = damped_diagonal(xp.ones_like(S)[None, ...], 0.0)
     operator = FactoredKronecker(parts["input"], parts["output"], S)
