@@ -624,8 +624,22 @@ class Estimator:
             }
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def owned_blocks(self) -> list[str]:
+        """The blocks that this process owns: all of one process."""
+        if isinstance(self._executor, DistributedExecutor):
+            placement = self._executor.placement
+            return placement.owned_by(self._executor.options.communicator.rank)
+        return [*self.blocks]
+
+    def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
         """Return settings, statistics and operators as plain dicts and arrays.
+
+        Parameters
+        ----------
+        owned : bool
+            Whether only the blocks that this process owns are returned, of all rows; those
+            of all processes together are the state.
 
         Returns
         -------
@@ -634,33 +648,56 @@ class Estimator:
             statistics and operator by path, copied in their library and on their device.
             Counts and dampings are Python numbers; this synchronizes with the device.
         """
+        executor = self._executor
+        if owned and isinstance(executor, DistributedExecutor):
+            state = executor.owned(self.state)
+        else:
+            state = self.gathered()
         return dump_state(
             self.network,
-            self.gathered(),
+            state,
             self._promises(),
             damping=self._damping,
             decay=self._decay,
         )
 
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], /, *, owned: bool = False
+    ) -> None:
         """Restore a state that `state_dict` returned.
 
         Parameters
         ----------
         state : mapping
             State of an estimator with the same blocks and conventions.
+        owned : bool
+            Whether it has the blocks of `owned_blocks` alone.  Collective then.
 
         Raises
         ------
         StateError
             If anything does not match; the estimator is then unchanged.
         """
+        executor = self._executor
+        error: Exception | None = None
         with self._change as before:
-            network, loaded, settings = parse_state(
-                state, self.network, self._promises()
-            )
-            if isinstance(self._executor, DistributedExecutor):
-                loaded = self._executor.scattered(loaded)
+            network, loaded = self.network, before
+            settings: dict[str, Any] = {}
+            try:
+                network, loaded, settings = parse_state(
+                    state,
+                    network,
+                    self._promises(),
+                    self.owned_blocks if owned else None,
+                )
+            except errors.KFACError as raised:
+                error = raised
+            if owned and isinstance(executor, DistributedExecutor):
+                loaded = executor.shared(loaded, error=error)
+            elif error is not None:
+                raise error
+            elif isinstance(executor, DistributedExecutor):
+                loaded = executor.scattered(loaded)
             damping, decay = settings["damping"], settings["decay"]
             if self.state is not before:
                 raise errors.ConcurrentChangeError(_CHANGED)

@@ -22,7 +22,7 @@ import functools
 import json
 import math
 import operator as operators
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -158,7 +158,10 @@ def dump_state(
 
 
 def parse_state(
-    state: Any, network: Network, promises: Mapping[str, Any]
+    state: Any,
+    network: Network,
+    promises: Mapping[str, Any],
+    names: Collection[str] | None = None,
 ) -> tuple[Network, NetworkState, dict[str, Any]]:
     """Check a state against a network, and return it as structures.
 
@@ -170,6 +173,8 @@ def parse_state(
         Network of the estimator that loads it.
     promises : mapping of str to object
         The conventions of that estimator.
+    names : collection of str, optional
+        Blocks that it has; all by default.
 
     Returns
     -------
@@ -195,15 +200,14 @@ def parse_state(
     _require_equal(state.get("conventions"), promises, "conventions")
     parts = _mapping(state, "blocks")
     hint = "`load_checkpoint` takes other `names`."
-    constraints.require_names(
-        "blocks", parts, network.blocks, hint, error=errors.StateError
-    )
+    names = network.blocks if names is None else names
+    constraints.require_names("blocks", parts, names, hint, error=errors.StateError)
     try:
         network, settings = _with_settings(network, _mapping(state, "settings"))
     except errors.KFACError as error:
         raise errors.StateError(f"settings: {error}") from error
     blocks: dict[str, BlockState] = {}
-    for name in network.blocks:
+    for name in names:
         try:
             blocks[name] = _block(_mapping(parts, name), network, name)
         except errors.KFACError as error:

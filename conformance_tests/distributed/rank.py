@@ -975,6 +975,15 @@ def interrupted(communicator):
         steps=range(3),
     )
     checkpoint.save(saved(model, kfac), checkpoint_id=communicator.folder / "saved")
+    # The owner of each layer has written it.
+    reader = checkpoint.FileSystemReader(communicator.folder / "saved")
+    files = {
+        index.fqn: stored.relative_path
+        for index, stored in reader.read_metadata().storage_data.items()
+    }
+    owners = kfac.estimator.placement.owners
+    for name, owner in owners.items():
+        assert files[f"kfac.blocks.{name}"].startswith(f"__{owner}_"), files
     communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)

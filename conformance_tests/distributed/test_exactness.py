@@ -278,7 +278,7 @@ def test_sharing_and_chains(size):
 
 
 @pytest.mark.parametrize("loaded_by", [1, 2, 3])
-@pytest.mark.parametrize("reduce", [("refresh", "owner"), ("owner", "refresh")])
+@pytest.mark.parametrize("reduce", [("refresh", "owner"), ("owner", "update")])
 def test_a_state_of_p_processes_loads_on_q(loaded_by, reduce):
     """A state is that of one process, to roundoff, and goes on on any number."""
     backend = HOST
@@ -296,17 +296,28 @@ def test_a_state_of_p_processes_loads_on_q(loaded_by, reduce):
         options = {"holders": 2, "reduce": reduce[0]}
         made = estimator_of(blocks, communicator, like=like, options=options)
         first.run(backend, made, communicator.rank, gradients)
-        return made.state_dict()
+        return made.state_dict(), made.state_dict(owned=True)
 
-    states = run_ranks(4, saving)
+    states, of_owners = zip(*run_ranks(4, saving), strict=True)
+    by_owner = {name: own for part in of_owners for name, own in part["blocks"].items()}
+    # One block each, and one rank has none.
+    assert sorted(len(part["blocks"]) for part in of_owners) == [0, 1, 1, 1]
 
     def loading(communicator):
         options = {"holders": 1, "reduce": reduce[1]}
-        made = estimator_of(blocks, communicator, like=like, options=options)
-        made.load_state_dict(states[0])
-        return second.run(backend, made, communicator.rank, gradients)
+        found = []
+        for owned in (False, True):
+            made = estimator_of(blocks, communicator, like=like, options=options)
+            state = states[0]
+            if owned:
+                own = {name: by_owner[name] for name in made.owned_blocks}
+                state = {**of_owners[0], "blocks": own}
+            made.load_state_dict(state, owned=owned)
+            made.check_replicas()
+            found.append(second.run(backend, made, communicator.rank, gradients))
+        return found
 
-    found = run_ranks(loaded_by, loading)
+    found = [run for of_rank in run_ranks(loaded_by, loading) for run in of_rank]
 
     for state in states:
         assert _described(state) == _described(saved)

@@ -177,19 +177,12 @@ class DistributedExecutor(Executor):
         NetworkState
             The same on all ranks, with all operators.
         """
-        state = state.as_part(self.share)
-        statistics = {
-            name: block.statistics
-            for name, block in state.blocks.items()
-            if block.statistics is not None
-        }
-        sums = self._sums_of_owned(f"gather {list(statistics)}", statistics)
         owned = {
-            name: (sums.get(name), block.operator)
-            for name, block in state.blocks.items()
-            if self.placement.owners[name] == self._communicator.rank
+            name: (block.statistics, block.operator)
+            for name, block in self.owned(state).blocks.items()
         }
-        like = next((s.like for s in statistics.values()), None)
+        statistics = [block.statistics for block in state.blocks.values()]
+        like = next((s.like for s in statistics if s is not None), None)
         everything = owned if like is None else self._to_all(owned, like)
         blocks = {
             name: replaced(
@@ -199,10 +192,80 @@ class DistributedExecutor(Executor):
         }
         return NetworkState({**state.blocks, **blocks})
 
+    def owned(self, state: NetworkState, /) -> NetworkState:
+        """Return the blocks that this rank owns, as one process with all rows has them.
+
+        Collective.  Together the ranks have what `gathered` returns.
+        """
+        state = state.as_part(self.share)
+        statistics = {
+            name: block.statistics
+            for name, block in state.blocks.items()
+            if block.statistics is not None
+        }
+        sums = self._sums_of_owned(f"gather {list(statistics)}", statistics)
+        names = self.placement.owned_by(self._communicator.rank)
+        return NetworkState(
+            {n: replaced(state.blocks[n], statistics=sums.get(n)) for n in names}
+        )
+
+    def shared(
+        self, owned: NetworkState, /, *, error: Exception | None = None
+    ) -> NetworkState:
+        """Return this rank's part of a state of which each rank has what it owns.
+
+        Parameters
+        ----------
+        owned : NetworkState
+            Blocks from `owned`, on any number of ranks.
+        error : Exception, optional
+            What failed on this rank, to be raised on all.
+
+        Returns
+        -------
+        NetworkState
+            State of this rank.
+        """
+        blocks = owned.blocks
+        present = [b.statistics for b in blocks.values() if b.statistics is not None]
+        like = present[0].like if present else self.options.like
+        if like is None and error is None:
+            error = no_arrays(self._communicator.rank)
+        self._agreement.vote("load", error=error)
+        everywhere = self.options.reduce == "update"
+        heads, operators = {}, {}
+        for name, block in blocks.items():
+            statistics, status = block.statistics, None
+            if statistics is not None and not everywhere:
+                statistics = replaced(statistics, averages={})
+            if block.operator is not None:
+                operators[name] = block.operator
+                status = int(block.operator.status())
+            head = replaced(block, statistics=statistics, operator=None)
+            heads[name] = head, status
+        if self.placement.holders > 1:
+            operators = self._to_group(operators, like)
+        parts: dict[str, BlockState] = {}
+        for name, (head, status) in self._to_all(heads, like).items():
+            statistics, operator = head.statistics, operators.get(name)
+            if name in blocks:
+                statistics = blocks[name].statistics
+            elif statistics is not None and not everywhere:
+                empty = self.network.blocks[name].initial(
+                    like, precision=self.network.precision
+                )
+                statistics = replaced(statistics, averages=empty.averages)
+            if statistics is not None:
+                statistics = self._part_of(name, statistics)
+            if operator is None and status is not None:
+                operator = self._remote(name, like, status)
+            parts[name] = replaced(head, statistics=statistics, operator=operator)
+        return NetworkState({n: parts[n] for n in self.network.blocks}, self.share)
+
     def scattered(self, state: NetworkState, /) -> NetworkState:
         """Return this rank's part of a state of one process.
 
-        Rank 0 takes the sums and the others start at zero, which adds up to the same.
+        Owners take the sums and the others start at zero, which adds up to the same.
 
         Parameters
         ----------
@@ -228,7 +291,8 @@ class DistributedExecutor(Executor):
         """Return what this rank keeps of statistics that all ranks know."""
         if self.options.reduce == "owner":
             return self._owned_part(name, statistics)
-        if self._communicator.rank == 0 or self.options.reduce == "update":
+        owner = self.placement.owners[name]
+        if self._communicator.rank == owner or self.options.reduce == "update":
             return statistics
         return statistics.emptied()
 

@@ -365,16 +365,21 @@ class NaturalGradient:
         if begun is not None:
             self._restore(begun.before)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume: the steps, and the estimator's state."""
+    def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
+        """Return the state needed to resume: the steps, and the estimator's state.
+
+        With `owned`, of the blocks that this process owns; see `Estimator.state_dict`.
+        """
         return {
             "steps": self.steps,
             "loss_factor": float(self.loss_factor),
-            "estimator": self.estimator.state_dict(),
+            "estimator": self.estimator.state_dict(owned=owned),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restore a state that `state_dict` returned.
+    def load_state_dict(
+        self, state: Mapping[str, Any], /, *, owned: bool = False
+    ) -> None:
+        """Restore a state that `state_dict` returned, with the same `owned`.
 
         Raises
         ------
@@ -396,13 +401,14 @@ class NaturalGradient:
         estimator = state.get("estimator", {})
         blocks = estimator.get("blocks", {})
         paths = {path for block in blocks.values() for path in block.get("values", ())}
-        if state["steps"] and not any(path.startswith("statistics") for path in paths):
+        is_read = owned or any(path.startswith("statistics") for path in paths)
+        if state["steps"] and not is_read:
             raise errors.StateError(
                 f"The state is of {state['steps']} steps and has no statistics: its reader "
                 "read only what a new object has. With torch.distributed.checkpoint, save "
                 "and load DistributedState(kfac)."
             )
-        self.estimator.load_state_dict(estimator)
+        self.estimator.load_state_dict(estimator, owned=owned)
         self.steps, self.loss_factor = state["steps"], loss_factor
 
     def _take(

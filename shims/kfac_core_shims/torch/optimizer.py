@@ -26,7 +26,7 @@ from kfac_core_shims.torch.options import require_made
 from kfac_core_shims.torch.outputs import RandomState, pick
 from kfac_core_shims.torch.passes import Observation
 from kfac_core_shims.torch.private import without_fused_kernels
-from kfac_core_shims.torch.saving import DistributedState
+from kfac_core_shims.torch.saving import as_bytes, of_bytes
 
 __all__ = ["KFACOptimizer"]
 
@@ -372,7 +372,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         only groups and what belongs to one parameter.
         """
         state: dict[str, Any] = super().state_dict()
-        curvature = DistributedState(self.kfac).state_dict()["bytes"]
+        curvature = as_bytes(self.kfac.state_dict())
         state["param_groups"][0] |= {"damping": self._damping, "curvature": curvature}
         return state
 
@@ -399,7 +399,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         _require_within("damping", damping, self.rule.minimum, self.rule.maximum)
         before = self.kfac.state_dict()
-        DistributedState(self.kfac).load_state_dict({"bytes": curvature})
+        device = next(self.kfac.model.parameters()).device
+        self.kfac.load_state_dict(of_bytes(curvature, device))
         try:
             super().load_state_dict(
                 {"state": state_dict["state"], "param_groups": [first, *groups[1:]]}

@@ -10,24 +10,39 @@ import torch
 
 import kfac_core as kc
 
-__all__ = ["DistributedState"]
+__all__ = ["DistributedState", "as_bytes", "of_bytes"]
+
+
+def as_bytes(state: Any, /) -> bytes:
+    """Return plain data and tensors as bytes."""
+    written = io.BytesIO()
+    torch.save(state, written)
+    return written.getvalue()
+
+
+def of_bytes(written: Any, device: torch.device, /) -> Any:
+    """Return what `as_bytes` wrote, on a device."""
+    if not isinstance(written, bytes):
+        raise kc.StateError(f"Expected bytes, got a {type(written).__name__}.")
+    return torch.load(io.BytesIO(written), map_location=device, weights_only=True)
 
 
 class DistributedState:
     """State of a `KFAC` for ``torch.distributed.checkpoint``.
 
-    A checkpoint's reader asks a new object for what it has, and reads that; but before its
-    first step `KFAC` has no statistics.  Here all of its state is one entry.
+    Each block is an entry, which the process that owns it writes and reads; what all
+    processes have is another.  No process holds the state of all.
 
     Parameters
     ----------
     kfac : KFAC
-        Whose state is written or read.  The checkpoint has the state of one process with
-        all rows, and is read by any number of processes.
+        Whose state is written or read.  Any number of processes reads what any other
+        number has written.
 
     Notes
     -----
-    Collective.  Each process holds all statistics and operators while it writes or reads.
+    Collective.  A checkpoint's reader reads the entries that a new object names.  A new
+    `KFAC` has no statistics, but it knows its blocks.
 
     Examples
     --------
@@ -45,10 +60,13 @@ class DistributedState:
         self._kfac = kfac
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as bytes of one entry; all processes call it."""
-        written = io.BytesIO()
-        torch.save(self._kfac.state_dict(), written)
-        return {"bytes": written.getvalue()}
+        """Return the state of this process's blocks as bytes, and what all have."""
+        common = self._kfac.state_dict(owned=True)
+        blocks = common["estimator"].pop("blocks")
+        return {
+            "common": as_bytes(common),
+            "blocks": {name: as_bytes(block) for name, block in blocks.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state that `state_dict` returned.
@@ -56,16 +74,17 @@ class DistributedState:
         Parameters
         ----------
         state : mapping
-            With one entry.
+            With the entries of this process's blocks.
 
         Raises
         ------
         kfac_core.StateError
             If it is of another form, or of other blocks; nothing was changed then.
         """
-        written = state.get("bytes")
-        if not isinstance(written, bytes):
-            raise kc.StateError(f"Expected an entry `bytes`, got {[*state]}.")
         device = next(self._kfac.model.parameters()).device
-        found = torch.load(io.BytesIO(written), map_location=device, weights_only=True)
-        self._kfac.load_state_dict(found)
+        common = of_bytes(state.get("common"), device)
+        blocks = state.get("blocks", {})
+        common["estimator"]["blocks"] = {
+            name: of_bytes(block, device) for name, block in blocks.items()
+        }
+        self._kfac.load_state_dict(common, owned=True)
