@@ -108,24 +108,6 @@ def test_moments_merge_and_absorb_under_jit(jax, arrays):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_vmap_is_a_loop(jax, arrays, rule):
-    """A whole step under ``jax.vmap`` over batches and dampings is a loop over them."""
-    x, g, V = arrays
-    start = BLOCK.initial(x)
-    xs, dampings = jax.numpy.stack([x, 2.0 * x]), jax.numpy.asarray([0.1, 0.3])
-
-    def step(x, damping):
-        return preconditioned(start, x, g, V, damping, 0.9, rule)[1:]
-
-    got, flags = jax.vmap(step)(xs, dampings)
-
-    assert not np.any(flags)
-    for i in range(2):
-        expected, _ = step(xs[i], dampings[i])
-        assert_close(got[i], expected, "inverse", "float64")
-
-
-@pytest.mark.parametrize("rule", RULES)
 def test_vmap_flags_only_the_bad_batch(jax, arrays, rule):
     """Under ``jax.vmap`` a bad batch is flagged and the ones beside it are right."""
     x, g, V = arrays
@@ -140,28 +122,6 @@ def test_vmap_flags_only_the_bad_batch(jax, arrays, rule):
     expected, _ = step(x)
     assert flags.tolist() == [kc.Status.OK, kc.Status.INPUTS_NOT_FINITE]
     assert_close(got[0], expected, "inverse", "float64")
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("kind", ["number", "array"])
-def test_new_damping_and_decay_compile_nothing(jax, arrays, rule, kind):
-    """Damping and decay are inputs of a compiled program and not parts of it."""
-    x, g, V = arrays
-    made = float if kind == "number" else jax.numpy.asarray
-    traces = []
-
-    @jax.jit
-    def step(*args):
-        traces.append(1)
-        return preconditioned(*args, rule)
-
-    start = BLOCK.initial(x)
-
-    first, u, _ = step(start, x, g, V, made(0.1), made(0.9))
-    _, v, _ = step(first, x, g, V, made(0.5), made(0.3))
-
-    assert len(traces) == 1
-    assert not np.allclose(u, v)
 
 
 BAD_UPDATES = {
