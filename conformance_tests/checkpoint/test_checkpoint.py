@@ -33,33 +33,6 @@ def trained(backend, rng, pair="kronecker", **options):
     return estimator
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_what_was_saved_is_loaded_bit_by_bit(backend, rng, tmp_path, pair):
-    """Statistics, operators and counts of every kind of block; then the next step."""
-    path = tmp_path / "state.npz"
-    first, second = trained(backend, rng, pair), make(pair)
-    kc.save_checkpoint(path, first)
-
-    kc.load_checkpoint(path, second, backend=backend.selection)
-
-    one, other = first.state["a"], second.state["a"]
-    for part in ("statistics", "operator"):
-        got, expected = wholes(getattr(other, part)), wholes(getattr(one, part))
-        assert got.keys() == expected.keys()
-        for name, value in expected.items():
-            assert got[name].dtype == value.dtype
-            assert got[name].tobytes() == value.tobytes(), name
-    for count in ("updates", "age", "failures", "basis_age"):
-        assert getattr(other, count) == getattr(one, count)
-    batch = fed(backend, np.random.default_rng(7), PAIRS[pair][0])
-    blocks = []
-    for estimator in (first, second):
-        estimator.update({"a": batch})
-        estimator.refresh()
-        blocks.append(backend.to_numpy(estimator.operator("a").to_dense()))
-    assert_close(blocks[1], blocks[0], "product", "float64")
-
-
 def test_a_file_of_one_backend_is_read_by_another(backend, rng, tmp_path):
     """Written here, read on NumPy, written there, read here: nothing has changed."""
     there, back = tmp_path / "there.npz", tmp_path / "back.npz"

@@ -190,14 +190,7 @@ def test_a_wrong_number_is_named(run, rng, tmp_path, scale, sentence):
     """A factor of the examples' number is the commonest defect of all."""
     x, g = rng.normal(size=(32, 4)), rng.normal(size=(32, 3))
     layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
-    writer = records.RecordWriter(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        loss="sum",
-        producer="another library",
-    )
+    writer = _writer(layer)
     writer.update({"fc": kc.Batch(x, g)})
     G = g.T @ g / 32
     writer.check("fc", "factor", factor="output", expected=scale * G)
@@ -215,14 +208,7 @@ def test_a_transposed_answer_is_named(run, rng, tmp_path):
     """Where no number explains a square matrix."""
     x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 3))
     layer = kc.Dense(in_features=3, out_features=3, bias=False, weight_layout="io")
-    writer = records.RecordWriter(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="exact",
-        loss="sum",
-        producer="another library",
-    )
+    writer = _writer(layer, "exact")
     writer.update({"fc": kc.Batch(x, g)})
     V = rng.normal(size=(3, 3))
     product = (x.T @ x / 32) @ V @ (g.T @ g / 32) + 0.1 * V
@@ -339,12 +325,12 @@ def said(lines):
     return " ".join(" ".join(lines).split())
 
 
-def _writer(layer):
+def _writer(layer, rule="factored"):
     return records.RecordWriter(
         {"fc": kc.Block(layer, kc.Kronecker())},
         decay=0.9,
         damping=0.1,
-        damping_rule="factored",
+        damping_rule=rule,
         loss="sum",
         producer="another library",
     )

@@ -12,7 +12,6 @@ import pytest
 import kfac_core as kc
 from kfac_core.execution import Executor, plain
 
-from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from .blocks import CASES, batch_of, gradient_of, made
 
@@ -63,37 +62,6 @@ def test_a_copy_goes_on_as_the_original(tmp_path, case, way):
     products = [frozen(e.precondition(gradient_of(case))) for e in (other, alone)]
     assert differences(*products) == []
     assert differences(frozen(estimator.state_dict()), before) == []
-
-
-def test_two_threads_that_change_one_estimator_are_refused():
-    """The one that came second says so; no update is lost without an error."""
-    layer = kc.Dense(in_features=30, out_features=20, bias=True, weight_layout="io")
-    blocks = {name: kc.Block(layer, kc.Kronecker()) for name in "abcd"}
-    estimator = make_estimator(blocks, reduction="sum", decay=1.0)
-    rng = np.random.default_rng(3)
-    batch = kc.Batch(rng.normal(size=(40, 30)), rng.normal(size=(40, 20)))
-    refused, others = [], []
-
-    def update():
-        for _ in range(100):
-            try:
-                estimator.update(dict.fromkeys("abcd", batch))
-            except kc.ConcurrentChangeError as error:
-                refused.append(str(error))
-            except Exception as error:
-                others.append(error)
-
-    threads = [threading.Thread(target=update) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert others == []
-    assert estimator.state["a"].updates + len(refused) == 800
-    assert all("Another thread" in text for text in refused)
-    update()
-    assert estimator.state["a"].updates + len(refused) == 900
 
 
 @pytest.mark.parametrize(
