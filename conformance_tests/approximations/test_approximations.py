@@ -209,7 +209,7 @@ def test_sparse_gradients_stay_sparse(backend, rng, name, layout, rule):
     ],
     ids=["large", "negative", "float", "matrix"],
 )
-def test_ids_of_a_sparse_gradient_are_looked_at(rng, ids, error):
+def test_ids_of_a_sparse_gradient_are_validated(rng, ids, error):
     """A negative one was the last of the vocabulary; others raised NumPy's errors."""
     block = kc.Block(embedding(weight_layout="io"), kc.Diagonal())
     estimator = kc.Estimator({"e": block}, reduction="sum")
@@ -222,7 +222,7 @@ def test_ids_of_a_sparse_gradient_are_looked_at(rng, ids, error):
         estimator.precondition({"e": {"weight": sparse}})
 
 
-def test_a_sparse_gradient_needs_rows_that_stand_alone(backend, rng):
+def test_a_sparse_gradient_needs_a_diagonal_input_factor(backend, rng):
     """A block with a full input factor refuses it, with what to do instead."""
     layer = kc.Dense(in_features=4, out_features=2, bias=False, weight_layout="io")
     estimator = kc.Estimator(
@@ -306,15 +306,13 @@ def test_scale_and_shift_are_summed_to_their_shapes(
         (kc.ScaleShift(scale_shape=(2,), shift_shape=None), kc.TNT(), "dense or conv"),
     ],
 )
-def test_pairs_that_make_no_sense_are_refused_with_the_reason(
-    layer, approximation, reason
-):
+def test_invalid_pairs_raise(layer, approximation, reason):
     """A layer and an approximation that do not go together are refused where written."""
     with pytest.raises(kc.UnsupportedError, match=reason):
         kc.Block(layer, approximation)
 
 
-def test_a_factor_on_its_own(backend, dtype, rng):
+def test_powers_of_a_single_damped_factor(backend, dtype, rng):
     """Powers of a damped factor, on vectors and on matrices."""
     A = reference.spd(rng, 4)
     V, v = rng.normal(size=(4, 3)), rng.normal(size=4)

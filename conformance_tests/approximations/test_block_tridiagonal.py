@@ -215,7 +215,7 @@ def test_undamped_it_is_invariant(backend, rng):
     assert_differs(steps[0.2, "rotated"], steps[0.2, "plain"])
 
 
-def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
+def test_conditionals_are_differences_of_products(backend, rng):
     """A10: Sigma is ``A (x) G - C (x) D``, solved by one pair of bases."""
     xs, gs = draw(rng)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs))
@@ -276,7 +276,7 @@ def test_stale_moments_of_the_layers_are_refused(backend, rng):
     assert np.all(np.isfinite(flattened(backend, operator.multiply(V))))
 
 
-def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
+def test_correlations_above_one_by_rounding_are_clipped(backend, rng):
     """Undamped, with equal inputs in two layers: clipped at 1, and the dense answer."""
     xs, gs = draw(rng)
     layer = LAYERS["first"]
@@ -297,9 +297,7 @@ def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
     assert float(operator.conditionals["0"].clipped) < 1e-12
 
 
-def test_what_float32_cannot_certify_is_made_in_float64(
-    backend, dtype, rng, monkeypatch
-):
+def test_float64_is_the_fallback_of_float32(backend, dtype, rng, monkeypatch):
     """The operator says by which fallback it was made, and is in the statistics' dtype."""
     xs, gs = draw(rng)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs, dtype))
@@ -323,7 +321,7 @@ def test_what_float32_cannot_certify_is_made_in_float64(
 
 
 @pytest.mark.usefixtures("compiles_long")
-def test_layers_of_any_width_are_ordinary(backend, rng):
+def test_chains_of_layers_of_width_one(backend, rng):
     """Neighbors of different shapes, of one input and of one output among them."""
     layers = {
         "wide": kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io"),

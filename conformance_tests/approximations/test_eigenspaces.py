@@ -136,7 +136,7 @@ def test_the_moments_are_means_over_the_null_space(backend, rng, carried):
     assert_close(backend.to_numpy(made), expected, "inverse", "float64")
 
 
-def test_a_spectrum_that_is_known_keeps_its_moments(backend, rng):
+def test_separated_eigenvalues_keep_their_moments(backend, rng):
     """Eigenvalues that differ by 1e-9 of the largest are no eigenspace in float64."""
     rows, n, m = 40, 4, 3
     block = dense(n, m)

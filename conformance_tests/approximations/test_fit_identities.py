@@ -155,7 +155,7 @@ def test_both_factors_are_positive_semidefinite(
         assert w[0] > -w[-1] * {"float64": 1e-14, "float32": 1e-6}[dtype]
 
 
-def test_the_certificate_says_when_the_iteration_is_at_rest(backend, rng):
+def test_change_falls_as_the_iteration_converges(backend, rng):
     """`change` falls as the error does: one iteration moves, many do not."""
     batch = fed(backend, *draw(rng))
 
@@ -215,7 +215,7 @@ def test_an_update_is_the_best_product_of_past_fit_and_batch(backend, dtype, rng
     assert_differs(got, together, by=1e-4)
 
 
-def test_inputs_that_the_past_never_saw_are_found(backend, rng):
+def test_new_input_directions_enter_the_fit(backend, rng):
     """A new direction with most of the weight is taken, though the past fit is 0 there."""
     layer = kc.Dense(in_features=4, out_features=OUT, bias=False, weight_layout="io")
     x, g = draw(rng, layer=layer)

@@ -126,7 +126,7 @@ def test_large_blocks_have_no_dense_functions(backend, data, variant, monkeypatc
 
 
 @chains
-def test_what_no_precision_can_certify_is_refused(backend, data, variant, monkeypatch):
+def test_uncertified_operators_raise(backend, data, variant, monkeypatch):
     """With the remedy in the message."""
     monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-18)
     statistics = statistics_of(backend, variant, data)
@@ -159,9 +159,7 @@ def dense_of(variant, data):
 
 
 @chains
-def test_what_float32_cannot_certify_is_made_in_float64(
-    backend, data, rng, variant, monkeypatch
-):
+def test_float64_is_the_fallback_of_float32(backend, data, rng, variant, monkeypatch):
     """The operator says by which fallback it was made, and is in the statistics' dtype."""
     monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-9)
     statistics = statistics_of(backend, variant, data, "float32")

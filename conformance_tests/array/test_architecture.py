@@ -132,7 +132,7 @@ def test_imports_go_one_way():
     assert upward(FILES) == []
 
 
-def test_an_import_that_goes_up_is_found():
+def test_an_upward_import_is_reported():
     """The row that must fail: the search finds an import inside a function."""
     source = (
         "def f():\n    from kfac_core.operators.kronecker import FactoredKronecker\n"
@@ -184,7 +184,7 @@ def test_backends_import_their_own_library(requires_adapters, name):
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_modules_say_what_they_are_and_hold(path):
+def test_modules_have_docstrings_and_all(path):
     """Each module has a docstring, and an ``__all__`` of names that exist."""
     tree = FILES[path]
     name = ".".join(["kfac_core", *Path(path).with_suffix("").parts])

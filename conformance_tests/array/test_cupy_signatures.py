@@ -127,7 +127,7 @@ def test_calls_fit_the_signatures(real_cupy, name, call):
     bind(name, arguments, keywords)
 
 
-def test_what_the_generic_path_calls_exists(real_cupy):
+def test_cupy_has_every_function_of_the_generic_path(real_cupy):
     """Every function that a whole step calls by name is one that CuPy has."""
     ones = np.ones
     layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")

@@ -198,7 +198,7 @@ def test_foreign_ids_are_the_same_ids():
     assert differences(*states) == []
 
 
-def test_a_sparse_matrix_of_scipy_is_no_array():
+def test_a_scipy_sparse_matrix_raises():
     """It has the attributes of an array, and no namespace."""
     sparse = pytest.importorskip("scipy.sparse")
 

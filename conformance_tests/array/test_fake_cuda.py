@@ -180,7 +180,7 @@ def test_the_estimator_stays_on_the_device(torch, dtype, rule):
         assert x.dtype == getattr(torch, dtype), name
 
 
-def test_damping_on_the_device_is_never_looked_at(torch):
+def test_a_damping_on_the_device_is_not_read(torch):
     """A 0-d damping stays where it is, and what is made from it is there too."""
     kept = estimator()
     with fake_cuda(torch):

@@ -194,7 +194,7 @@ def test_factorizations_are_native(to_cupy, rng, factorization):
     assert every & set(fake_cupy.CALLS) == NATIVE[factorization]
 
 
-def test_a_silent_failure_is_found(to_cupy):
+def test_a_failed_factorization_is_found_by_its_pivots(to_cupy):
     """A factorization that failed without a word is found by the sign of its pivots."""
     indefinite = SymmetricMatrix(to_cupy([[1.0, 2.0], [2.0, 1.0]]), full_storage=True)
     matrix = damped_matrix(indefinite, 0.0)

@@ -11,7 +11,7 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [(0, 0), (3, 2)])
-def test_one_bad_number_is_found(backend, dtype, rng, bad, place):
+def test_one_nonfinite_number_is_detected(backend, dtype, rng, bad, place):
     """Wherever it stands, with either sign."""
     x = rng.normal(size=(4, 3))
     x[place] = bad
@@ -48,7 +48,7 @@ def test_many_numbers_are_all_read(backend, dtype, rng, bad, layout):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("shape", [(4, 3), (0, 3), (2, 70, 80)])
-def test_nothing_else_is_known_to_be_true(backend, dtype, rng, bad, shape):
+def test_is_known_true_is_conservative(backend, dtype, rng, bad, shape):
     """A backend may say that it does not know, but never that what is not is."""
     x = rng.normal(size=shape)
     xp = backend.xp
@@ -93,7 +93,7 @@ def test_a_gram_matrix_shows_rows_that_are_not_finite(
 
 
 @pytest.mark.parametrize("d", [3, 150])
-def test_rows_whose_squares_overflow_are_told_from_rows_of_nan(backend, d):
+def test_overflowing_squares_differ_from_nan_rows(backend, d):
     """A diagonal that is not finite is no reason to call the rows so."""
     layer = kc.Dense(in_features=d, out_features=2, bias=False, weight_layout="io")
     block = kc.Block(layer, kc.Kronecker())

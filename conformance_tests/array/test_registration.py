@@ -87,7 +87,7 @@ def test_an_adapter_that_is_out_of_order_is_refused(forgotten):
         kc.array.selected_backend("array_api_strict")
 
 
-def test_an_adapter_that_raises_stops_nobody_else(forgotten):
+def test_an_adapter_that_raises_does_not_stop_the_others(forgotten):
     """What it raises is what is wrong with it; the doctor and other choices go on."""
 
     def raising(*args):

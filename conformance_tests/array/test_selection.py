@@ -197,7 +197,7 @@ def test_arrays_go_there_and_back(backend, case):
     np.testing.assert_array_equal(values, before)
 
 
-def test_jax_does_not_narrow_in_silence(requires_backend):
+def test_jax_without_float64_raises(requires_backend):
     """Without 64-bit floats JAX refuses float64 values, until they are switched on."""
     requires_backend("jax", adapter=True)
     program = (

@@ -16,7 +16,7 @@ import pytest
 from kfac_core.array.backend import ENTRY_POINT_GROUP, native_operations
 
 
-def test_the_example_is_what_computes(requires_backend):
+def test_the_example_backend_computes(requires_backend):
     """The adapter of the example is loaded, with the operations that it brings."""
     requires_backend("dpnp", adapter=True)
 

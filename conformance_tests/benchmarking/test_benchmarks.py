@@ -91,7 +91,7 @@ def test_every_stage_of_the_library_gives_the_right_answer(backend, tmp_path):
     ],
     ids=["scaled", "without its bias", "too small"],
 )
-def test_another_answer_is_told_from_the_right_one(change, tmp_path):
+def test_wrong_answers_disagree(change, tmp_path):
     """A scale off by a hundredth, a lost bias or a lost row does not agree."""
     pytest.importorskip("scipy")
     one = workloads.Workload("tiny", LAYERS, ("precondition-inverse",))
@@ -175,7 +175,7 @@ def test_a_run_has_the_form_that_is_reported(capsys):
 @pytest.mark.parametrize(
     ("stage", "solving"), [("refresh-inverse", "inverse"), ("refresh-cholesky", "L")]
 )
-def test_guards_and_certificates_are_on_in_what_is_timed(stage, solving):
+def test_benchmarks_run_with_checks_on(stage, solving):
     """Each factor has a residual without a fallback, and rows of NaN are refused."""
     worker = Worker("numpy", device="cpu", threads=1, clock="cpu")
     worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})

@@ -44,7 +44,7 @@ def test_a_gather_takes_hops_and_bytes(ranks, stride, hops, rate):
     assert PLAIN.gather(1000, 1) == 0.0
 
 
-def test_a_step_is_what_its_parts_are(tmp_path):
+def test_a_predicted_step_is_the_sum_of_its_parts(tmp_path):
     """One layer of 3 x 2 on two ranks, by hand."""
     file = tmp_path / "net.json"
     layers = [{"name": "fc", "inputs": 3, "outputs": 2, "rows": 5}]

@@ -40,7 +40,7 @@ def test_lines_of_a_program_are_counted():
     assert size_of('"""Nothing."""\n').code == 0
 
 
-def test_the_kit_is_no_test(tmp_path):
+def test_the_kit_does_not_count_as_tests(tmp_path):
     """It is a package of the wheel; a file counts once."""
     for folder in ("conformance_tests", f"conformance_tests/{KIT}", "kfac_core"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def test_numpy_opens_the_file(rng, tmp_path):
         assert file[f"{index}"] == 1.0
 
 
-def test_inspect_says_what_is_in_a_file(rng, tmp_path, capsys):
+def test_inspect_describes_a_file(rng, tmp_path, capsys):
     """Layers, kernel order, conventions, ages and shapes, without reading a tensor."""
     path = tmp_path / "state.npz"
     kc.save_checkpoint(path, trained_on_numpy(rng), about={"examples": 7})

@@ -76,7 +76,7 @@ def test_a_block_may_have_any_name(tmp_path, names, each):
     assert written(second, tmp_path) == kc.read_header(path)
 
 
-def test_statistics_alone_make_the_same_operators(tmp_path):
+def test_statistics_alone_can_be_loaded(tmp_path):
     """A refresh gives what it would have given; the file is smaller."""
     path = tmp_path / "state.npz"
     first, second = trained("a"), make({"a": dense()})
@@ -99,7 +99,7 @@ def test_statistics_alone_make_the_same_operators(tmp_path):
     assert one == other
 
 
-def test_operators_alone_multiply_as_they_did(tmp_path):
+def test_operators_alone_can_be_loaded(tmp_path):
     """The next update begins new statistics, as if none had been."""
     path = tmp_path / "state.npz"
     first, second, fresh = trained("a"), make({"a": dense()}), make({"a": dense()})
@@ -178,9 +178,7 @@ def test_a_file_of_one_framework_is_read_by_another(tmp_path, elsewhere):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_all_the_same(
-    tmp_path, elsewhere, options, message
-):
+def test_mismatched_files_raise(tmp_path, elsewhere, options, message):
     """Nothing is guessed, and nothing was changed."""
     there, here, _, _ = elsewhere
     path = tmp_path / "state.npz"

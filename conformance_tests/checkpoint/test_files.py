@@ -59,7 +59,7 @@ def assert_refused(path, match):
 
 
 @posix
-def test_a_target_that_is_no_regular_file_is_refused(tmp_path):
+def test_saving_to_an_irregular_file_raises(tmp_path):
     """It would be replaced by a file."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -52,7 +52,7 @@ def broken(tmp_path):
     return run
 
 
-def test_the_library_works_without_what_is_broken(broken):
+def test_the_library_works_without_broken_packages(broken):
     """NumPy alone is enough, whatever the others raise."""
     found = broken("-c", TRAINING)
 
@@ -60,7 +60,7 @@ def test_the_library_works_without_what_is_broken(broken):
     assert found.stdout == "(3, 2)\n"
 
 
-def test_the_doctor_says_what_is_broken(broken):
+def test_doctor_reports_broken_packages(broken):
     """And goes on to the other backends."""
     found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all", "--json")
 

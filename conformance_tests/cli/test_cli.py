@@ -42,7 +42,7 @@ def run(*arguments, backend=None, blocked=()):
 OTHERS = ("torch", "jax", "cupy")
 
 
-def test_doctor_imports_the_chosen_library_alone():
+def test_doctor_imports_only_the_chosen_library():
     """Others are seen to be installed without the seconds that importing them takes."""
     program = (
         "import sys\n"

@@ -136,7 +136,7 @@ def test_json_is_one_document_and_nothing_else(name, filled):
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
-def test_what_cannot_be_answered_is_one_line_and_exit_code_2(name, flags, filled):
+def test_errors_are_one_line_and_exit_code_2(name, flags, filled):
     """The line names the command; standard output has no half of an answer."""
     if name == "doctor":
         pytest.skip("it answers, whatever it finds; test_cli.py has its exit codes")
@@ -174,7 +174,7 @@ def test_the_page_has_every_command_option_and_exit_code(capsys):
             assert re.search(rf"^\| {code} \|", section, re.MULTILINE), (name, code)
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_a_closed_pipe_ends_without_a_traceback():
     """``kfac-core ... | head`` ends without a traceback."""
     process = subprocess.Popen(
         [sys.executable, "-m", "kfac_core", "conformance", "--list"],

@@ -44,7 +44,7 @@ def test_all_methods_learn_for_the_same_time(name, tmp_path, monkeypatch, capsys
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_sentence_says_who_is_lower():
+def test_the_sentence_names_the_lower_loss():
     """In losses after equal seconds, by the medians of seeds; never in steps."""
     from kfac_core_shims import _demo
 
@@ -64,9 +64,7 @@ def test_the_sentence_says_who_is_lower():
 
 
 @pytest.mark.parametrize("module", ["sklearn", "matplotlib"])
-def test_without_its_extra_it_says_what_to_install(
-    module, tmp_path, monkeypatch, capsys
-):
+def test_a_missing_extra_is_named(module, tmp_path, monkeypatch, capsys):
     """A missing package is one line that names the extra, and exit code 2."""
     monkeypatch.setitem(sys.modules, module, None)
 

@@ -266,7 +266,7 @@ def test_parameters_come_back_and_orders_are_permutations(
 # What becomes of an adapter that cannot.
 
 
-def test_what_is_not_declared_is_not_asked():
+def test_undeclared_capabilities_are_skipped():
     """A capability, a method, and an exception are three ways to leave something out."""
 
     class Little(Own):
@@ -297,7 +297,7 @@ def test_what_is_not_declared_is_not_asked():
     ],
     ids=["count", "shape", "raises", "nothing"],
 )
-def test_whatever_an_adapter_raises_is_an_outcome(answer, words):
+def test_adapter_errors_are_outcomes(answer, words):
     class Broken(Own):
         def blocks(self, problem):
             return answer(super().blocks(problem))

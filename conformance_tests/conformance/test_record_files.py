@@ -347,7 +347,7 @@ def test_a_small_file_gets_no_large_arrays(tmp_path, layer, approximation):
 @pytest.mark.parametrize(
     "change", [{}, {"kernel_size": [1 << 40], "strides": [1]}, {"strides": [1, 1]}]
 )
-def test_padding_is_no_way_around_the_limit(tmp_path, change):
+def test_padding_counts_toward_the_limit(tmp_path, change):
     """A padded axis of 2**40 elements with one output in sight of it is refused."""
     good = lonely()
     good.document["blocks"]["fc"]["layer"] = CONV | change
@@ -386,7 +386,7 @@ def test_ids_are_in_range(tmp_path, ids, words):
         {"name": "kronecker", "input": "diagonal"},
     ],
 )
-def test_long_sequences_of_ids_are_no_way_around_the_limit(tmp_path, approximation):
+def test_long_id_sequences_count_toward_the_limit(tmp_path, approximation):
     """The ids of an example are compared with each other, which takes their square."""
     good = lonely()
     good.document["blocks"]["fc"] = {"layer": IDS, "approximation": approximation}

@@ -224,7 +224,7 @@ def test_nothing_is_written_that_would_be_refused(problem, tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_the_writer_refuses_what_it_cannot_state(problem):
+def test_the_writer_refuses_unknown_blocks_and_operations(problem):
     """Unknown blocks and operations, and blocks that saw nothing, are errors at once."""
     block = kc.Block(problem["layer"], kc.Kronecker())
     writer = RecordWriter({"fc": block, "out": block}, decay=0.9, loss="sum")
@@ -259,7 +259,7 @@ def test_gradients_of_bare_parameters_are_written(rng, tmp_path):
     assert verdict.agrees, verdict
 
 
-def test_a_mean_over_rows_of_a_norm_is_no_record(rng):
+def test_a_record_of_a_norm_refuses_mean_rows(rng):
     """With T rows an example, a right answer was said to be T^2 times too large."""
     layer = kc.ScaleShift(scale_shape=(3,), shift_shape=None)
     writer = RecordWriter(

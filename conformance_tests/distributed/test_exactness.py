@@ -349,7 +349,7 @@ def test_messages_in_float32(kinds, reduce):
     assert all(rounded) if "directions" in kinds else not any(rounded)
 
 
-def test_what_is_not_sent_is_not_rounded():
+def test_unsent_values_are_not_rounded():
     """Nor is what is sent in a wider dtype; a state is gathered as it is."""
     blocks = _several()
 
@@ -456,7 +456,7 @@ def test_parts_of_a_batch_and_flags_with_statistics_at_owners():
         assert error < LIMIT, where
 
 
-def test_what_cannot_be_reduced_is_refused_by_name():
+def test_statistics_that_cannot_be_reduced_raise():
     """KFOC, centered moments, and whatever does not say."""
 
     class Undeclared(kc.Diagonal):

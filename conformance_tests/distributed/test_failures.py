@@ -227,7 +227,7 @@ def test_a_rank_is_named_as_all_know_it():
     assert "Rank 3 ended before all_reduce, for which rank 2 waits" in str(found[2])
 
 
-def test_ranks_with_other_options_or_steps_are_found():
+def test_ranks_with_different_options_or_steps_raise():
     """Before anything is exchanged, and where their calls differ."""
     other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.TNT())}
 
@@ -247,7 +247,7 @@ def test_ranks_with_other_options_or_steps_are_found():
         assert isinstance(error, (ReplicaError, CommunicationError))
 
 
-def test_parameters_that_drifted_apart_are_found():
+def test_parameters_that_differ_between_ranks_raise():
     """By name and rank; what is equal passes."""
 
     def run(communicator, by):
@@ -266,7 +266,7 @@ def test_parameters_that_drifted_apart_are_found():
 
 
 @pytest.mark.parametrize("part", ["statistics", "operator"])
-def test_what_ranks_hold_in_common_and_drifted_apart_is_found(part):
+def test_shared_state_that_differs_between_ranks_raises(part):
     """By block and rank, to the last bit; in float64 one unit of it on one rank."""
 
     def run(communicator):

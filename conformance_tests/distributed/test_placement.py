@@ -57,7 +57,7 @@ def test_groups_and_rows_cover_all_ranks_once():
         assert owner in made.groups[made.group_of(name)]
 
 
-def test_what_has_no_room_is_named():
+def test_blocks_without_room_are_named():
     """A block too large for any rank, and holders that do not divide the ranks."""
     loads = {**loads_of([1, 1]), "embedding": BlockLoad(9.0, 1000, 2000, 5)}
 
@@ -204,7 +204,7 @@ def test_by_default_a_fifth_of_the_bytes_of_averaging_are_sent(size, sides):
     assert owners > 0.2
 
 
-def test_every_engine_of_the_project_has_what_is_called():
+def test_every_engine_is_complete():
     """Each module of the entry points; none needs its library to say what is wrong."""
     path = Path(__file__).parents[2] / "pyproject.toml"
     project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]

@@ -292,7 +292,7 @@ def test_no_rank_holds_a_block_for_each_rank(jobs, size):
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_an_integration_that_was_told_nothing_refuses(jobs, engine):
+def test_several_processes_without_distributed_raise(jobs, engine):
     """Several processes with an estimator each are no accident."""
     for text in jobs.said(engine, "noticed", 2).values():
         assert text.startswith("UnsupportedError: 2 processes of")
@@ -335,7 +335,7 @@ def test_a_job_of_mpi_ends_with_its_rank(jobs, wanted):
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_what_one_rank_gives_is_refused_on_all(jobs, engine):
+def test_bad_input_on_one_rank_raises_on_all(jobs, engine):
     """A row that is not finite, and another decay; all go on together afterwards."""
     rows, decays = jobs.said(engine, "nan", 2), jobs.said(engine, "options", 2)
 
@@ -345,7 +345,7 @@ def test_what_one_rank_gives_is_refused_on_all(jobs, engine):
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_a_rank_with_other_code_is_found(jobs, engine):
+def test_a_rank_with_other_code_raises(jobs, engine):
     """Before anything is exchanged."""
     for text in jobs.said(engine, "code", 2).values():
         assert text.startswith(
@@ -361,7 +361,7 @@ def test_other_options_of_one_rank_are_named_on_all(jobs):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("scenario", ["ddp", "divided", "soap"])
-def test_kfac_on_several_processes_is_kfac_alone(jobs, scenario, size):
+def test_several_processes_take_the_steps_of_one(jobs, scenario, size):
     """Five steps with shards of unequal sizes and none, to 1e-10.
 
     Beside DistributedDataParallel, where overlap changes no bit, and with parameters that

@@ -77,7 +77,7 @@ def test_every_row_names_a_test_or_the_reason_why_not(page):
     assert bare == []
 
 
-def test_a_test_that_is_not_there_is_found():
+def test_a_missing_test_is_reported():
     """The rows that must fail: an unknown function, and an unknown file."""
     named = named_in("`array/test_smoke.py::test_nothing` `x/test_no_file.py::test_it`")
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["noxfile.py", ".ci/run", "CONTRIBUTING.md"])
-def test_the_sdist_holds_what_is_named(name):
+def test_the_sdist_holds_the_named_files(name):
     """Each file or folder of the source tree, by its first part."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = settings["tool"]["hatch"]["build"]["targets"]["sdist"]

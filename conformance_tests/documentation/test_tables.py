@@ -49,7 +49,7 @@ def test_the_benchmark_page_shows_the_measurements_that_are_kept(tables):
         assert tables.TABLES[name].program() == tables.shown(name), name
 
 
-def test_a_wrong_number_is_seen(tables):
+def test_wrong_numbers_in_a_table_are_reported(tables):
     """By more than its last digit, but for seconds."""
     printed = "| a | loss | seconds |\n| --- | --- | --- |\n| x (0.03) | 1.25 | 3.0 |"
 

@@ -127,7 +127,7 @@ def test_some_layers_of_a_chain_are_refused(backend, rng, what):
     assert differences(frozen(estimator.state_dict()), before) == []
 
 
-def test_a_layer_has_no_operator_of_its_own(backend, rng):
+def test_layers_of_a_chain_have_no_own_operator(backend, rng):
     """Refreshes, dampings, operators and moments go by the chain's name."""
     batches = fed(backend, *draw(rng))
     estimator = make()
@@ -180,7 +180,7 @@ def test_rows_that_are_not_finite_change_nothing(backend, rng):
     assert [path for path in differences(kept, before) if "status" not in path] == []
 
 
-def test_what_is_said_of_it(backend, rng):
+def test_a_chain_is_reported_as_one_block(backend, rng):
     """The report has the chain as one block, with the factors of its layers."""
     rows = [draw(rng)]
     estimator = make()
@@ -202,7 +202,7 @@ def test_what_is_said_of_it(backend, rng):
     assert "TridiagonalOperator" in repr(estimator.operator("chain"))
 
 
-def test_chains_that_make_no_sense(backend):
+def test_invalid_chains_raise(backend):
     """Names, layers, approximations and options are refused where they are written."""
     layer = LAYERS["first"]
     diagonal = kc.Block(layer, kc.Kronecker(input="diagonal"))

@@ -89,7 +89,7 @@ def current(backend, estimator, *, damped=False):
     return backend.to_numpy(estimator.operator("a").to_dense(damped=damped))
 
 
-def test_bases_and_moments_move_on_schedules_of_their_own(backend, rng):
+def test_bases_and_moments_have_separate_schedules(backend, rng):
     """Four updates, bases after the second, against the sums written out densely."""
     estimator = make(dense(moment_decay=0.4))
     fed = [draw(rng) for _ in range(4)]
@@ -190,7 +190,7 @@ def test_an_operator_waits_for_bases_and_moments(backend, rng):
 
 
 @pytest.mark.parametrize("check", ["raise", "status"])
-def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
+def test_a_failed_basis_keeps_the_old_one(backend, rng, check):
     """A factor that is not finite has no basis; the old one and its moments stay."""
     estimator = make(dense())
     x, g = draw(rng)
@@ -225,7 +225,7 @@ def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
     assert np.array_equal(moments, backend.to_numpy(averages["block"].sum))
 
 
-def test_groups_have_bases_of_their_own(backend, rng):
+def test_each_group_has_its_own_bases(backend, rng):
     """A convolution in two groups is two blocks, in every product."""
     x, g = draw(rng, width=2)
     estimator = make(grouped_conv())

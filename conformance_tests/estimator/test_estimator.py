@@ -55,7 +55,7 @@ def precondition(backend, estimator, name, V):
     return backend.to_numpy(estimator.precondition(gradients)[name]["weight"])
 
 
-def test_some_blocks_are_fed_and_refreshed_alone(backend, rng):
+def test_blocks_can_be_updated_and_refreshed_alone(backend, rng):
     """Blocks that are left out keep statistics, operator and age."""
     estimator = make({"a": dense(), "b": dense()})
     x, g = draw(rng)
@@ -126,7 +126,7 @@ def test_factors_that_cannot_be_shared_are_refused(shared, message):
         make(blocks, factors=shared)
 
 
-def test_a_failed_refresh_keeps_what_was_there(backend, rng):
+def test_a_failed_refresh_keeps_the_operator(backend, rng):
     """Within the budget the previous operator stays, counted; past it nothing changes."""
     estimator = make({"a": dense(), "b": dense()}, failure_budget=1)
     x, g = draw(rng)

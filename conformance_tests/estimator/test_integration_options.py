@@ -41,7 +41,7 @@ def test_likelihoods_have_names():
             row_loss(bad)
 
 
-def test_options_that_cannot_be_are_named():
+def test_bad_options_are_named():
     for name, bad in (
         ("update_every", 0),
         ("refresh_every", 1.5),
@@ -91,7 +91,7 @@ def test_dampings_and_decays_follow_their_schedules(backend, rng):
         assert_close(found, expected, "inverse", "float64")
 
 
-def test_bases_have_a_schedule_of_their_own(backend, rng):
+def test_bases_have_their_own_interval(backend, rng):
     """EKFAC's bases at the first step and every third; refreshes at each."""
     estimator = kc.Estimator(
         {"one": kc.Block(LAYER, kc.Eigen())},

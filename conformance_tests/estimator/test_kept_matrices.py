@@ -94,7 +94,7 @@ def _middle(A, G):
 
 
 @pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.Full()])
-def test_what_needs_the_matrices_is_refused_by_name(backend, rng, approximation):
+def test_products_without_matrices_raise(backend, rng, approximation):
     """And is had again after a refresh that keeps them."""
     x, g, A, G = moments(rng)
     V = backend.asarray(rng.normal(size=(N, M)))

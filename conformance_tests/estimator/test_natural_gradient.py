@@ -106,7 +106,7 @@ def test_parts_of_one_source_add_up(backend, rng):
     assert kc.integration.batches_of_calls([call_of(backend.asarray(x))], rows=5) == {}
 
 
-def test_masks_and_shapes_of_calls_are_kept(backend, rng):
+def test_calls_keep_masks_and_shapes(backend, rng):
     """Masks of several calls one after the other; g brought into a call's own shape."""
     x, g = rng.normal(size=(4, 2, 3)), rng.normal(size=(4, 4))
     mask = np.asarray([[True, False], [True, True], [False, False], [True, True]])
@@ -127,7 +127,7 @@ def test_masks_and_shapes_of_calls_are_kept(backend, rng):
     assert np.array_equal(backend.to_numpy(batch.output_grads), g.reshape(1, 4, 2, 2))
 
 
-def test_a_bad_step_changes_nothing_and_says_why(backend, rng):
+def test_bad_steps_raise_and_change_nothing(backend, rng):
     """No row, no output gradient when due, or a gradient with NaN: named errors."""
     x, g, V = (
         backend.asarray(rng.normal(size=shape)) for shape in ((6, 3), (6, 2), (3, 2))

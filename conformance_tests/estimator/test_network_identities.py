@@ -88,7 +88,7 @@ def test_a_block_is_the_curvature_of_the_mean_loss(backend, rng, loss):
 
 
 @losses
-def test_a_wrong_reduction_of_the_loss_is_seen(backend, rng, loss):
+def test_a_wrong_reduction_gives_another_block(backend, rng, loss):
     """B2: vectors of one reduction, declared to be of the other, give another block."""
     net = network.random_network(rng, DEEP, "tanh")
     x = identical_data(rng, EXAMPLES, DEEP[0])

@@ -157,7 +157,7 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
     assert bool(state.is_good())
 
 
-def test_what_an_estimator_held_can_be_donated(jax, jax_backend, rng):
+def test_states_of_an_estimator_can_be_donated(jax, jax_backend, rng):
     """Its operators may have arrays of its statistics; a state in form has its own."""
     held = estimator_of({"a": kc.Eigen()}, "exact")
     batches = draw(jax_backend, rng, "a")

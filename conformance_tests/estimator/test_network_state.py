@@ -244,7 +244,7 @@ def test_parameters_go_to_their_blocks_and_back(rng):
     assert back[4] is flat[4]
 
 
-def test_what_cannot_be_wired_is_refused():
+def test_invalid_networks_raise():
     """Parameters in no block or in two, names twice, sizes, and a block not used."""
     other = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="oi")
     with pytest.raises(kc.UnsupportedError, match="parameter extra"):

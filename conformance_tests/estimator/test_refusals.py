@@ -99,7 +99,7 @@ def is_of_arrays(cls):
     ("name", "option"),
     [(name, option) for name, (_, good) in FUNCTIONS.items() for option in good],
 )
-def test_an_option_that_cannot_be_is_refused(name, option):
+def test_invalid_options_are_named(name, option):
     """The good call passes; whatever else comes, the error names the option."""
     function, good = FUNCTIONS[name]
     function(**good)
@@ -164,7 +164,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_setter_refuses_what_the_constructor_does(backend, held, name):
+def test_setters_validate_like_the_constructor(backend, held, name):
     """And leaves the good value."""
     values, error, match = NUMBERS[name]
     for value in values:
@@ -173,7 +173,7 @@ def test_a_setter_refuses_what_the_constructor_does(backend, held, name):
         assert_refused(held, error, match, lambda v=value: setattr(held, name, v))
 
 
-def test_a_damping_of_another_library_is_said_to_be_one(backend, held):
+def test_a_damping_of_another_library_raises(backend, held):
     """It was said that one of two devices was `cpu` and the other `cpu`."""
     if backend.name == "numpy":
         pytest.skip("NumPy's own scalars are those of the batch")
@@ -539,9 +539,7 @@ def test_the_meta_device_is_refused(requires_backend):
     ],
     ids=["kronecker", "scale"],
 )
-def test_gradients_alone_are_refused_where_inputs_are_needed(
-    backend, layer, approximation
-):
+def test_gradient_batches_raise_where_inputs_are_needed(backend, layer, approximation):
     """It was an AttributeError of a name that nobody had written."""
     made = kc.Estimator({"a": kc.Block(layer, approximation)}, reduction="sum")
     gradients = {"weight": backend.asarray(np.ones((n, m)))}

@@ -260,7 +260,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_what_is_never_negative_is_refused_if_it_is(rng, pair):
+def test_negative_scales_and_counts_raise(rng, pair):
     """Scales, counts of rows, ranks, shifts and residuals, in an array or a number."""
     layer, approximation = PAIRS[pair]
     rule = "exact" if approximation.name == "eigen" else "factored"

@@ -120,7 +120,7 @@ def test_tfkfac_9_16_several_parameters_make_one_block(backend, rng, approximati
 
 
 @pytest.mark.parametrize("product", ["inverse", "cholesky"])
-def test_tfkfac_9_18_no_factorization_fails_in_silence(backend, product):
+def test_tfkfac_9_18_failed_factorizations_raise(backend, product):
     """An indefinite moment without damping is an error, on the way of every product."""
     indefinite = backend.asarray([[1.0, 2.0], [2.0, 1.0]])
 
@@ -128,7 +128,7 @@ def test_tfkfac_9_18_no_factorization_fails_in_silence(backend, product):
         kronecker_operator(None, indefinite, damping=0.0, factorizations=(product,))
 
 
-def test_tfkfac_9_18_clipping_does_not_depend_on_what_else_is_asked_for(backend):
+def test_tfkfac_9_18_clipping_does_not_depend_on_other_factorizations(backend):
     """The inverse of an indefinite matrix is one and the same on every way to it."""
     A = backend.asarray([[1.0, 0.0], [0.0, -0.05]])
     v = backend.asarray([1.0, 1.0])

@@ -200,7 +200,7 @@ def test_results_of_parameters_hold_no_graph(torch, tensors):
     assert not any(t.requires_grad for t in arrays_in(result))
 
 
-def test_the_callers_tensors_are_left_alone(torch, tensors):
+def test_inputs_are_not_modified(torch, tensors):
     """Feeding and preconditioning modify neither values nor flags of what was given."""
     given = [t.clone().requires_grad_() for t in tensors[:2]]
     V = tensors[2].clone()

@@ -141,7 +141,7 @@ def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng): 
     assert others[0] is not others[1]
 
 
-def test_what_numpy_cannot_see_pytorch_computes(on_one_thread, asked, rng):  # noqa: F811
+def test_tracked_dampings_are_computed_by_pytorch(on_one_thread, asked, rng):  # noqa: F811
     """A damping that something looks on at; one that is only an array is seen."""
     torch = pytest.importorskip("torch")
     x, g = (on_one_thread.asarray(rng.normal(size=(N, k)), "float64") for k in (n, m))

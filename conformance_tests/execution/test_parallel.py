@@ -104,7 +104,7 @@ def test_threads_are_given_back_after_an_error_and_by_the_last_holder():
     assert library.number == 4
 
 
-def test_blas_is_held_to_its_share(requires_backend, requires_adapters):
+def test_blas_threads_are_limited_per_worker(requires_backend, requires_adapters):
     """OpenBLAS and MKL are asked themselves; PyTorch in each worker."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
     numpy = kc.array.get_backend("numpy")
@@ -145,7 +145,9 @@ def test_any_thread_holds_blas_and_gives_it_back(requires_backend, requires_adap
     assert seen == [1, 2, 2]
 
 
-def test_pytorch_is_held_in_each_worker(requires_backend, requires_adapters):
+def test_pytorch_threads_are_limited_in_each_worker(
+    requires_backend, requires_adapters
+):
     """Where its number of threads is the worker's own."""
     requires_backend("torch")
     torch = pytest.importorskip("torch")

@@ -91,7 +91,7 @@ def test_garbage_may_be_collected_at_any_moment(store, monkeypatch):
     assert 0 < 2 * store.kept <= store.used
 
 
-def test_threads_have_arrays_of_their_own():
+def test_threads_do_not_share_memory():
     """What one writes no other sees."""
     wrong = []
 
@@ -113,7 +113,7 @@ def test_threads_have_arrays_of_their_own():
     assert wrong == []
 
 
-def test_what_an_estimator_gave_out_stays_as_it_was(rng):
+def test_returned_arrays_are_never_overwritten(rng):
     """Statistics, operators and directions, while later ones are computed."""
     n = 200
     layer = kc.Dense(in_features=n, out_features=n, bias=True, weight_layout="io")

@@ -225,7 +225,7 @@ def test_only_equals_are_stacked(backend, rng):
     assert_same_statistics(backend, "float32", got, expected)
 
 
-def test_blocks_of_different_ages_have_decays_of_their_own(backend, dtype, rng):
+def test_blocks_in_burn_in_have_their_own_decay(backend, dtype, rng):
     """During the burn-in of one of them; afterwards all are one stack."""
     averaging = kc.Averaging(burn_in=2, weight=0.5)
     network = network_of({n: block_of() for n in NAMES}, averaging=averaging)
@@ -242,7 +242,7 @@ def test_blocks_of_different_ages_have_decays_of_their_own(backend, dtype, rng):
     assert_same_statistics(backend, dtype, states[1], states[0])
 
 
-def test_blocks_on_different_devices_are_no_stack(requires_backend, rng):
+def test_blocks_on_different_devices_are_not_stacked(requires_backend, rng):
     """Each of two devices has a stack of its own, which stays there."""
     strict = requires_backend("array_api_strict")
     devices = strict.xp.__array_namespace_info__().devices()
@@ -269,7 +269,7 @@ def test_blocks_on_different_devices_are_no_stack(requires_backend, rng):
         assert {x.device for _, x in leaves(state[name].operator)} == {at[name]}
 
 
-def test_a_shared_factor_keeps_its_block_alone(backend, rng):
+def test_blocks_with_shared_factors_are_not_stacked(backend, rng):
     """A block that takes a factor of another's is fed by itself, with the same sums."""
     sharing = kc.Sharing(factors={"b/input": "a/input"})
     network = network_of({name: block_of() for name in NAMES}, sharing=sharing)
@@ -373,7 +373,7 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
         network.refresh(got, damping=0.1, executor=Stacked(fewest=2))
 
 
-def test_a_block_that_needs_a_fallback_gets_it_alone(backend, rng):
+def test_fallbacks_are_per_block_in_a_stack(backend, rng):
     """A negative eigenvalue is clipped for its block; the others need no fallback."""
     network = network_of(
         {n: block_of() for n in NAMES}, damping_rule="factored_unit_pi"
@@ -422,7 +422,7 @@ def test_pieces_of_a_stack_are_recognized(backend, rng, copies):
     ]
 
 
-def test_what_came_from_elsewhere_is_copied_once(backend, rng, copies):
+def test_arrays_from_elsewhere_are_copied_once(backend, rng, copies):
     """Statistics of a file, or operators of a refresh in the background."""
     network = network_of({name: block_of() for name in NAMES})
     state = network.refresh(fed(backend, "float64", network, data(rng)), damping=0.1)
@@ -436,7 +436,7 @@ def test_what_came_from_elsewhere_is_copied_once(backend, rng, copies):
     assert sorted(copies) == sorted(["dict"] * 3 + ["FactoredKronecker", "Statistics"])
 
 
-def test_a_block_that_went_alone_joins_its_stack_again(backend, rng, copies):
+def test_a_block_updated_alone_rejoins_its_stack(backend, rng, copies):
     """After an update of one block all three are copied once, and one again then."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     inner = Seen()
@@ -457,7 +457,7 @@ def test_a_block_that_went_alone_joins_its_stack_again(backend, rng, copies):
     assert_same_statistics(backend, "float64", state, expected)
 
 
-def test_only_the_last_generation_is_kept(backend, rng):
+def test_executors_release_old_states(backend, rng):
     """An executor holds nothing of states that nobody has any more."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}

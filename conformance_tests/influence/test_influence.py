@@ -347,7 +347,7 @@ def test_scores_can_be_traced(requires_backend):
         assert_close(backend.to_numpy(got), expected, "roundoff", "float32")
 
 
-def test_what_does_not_fit_is_refused(plain):
+def test_invalid_arguments_raise(plain):
     """Options without a value, several sources, unequal examples, missing blocks."""
     queries, examples, *_ = queries_and_examples(plain)
     influence = influence_of(plain)

@@ -190,7 +190,7 @@ def test_block_is_that_of_the_patches(backend, dtype, groups, masked, rng):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_masked_rows_are_zero_whatever_they_held(backend, groups, rng):
+def test_masked_rows_are_zero(backend, groups, rng):
     """NaN in masked output gradients, and patches that are masked, are gone."""
     geometry = naive.Geometry((3, 2), (1, 1), "valid", (1, 1), groups)
     x, g, _ = problem(geometry, (6, 5))

@@ -114,7 +114,7 @@ def test_a_spoiled_basis_is_caught(backend, dtype, rng, spoil):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_infinitely_bad(backend, dtype, bad):
+def test_nonfinite_inverses_have_infinite_residuals(backend, dtype, bad):
     """NaN or infinity in an inverse gives an infinite residual, never NaN."""
     X = np.eye(N)
     X[1, 1] = bad

@@ -101,7 +101,7 @@ def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng):
         pytest.param(np.diag(np.r_[np.ones(127), -1.0]), id="large"),
     ],
 )
-def test_a_matrix_that_is_not_positive_is_found(backend, dtype, A):
+def test_an_indefinite_matrix_is_flagged(backend, dtype, A):
     """No exception, and no factor that passes for one, whatever the library leaves."""
     matrix = SymmetricMatrix(backend.asarray(A, dtype), full_storage=True)
 
@@ -124,7 +124,7 @@ def test_a_matrix_that_is_not_positive_is_found(backend, dtype, A):
         ((1, 1), np.inf),
     ],
 )
-def test_garbage_is_no_factor(backend, dtype, rng, place, value):
+def test_a_factor_with_bad_pivots_is_a_failure(backend, dtype, rng, place, value):
     """A diagonal entry that is not positive, or any that is not finite, is a failure."""
     L = np.linalg.cholesky(reference.spd(rng, 4))
     garbage = L.copy()

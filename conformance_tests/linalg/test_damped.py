@@ -85,7 +85,7 @@ def test_a_later_inverse_does_not_change_the_factor(backend, rng):
 
 
 @pytest.mark.parametrize("prepared", [(), ("inverse",)])
-def test_what_is_applied_narrow_is_computed_wide(backend, rng, make, prepared):
+def test_narrow_products_are_factorized_wide(backend, rng, make, prepared):
     """A float64 matrix applied in float32 is factorized in float64, sooner or later."""
     A = reference.spd(rng, 4, condition=1e8)
     v = rng.normal(size=(4, 1))
@@ -98,7 +98,7 @@ def test_what_is_applied_narrow_is_computed_wide(backend, rng, make, prepared):
     assert_close(backend.to_numpy(got), expected, "product", "float32")
 
 
-def test_what_is_missing_is_made_where_values_can_be_read(backend, dtype, rng):
+def test_missing_factorizations_are_made_on_demand(backend, dtype, rng):
     """However the matrix was made; a failure is then an error of the product."""
     A = reference.spd(rng, 4)
     v = np.ones((4, 1))

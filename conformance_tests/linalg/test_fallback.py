@@ -54,7 +54,7 @@ def inverse_of(backend, made):
 
 @pytest.mark.parametrize("check", ["raise", "status"])
 @pytest.mark.parametrize("n", [1, 4, 128])
-def test_an_ordinary_matrix_stays_on_the_first_rung(backend, dtype, rng, n, check):
+def test_a_well_conditioned_matrix_needs_no_fallback(backend, dtype, rng, n, check):
     """L and the inverse are the dense ones, in working precision, nothing clipped."""
     A = reference.spd(rng, n)
 
@@ -111,7 +111,7 @@ def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
 
 
 @pytest.mark.parametrize("wrong", ["damped_cholesky", "inverse_from_cholesky"])
-def test_what_a_certificate_refuses_is_not_taken(
+def test_factors_that_fail_the_residual_check_are_not_used(
     backend, dtype, rng, monkeypatch, wrong
 ):
     """A factor or an inverse that is 5% off is found in each fallback, and none is used."""
@@ -194,7 +194,7 @@ def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):
         pytest.param(np.diag([1.0, 1.0, 1.0, 0.0]), id="one-zero"),
     ],
 )
-def test_what_no_rung_can_invert_is_an_error(backend, dtype, A):
+def test_singular_matrices_raise(backend, dtype, A):
     """A singular matrix without damping raises, naming the factor and the remedy."""
     with pytest.raises(FactorizationError, match="Increase `damping`") as caught:
         factorized(backend, dtype, A, 0.0)
@@ -235,9 +235,7 @@ def test_status_mode_reports_and_never_raises(backend, dtype, A, shift, flag):
     assert np.all(np.isnan(inverse_of(backend, made)))
 
 
-def test_what_failed_is_nan_whatever_the_kernel_makes_of_it(
-    backend, dtype, monkeypatch
-):
+def test_failed_inverses_are_nan(backend, dtype, monkeypatch):
     """Some kernels invert NaN to zeros."""
 
     def zeros(lower, **_):

@@ -47,9 +47,7 @@ def test_weights_multiply_outer_products(backend, dtype, rng, homogeneous):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("homogeneous", [False, True])
-def test_masked_rows_are_absent_whatever_they_hold(
-    backend, dtype, rng, homogeneous, weighted
-):
+def test_masked_rows_are_ignored(backend, dtype, rng, homogeneous, weighted):
     """NaN and infinity in masked rows and in their weights leave no trace."""
     rows, weights = rng.normal(size=(8, 3)), rng.uniform(0.5, 2.0, size=8)
     mask = np.array([1, 1, 0, 1, 0, 1, 1, 0], bool)

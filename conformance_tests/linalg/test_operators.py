@@ -156,7 +156,7 @@ def test_predictive_covariance_from_rotated_jacobians(plain, rng):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 3), (3, 1)])
-def test_layers_of_width_one_are_ordinary(backend, dtype, rng, rule, n, m):
+def test_factors_of_size_one(backend, dtype, rng, rule, n, m):
     """A 1 x 1 factor is inverted, rooted and damped like any other."""
     case = make_case(backend, dtype, n=n, m=m, bias=False)
     V, F = rng.normal(size=(n, m)), case.dense(rule)
@@ -172,7 +172,7 @@ def test_layers_of_width_one_are_ordinary(backend, dtype, rng, rule, n, m):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("damping", [1e-30, 1e-12, 1e8, 1e20])
-def test_tiny_and_huge_dampings_are_ordinary(plain, rng, rule, damping):
+def test_tiny_and_huge_dampings(plain, rng, rule, damping):
     """The inverse, a root and the Cholesky factor are right relative to their size."""
     V, F = rng.normal(size=(4, 3)), plain.dense(rule, damping)
 

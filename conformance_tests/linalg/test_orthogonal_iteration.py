@@ -291,7 +291,7 @@ def test_a_refresh_runs_inside_a_compiled_program(requires_backend, rng, library
     assert (bool(bad_refused), int(bad)) == (True, Status.MATRIX_NOT_FINITE)
 
 
-def test_the_order_says_where_each_column_was(backend, rng):
+def test_order_tracks_columns_between_bases(backend, rng):
     """Eigenvalues that cross: what goes with a column is found again by the order."""
     Q = np.linalg.qr(rng.normal(size=(5, 5)))[0]
     first = Q @ np.diag([5.0, 4.0, 3.0, 2.0, 1.0]) @ Q.T

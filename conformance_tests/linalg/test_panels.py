@@ -145,7 +145,7 @@ def test_the_factor_and_the_inverse_are_the_dense_ones(backend, dtype, rng, over
 
 
 @pytest.mark.parametrize("place", [0, 100, N - 1])
-def test_a_pivot_that_is_not_positive_is_found_in_any_panel(backend, place):
+def test_a_nonpositive_pivot_is_flagged_in_any_panel(backend, place):
     """A negative pivot in the first, a middle or the last panel is no factor."""
     A = np.eye(N)
     A[place, place] = -1.0

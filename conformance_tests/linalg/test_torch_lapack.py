@@ -103,7 +103,7 @@ def test_a_matrix_from_statistics_to_solution(on_one_thread, calls, dtype, rng, 
         assert xp.all(now == then)
 
 
-def test_what_is_not_positive_is_not_finite(on_one_thread, calls, dtype, rng):
+def test_nonpositive_matrices_give_nan(on_one_thread, calls, dtype, rng):
     """As everywhere: NaN, and no exception."""
     A = spd(rng, N)
     A[3, 3] = -1.0

@@ -253,9 +253,7 @@ def test_weights_scale_curvature_linearly_in_every_mode(
 
 @every_mode
 @pytest.mark.parametrize("kind", ["float", "bool", "int64"])
-def test_rows_of_weight_zero_are_zero_whatever_they_hold(
-    backend, dtype, rng, mode, kind
-):
+def test_rows_of_weight_zero_have_zero_vectors(backend, dtype, rng, mode, kind):
     """Padding may hold NaN; weights may be a mask, of booleans or integers."""
     z = CATEGORICAL.natural(rng, 4)
     full = sources_of(backend, CATEGORICAL, z, mode, dtype)
@@ -280,7 +278,7 @@ def test_rows_of_weight_zero_are_zero_whatever_they_hold(
     assert_close(got[:, ::2], expected[:, ::2], "exact", dtype)
 
 
-def test_bad_weights_are_never_silent(backend, rng):
+def test_invalid_weights_raise_or_give_nan(backend, rng):
     """A bad number is refused; a bad number in an array gives NaN in its rows alone."""
     z = CATEGORICAL.natural(rng, 3)
 
@@ -445,7 +443,7 @@ def test_uniform_noise_stays_below_one_in_float32(backend):
     assert np.all(backend.to_numpy(noise) < 1)
 
 
-def test_errors_say_what_is_missing(backend, rng):
+def test_missing_arguments_are_named(backend, rng):
     """Missing or misshapen arguments are errors that name them."""
     loss, z = Categorical(), rng.normal(size=(4, 3))
     natural = backend.asarray(z)

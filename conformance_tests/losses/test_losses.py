@@ -262,7 +262,7 @@ def test_factor_times_its_transpose_is_the_fisher(backend, dtype, rng, case, lea
 
 
 @every_natural_case
-def test_ggn_is_the_hessian_whatever_the_target(backend, dtype, rng, case):
+def test_ggn_is_the_hessian_at_any_target(backend, dtype, rng, case):
     """For natural parameters the Hessian of each target's loss is the GGN's matrix."""
     z = rounded(case.natural(rng, 5), dtype)
     y = case.random_targets(rng, z)
@@ -424,7 +424,7 @@ def test_confident_rows_keep_their_relative_accuracy(backend):
     assert not np.isclose(naive, rest, rtol=1e-2, atol=0)
 
 
-def test_labels_out_of_range_are_not_silent(backend, dtype, rng):
+def test_labels_out_of_range_give_nan(backend, dtype, rng):
     """A label that is no class gives NaN in its row, and in no other."""
     natural = backend.asarray(rng.normal(size=(4, 3)), dtype)
     labels = backend.asarray([0, -100, 3, 2])
@@ -437,7 +437,7 @@ def test_labels_out_of_range_are_not_silent(backend, dtype, rng):
     assert np.isnan(log_p).tolist() == [False, True, True, False]
 
 
-def test_targets_that_are_no_probabilities_are_not_silent(backend, dtype):
+def test_invalid_probabilities_give_nan(backend, dtype):
     """Labels of -1 and 1 belong to another loss; soft ones may be rounded."""
     natural = backend.asarray(np.zeros((5, 1)), dtype)
     targets = backend.asarray([[-1.0], [1.0], [0.25], [1.00001], [np.nan]], dtype)
@@ -499,7 +499,7 @@ def test_half_precision_is_widened(backend, rng, case):
 
 
 @pytest.mark.parametrize("kind", [float, bool])
-def test_labels_that_are_no_integers_are_refused_as_labels(backend, kind):
+def test_floating_labels_raise(backend, kind):
     """They were taken for rows of probabilities of another shape."""
     z = backend.asarray(np.zeros((4, 2)))
     labels = backend.asarray(np.array([0, 1, 1, 0]).astype(kind))

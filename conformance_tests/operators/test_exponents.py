@@ -51,9 +51,7 @@ def operator(backend, kind):
         ([0.5], kc.ConventionError),
     ],
 )
-def test_an_exponent_that_is_no_finite_number_is_refused(
-    backend, kind, exponent, error
-):
+def test_exponents_must_be_finite(backend, kind, exponent, error):
     """Whatever the operator, by name."""
     made, v = operator(backend, kind)
 
@@ -62,7 +60,7 @@ def test_an_exponent_that_is_no_finite_number_is_refused(
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_power_that_overflows_is_refused_where_products_are_looked_at(backend, kind):
+def test_a_power_that_overflows_raises(backend, kind):
     """The power 1000 of a block with eigenvalues above 100."""
     made, v = operator(backend, kind)
 

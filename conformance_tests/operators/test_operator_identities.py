@@ -158,7 +158,7 @@ def test_the_dtype_of_the_vector_comes_back(plain, rng, rule, kind):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("apply", ["float32", "float64"])
-def test_what_is_computed_wide_and_applied_narrow_is_accurate(backend, rule, apply):
+def test_wide_factorizations_applied_narrow_are_accurate(backend, rule, apply):
     """Computing in float64 makes the inverse of float32 statistics that of float64.
 
     The statistics are ill-conditioned, so that a float32 factorization cannot pass.

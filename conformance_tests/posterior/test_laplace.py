@@ -125,7 +125,7 @@ def test_the_evidence_peaks_where_the_model_does(backend, regression):
         assert abs(backend.to_numpy(terms.log_marginal_likelihood) - expected) < 1e-8
 
 
-def test_a_lost_factor_of_n_is_seen(backend, regression):
+def test_a_lost_factor_of_n_changes_the_evidence(backend, regression):
     """The row that must differ: F without its N, or without the noise's 1/sigma^2."""
     x, y, W, posterior, theta = regression
     right = posterior.evidence(log_likelihood(x, y, W), theta, prior_mean=0.0)

@@ -328,7 +328,7 @@ def test_a_posterior_can_be_traced(requires_backend, rng):
     assert int(of_prior(posterior, plain.array(-0.7), J)[2]) == int(Status.BAD_DAMPING)
 
 
-def test_what_does_not_fit_is_refused(plain):
+def test_invalid_arguments_raise(plain):
     """Shapes, libraries, operators without a basis, and blocks that are missing."""
     posterior = posterior_of(plain)
     stack = plain.parameters(np.ones((2, *plain.shape)))

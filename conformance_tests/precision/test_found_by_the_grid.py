@@ -34,7 +34,7 @@ FOUND = {
 
 @pytest.mark.usefixtures("compiles_long")
 @pytest.mark.parametrize("name", FOUND)
-def test_what_the_grid_found_is_right_or_refused(backend, name):
+def test_cases_found_by_the_grid(backend, name):
     """Compared with 120 digits."""
     with kc.use_backend(backend.name):
         result, told = grid.verdict(FOUND[name], backend.name)

@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("check", ["raise", "status"])
-def test_no_case_is_silently_wrong(backend, check):
+def test_every_case_is_right_or_raises(backend, check):
     """Every approximation and rule: right to roundoff times condition, or refused."""
     found: Counter[str] = Counter()
     part = SMALL if backend.name == "jax" else PART
@@ -74,7 +74,7 @@ def test_singular_factors_with_tiny_damping_are_right(
     assert result in ("right", "refused"), told
 
 
-def test_a_grid_that_is_wrong_says_so(monkeypatch):
+def test_a_wrong_grid_fails(monkeypatch):
     """The verdict compares: an operator that is off by a tenth is silently wrong."""
     case = grid.Case("Kronecker", "exact", "float64", "raise", 20, 1.0, 1e-3)
     right = grid.operator_of(case, "numpy")

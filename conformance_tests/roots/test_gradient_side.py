@@ -234,7 +234,7 @@ def divergence(F, moment):
     return np.linalg.slogdet(F)[1] + np.trace(np.linalg.solve(F, moment))
 
 
-def test_what_is_not_finite_changes_nothing(backend, rng):
+def test_nonfinite_input_changes_nothing(backend, rng):
     """A gradient or a root: an error, or a flag and the statistics of before."""
     V, eyes = rng.normal(size=(3, 4)), [np.eye(3), np.eye(4)]
     factors, statistics = fed(backend, [V], decay=0.9)

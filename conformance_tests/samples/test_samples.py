@@ -308,7 +308,7 @@ def test_residuals_without_an_axis_of_outputs_have_none(backend):
     assert_close(backend.to_numpy(weight), expected, "inverse", "float64")
 
 
-def test_what_does_not_fit_is_refused_by_name(backend):
+def test_mismatched_arguments_are_named(backend):
     case = make_case(backend, "float64", "kronecker")
     layers, rows = {"a": case.block.layer}, {"a": rows_of(case)}
     J = Jacobian.of(layers, rows)

@@ -203,7 +203,7 @@ def test_the_optax_transformation_chains(small):
         chain.update(params, chain.init(params), params, captured=None, dampng=1.0)
 
 
-def test_what_cannot_be_captured_is_refused(small):
+def test_layers_that_cannot_be_captured_raise(small):
     """Each refusal names the layer or parameter, and says what to do."""
     params, x, y = small
 
@@ -319,7 +319,7 @@ def test_a_compiled_estimator_is_the_estimator(rng, kind):
     )
 
 
-def test_what_a_compiled_estimator_flags_is_raised(rng):
+def test_compiled_estimators_raise_flagged_errors(rng):
     """By name, with nothing changed; a singular factor is refused by every fallback."""
     _, compiled = estimators(damping=0.0)
     ones = jnp.ones((2, 4)), jnp.ones((2, 3))

@@ -232,7 +232,7 @@ def test_a_mask_that_fits_no_layer_is_refused(shared, shape):
         pull(jax.grad(nll)(z, LABELS), reduction="sum")
 
 
-def test_a_mask_of_rows_in_an_order_that_cannot_be_told_is_refused(shared):
+def test_a_mask_of_reordered_rows_raises(shared):
     """A layer that merged the mask's axes after sorting them would keep its padding."""
     params, x, _, _ = shared
 
@@ -249,7 +249,7 @@ def test_a_mask_of_rows_in_an_order_that_cannot_be_told_is_refused(shared):
 
 
 @pytest.mark.parametrize("move", ["roll", "take"])
-def test_rows_that_a_call_reorders_are_in_an_order_that_cannot_be_told(shared, move):
+def test_masks_of_rows_reordered_by_a_call_raise(shared, move):
     """`jnp.roll` and `jnp.take` are calls, whose insides counted as nothing."""
     params, x, _, _ = shared
     order = np.roll(np.arange(N * T), 1)
@@ -307,7 +307,7 @@ def test_a_mask_is_not_of_rows_that_are_reversed(shared, flip):
 
 
 @pytest.mark.parametrize("first", ["examples", "times"])
-def test_examples_are_told_from_as_many_times_or_refused(rng, first):
+def test_ambiguous_example_axes_are_resolved_or_raise(rng, first):
     """A network of one size of batch had the first axis of two of one length."""
     params = {"W": rng.normal(size=(D, H)), "s": rng.normal(size=H)}
     x = jnp.asarray(rng.normal(size=(T, T, D)))
@@ -343,7 +343,7 @@ def test_examples_are_told_from_as_many_times_or_refused(rng, first):
         pull(jnp.cos(z), reduction="sum")
 
 
-def test_what_is_pulled_back_is_a_tree_like_the_outputs(rng):
+def test_cotangents_must_match_the_output_tree(rng):
     """Vectors of one of two losses ended in `'dict' object has no attribute 'dtype'`."""
     params = {"W": rng.normal(size=(D, H)), "V": rng.normal(size=(D, 2))}
     x = jnp.asarray(rng.normal(size=(N, D)))
@@ -589,7 +589,7 @@ def test_a_step_takes_a_damping_for_each_block(trained, compiled):
         update({**given, "Z": 1.0})
 
 
-def test_a_step_before_any_statistics_is_no_silent_one(trained):
+def test_a_step_before_statistics_raises_or_is_flagged(trained):
     """Where values are read it raises; a compiled one is flagged, its direction zero."""
     network, params, _, options = trained
     kfac = shim.KFAC(network, **options)
@@ -631,7 +631,7 @@ def test_a_mapped_step_has_the_statistics_of_all_devices(trained, stepped):
         step_of(network, kfac)(params, kfac.init(params), x, LABELS)
 
 
-def test_a_mesh_checks_what_varies(trained, stepped):
+def test_shard_map_checks_replication(trained, stepped):
     """`shard_map` with its check of replication: state and directions are replicated."""
     network, params, x, options = trained
     kfac = shim.KFAC(network, refresh_every=1, axis_name="i", **options)

@@ -339,7 +339,7 @@ def test_float32_is_solved_or_the_damping_is_limited(wide):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
 
 
-def test_points_that_are_no_argument_are_solved_all_the_same():
+def test_closed_over_points_form_derivatives():
     """Nothing tells their examples apart: derivatives are formed, and named."""
     params = mlp(2, 3, 1)
     optimizer = shim.GaussNewton(
@@ -354,7 +354,7 @@ def test_points_that_are_no_argument_are_solved_all_the_same():
     assert all("as arguments" in why for why in optimizer.formed.values())
 
 
-def test_what_raises_says_what_is_expected():
+def test_errors_state_what_was_expected():
     params = mlp(2, 3, 1)
     with pytest.raises(kc.ConventionError, match="learning_rate"):
         shim.GaussNewton(value, momentum=0.9)

@@ -174,7 +174,7 @@ def test_convolutions_and_embeddings_train():
         ({"block": 0}, kc.ConventionError),
     ],
 )
-def test_options_that_cannot_be(options, error):
+def test_bad_options_raise(options, error):
     params, data = problem()
     with pytest.raises(error):
         soap(network_of(params, data[0][0]), **options)

@@ -302,7 +302,7 @@ def test_gradients_of_a_mean_loss_are_rows_too(name, rng):
 
 
 @pytest.mark.parametrize("made_with", [(N, 1), (1, 1), (1, T)])
-def test_what_an_axis_of_length_one_hides_is_found_with_the_next_batch(made_with, rng):
+def test_axes_of_length_one_are_rechecked_with_the_next_batch(made_with, rng):
     """Time merged in front of the examples is not seen where there is one time."""
     x, params = jnp.asarray(rng.normal(size=TOKENS)), drawn(DENSE, rng)
     first = x[: made_with[0], : made_with[1]]
@@ -327,7 +327,7 @@ def test_learned_positions_of_another_length_are_the_same_block(rng):
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 12), (4, 12, 3)])
-def test_examples_are_told_from_as_many_features_and_times(shape, rng):
+def test_examples_are_identified_among_equal_axes(shape, rng):
     """Times first, with as many examples as features, or times."""
     x = jnp.asarray(rng.normal(size=shape))
     params = drawn({"W": (shape[-1], 2)}, rng)

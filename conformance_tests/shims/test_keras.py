@@ -569,7 +569,7 @@ def test_weights_of_positions_are_those_of_rows(kind):
     np.testing.assert_allclose(A, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_what_the_caller_says_is_what_the_loss_says():
+def test_options_must_agree_with_the_compiled_loss():
     """Another reduction or likelihood than the compiled one is refused by name."""
     summed = keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")
     for options, name in (
@@ -619,7 +619,7 @@ def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
 
 
 @pytest.mark.parametrize("method", ["compute_loss", "train_step", "instance"])
-def test_a_model_with_a_loss_of_its_own_says_its_likelihood(method):
+def test_a_custom_loss_needs_a_likelihood(method):
     """Of which a compiled loss, as Keras's own example has one, says nothing."""
 
     class Own(keras.Model):

@@ -427,7 +427,7 @@ def test_options_are_checked():
         optimizer.vectors(random(6, 3))
 
 
-def test_a_summed_loss_says_over_how_many():
+def test_a_summed_loss_needs_its_number_of_rows():
     """A sum over R rows gives the direction of the mean."""
     x, g = dense_case()
     gradient = dense_gradient()

@@ -441,7 +441,7 @@ def test_a_program_has_the_factors_of_its_rows(name, fisher):
     assert_factors(kfac, expected, rtol=1e-8)
 
 
-def test_a_temperature_that_is_said_is_that_of_the_outputs():
+def test_output_may_apply_a_temperature():
     model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
     options = {"likelihood": "categorical", "output": lambda z: z / 2}
     kfac = KFAC(model, fisher="exact", **EACH_STEP, **options)
@@ -486,7 +486,7 @@ PICKED = {
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("name", PICKED)
-def test_outputs_are_picked_out_of_what_a_model_returns(name, fisher):
+def test_output_selects_outputs_of_a_model(name, fisher):
     """By name, place or function, and found at any depth."""
     pack, unpack, output = PICKED[name]
     model, x, y = Network(pack), torch.randn(8, 5), torch.randint(0, 4, (8,))
@@ -723,7 +723,7 @@ def test_a_program_ends_with_an_error_that_has_a_name(name):
     assert kfac.steps == (name == "two steps")
 
 
-def test_who_says_a_mean_may_divide_gradients_later():
+def test_an_explicit_mean_accepts_a_summed_loss():
     model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
     kfac = KFAC(model, fisher="exact", reduction="mean", **EACH_STEP)
     summed(model, kfac, x, y)

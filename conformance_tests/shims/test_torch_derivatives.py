@@ -138,7 +138,7 @@ def test_a_module_that_returns_its_residual(name):
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize("name", [name for name in RESIDUALS if name != "value"])
-def test_a_residual_that_nobody_observed_is_refused_with_its_layers(name, share):
+def test_an_unobserved_residual_raises(name, share):
     """Beside values at points of the boundary, as the hook sees them, or alone."""
     model, x = network(), torch.randn(6, 2, requires_grad=True)
     kfac = torch_zoo.attached(model)
@@ -326,7 +326,7 @@ def random_network(rng):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_programs_are_right_or_name_what_they_leave_alone(seed):
+def test_random_programs_are_right_or_name_skipped_layers(seed):
     """Networks and derivatives in random combinations.
 
     `check_step` has the direction of each block, or its gradient as it was and its name.

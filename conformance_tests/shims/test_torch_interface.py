@@ -92,7 +92,7 @@ def test_outputs_that_are_not_there_are_named(how, output):
 
 
 @pytest.mark.parametrize("output", [1.5, b"logits", ["logits"]])
-def test_what_cannot_pick_outputs_is_refused_where_it_is_said(output):
+def test_invalid_output_raises_in_the_constructor(output):
     with pytest.raises(kc.ConventionError, match="`output`"):
         KFAC(nn.Linear(4, 3), output=output)
 
@@ -130,7 +130,7 @@ def test_mistakes_of_a_first_use_are_named():
         KFAC(model, fisher="emprical")
 
 
-def test_options_that_cannot_be_are_named_at_once():
+def test_bad_options_raise_in_the_constructor():
     class Plain(nn.Linear):
         def forward(self, x):
             return super().forward(x)
@@ -301,7 +301,7 @@ def test_losses_are_in_units_of_their_likelihood(kind):
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_losses_that_are_kept_keep_no_rows(fisher, by_hand):
+def test_kept_losses_do_not_keep_rows(fisher, by_hand):
     """The calls in the graph of an undetached loss are emptied by the step."""
     model = Network()
     kfac = attached(model, likelihood="categorical", fisher=fisher)

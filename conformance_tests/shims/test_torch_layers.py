@@ -73,7 +73,7 @@ def test_logits_by_an_embedding_have_the_exact_fisher():
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 @pytest.mark.parametrize("padding", [None, 1])
-def test_an_embedding_that_makes_logits_is_kfac_by_hand(fisher, loss, padding):
+def test_tied_logits_have_the_dense_directions(fisher, loss, padding):
     """Both uses of W are rows of one block, in which those of the logits change places."""
     model = Tied(padding=padding).double()
     ids, y = torch.tensor([[0, 2], [2, 1], [4, 1], [0, 5]]), torch.randint(6, (4, 2))

@@ -141,7 +141,7 @@ def test_whole_models_are_covered(kind):
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_gpt2_is_kfac_by_hand():
+def test_gpt2_has_the_dense_directions():
     """The tied weight, whose logits read all rows but the last of each example.
 
     Both uses of W are rows of one block: of the embedding with its output gradients, and

@@ -435,7 +435,7 @@ def test_plausible_settings_lower_the_loss(scale, damping):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_invalid_options_and_closures_raise():
     """Options and closures; the parameters stay."""
     model, (x, y) = network(), batch()
     theta = parameters(model)

@@ -374,7 +374,7 @@ def test_no_row_on_any_rank_is_an_error_on_all():
     assert run_ranks(2, on_a_rank) == [expected, expected]
 
 
-def test_what_is_not_supported_is_refused_by_name(monkeypatch):
+def test_unsupported_settings_raise(monkeypatch):
     """Processes that came later, and two wishes."""
     model, (x, y) = network(), data(0)
     kfac = KFAC(model, lr=0.1)
@@ -424,7 +424,7 @@ def test_gradients_that_are_not_averages_are_refused_on_all_ranks():
     assert run_ranks(3, lambda c: on_a_rank(c, averages=True)) == [1] * 3
 
 
-def test_ranks_with_another_clip_rate_or_damping_are_found():
+def test_ranks_with_different_clip_or_damping_raise():
     """Each would go its own way; also of the optimizer that is one itself."""
     first = network()
 

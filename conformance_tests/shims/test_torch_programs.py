@@ -258,7 +258,7 @@ def test_a_learning_rate_of_zero_moves_nothing_and_clips_nothing():
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-2])
-def test_a_penalty_of_what_a_weight_is_computed_from_is_named(penalty):
+def test_a_penalty_on_parametrized_weights_warns(penalty):
     """Its gradient does not come through W, and so is no part of the direction."""
     model, (x, y) = network(), batch()
     nn.utils.parametrizations.weight_norm(model[0])
@@ -340,7 +340,7 @@ def test_a_computed_weight_has_the_gradient_of_the_passes_that_train(kind):
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_hooks_can_tell_what_is_drawn_from_what_the_loss_sent(fisher):
+def test_hooks_can_tell_sampled_from_loss_gradients(fisher):
     """A hook that clamps the loss's gradients, and lets K-FAC's own vectors through."""
     model, (x, y) = network(), batch()
     bound, seen = 0.01, []
@@ -418,7 +418,7 @@ def test_gradients_of_replaced_parameters_are_not_in_the_clip(how):
     assert all(torch.equal(v, d) for v, d in zip(before[:2], after[:2], strict=True))
 
 
-def test_a_block_that_is_pruned_later_is_left_alone():
+def test_a_layer_pruned_later_warns_and_keeps_its_gradient():
     """Its parameter stays the same, and is no longer what the layer multiplies by."""
     from torch.nn.utils import prune
 
@@ -491,7 +491,7 @@ def test_parameters_without_a_block_are_named_with_reason_and_remedy():
         assert re.search(why, kfac.skipped[name])
 
 
-def test_a_complex_layer_is_left_alone():
+def test_complex_layers_are_skipped():
     class Complex(nn.Module):
         def __init__(self):
             super().__init__()
@@ -537,7 +537,7 @@ def test_outputs_of_one_number_each_are_rows(by_hand, module, fisher):
     assert_factors(kfac, {"0": (rows.T @ rows / 8, G.reshape(1, 1))})
 
 
-def test_a_model_that_returns_its_loss_is_told_what_to_return():
+def test_a_model_that_returns_its_loss_raises():
     class Scored(nn.Module):
         def __init__(self):
             super().__init__()
@@ -595,7 +595,7 @@ def test_sequences_with_time_first_are_right_in_expectation():
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_heads_of_unlike_sizes_on_batches_of_their_own(fisher):
+def test_heads_of_different_sizes_with_separate_batches(fisher):
     """The exact sources of the layer below are as many as each head has outputs."""
 
     class Headed(nn.Module):
@@ -727,7 +727,7 @@ def test_overlap_is_for_the_pass_that_makes_the_gradients():
 
 
 @pytest.mark.parametrize("kind", ["module", "smoothed", "nll", "name"])
-def test_classes_on_the_second_axis_are_refused_where_the_likelihood_is_said(kind):
+def test_classes_on_the_second_axis_raise(kind):
     """As PyTorch's loss modules read them, also where both axes have one length."""
     model = nn.Conv2d(2, 4, 1)
     x, y = torch.randn(3, 2, 4, 4), torch.randint(0, 4, (3, 4, 4))

@@ -56,7 +56,7 @@ def test_a_parameter_frozen_or_freed_later_is_named():
     assert [*other.skipped] == ["one.weight"]
 
 
-def test_forward_passes_that_nobody_observes_are_freed():
+def test_unobserved_forward_passes_are_freed():
     """In train mode and with gradients, as in a validation without ``no_grad``."""
     model = Network()
     kfac = attached(model)
@@ -71,7 +71,7 @@ def test_forward_passes_that_nobody_observes_are_freed():
         gc.enable()
 
 
-def test_a_gradient_scaler_that_nobody_passed_is_named():
+def test_a_missing_gradient_scaler_raises():
     """The KL clip would take scaled gradients for long steps, and training stand still."""
     x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
 
@@ -102,7 +102,7 @@ def test_a_gradient_scaler_that_nobody_passed_is_named():
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_what_one_kfac_draws_is_no_loss_of_another(fisher):
+def test_samples_of_one_kfac_are_ignored_by_another(fisher):
     """A second `KFAC` of a model, as for a posterior beside training, makes no rows."""
     model = Network()
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))

@@ -140,7 +140,7 @@ def test_parameters_alone_take_the_factors_of_their_gradients():
     assert set(optimizer.factors.values()) == {"gradient"}
 
 
-def test_what_has_no_basis_is_updated_by_adamw():
+def test_parameters_without_a_basis_take_adamw_steps():
     """To the bit: vectors, complex numbers, and layers beside those with a basis."""
     torch.manual_seed(0)
     values = torch.randn(5), torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, 1)
@@ -413,7 +413,7 @@ def test_compiled_models_take_the_same_steps(in_place):
     assert_near(trained(b, optimizer, batches(), called), expected)
 
 
-def test_a_compiled_model_that_soap_was_not_given_warns():
+def test_an_unregistered_compiled_model_warns():
     """Its rows are not seen, and its gradients' factors are taken."""
     torch._dynamo.reset()
     model = network()
@@ -556,7 +556,7 @@ def test_widths_and_batches(width, N):
         ({"rows_of": nn.Linear(2, 2)}, kc.ConventionError, "rows_of"),
     ],
 )
-def test_options_that_cannot_be(options, error, said):
+def test_bad_options_raise(options, error, said):
     with pytest.raises(error, match=said):
         SOAP(nn.Linear(2, 2), **options)
 

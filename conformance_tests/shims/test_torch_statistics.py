@@ -115,7 +115,7 @@ def test_a_data_set_in_parts_has_the_statistics_of_all_its_rows():
     assert operator.vector_shape == (6, 3)
 
 
-def test_empirical_statistics_come_of_the_loops_own_losses():
+def test_empirical_statistics_use_the_losses_of_the_loop():
     """The loop differentiates and gives None; outputs are refused with the reason."""
     model = torch.nn.Linear(4, 3)
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])

@@ -131,7 +131,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("name", TROUBLE)
-def test_trouble_has_a_stated_and_finite_answer(backend, dtype, name):
+def test_degenerate_models_give_finite_flagged_steps(backend, dtype, name):
     """What cannot take part gets the coefficient zero, and a flag unless it is flat."""
     slope, matrix, expected, status = TROUBLE[name]
     if expected is None and dtype == "float64":
@@ -144,7 +144,7 @@ def test_trouble_has_a_stated_and_finite_answer(backend, dtype, name):
     assert int(found.status) == status
 
 
-def test_roundoff_is_no_curvature(backend, dtype):
+def test_roundoff_does_not_count_as_curvature(backend, dtype):
     """A parallel step before whose pivot is a few units of roundoff has no say.
 
     With that pivot taken for curvature, mu would be 1e6 in float32 and 1e15 in float64.

@@ -100,7 +100,7 @@ def state(backend, dtype, theta, velocity, count):
 
 
 @pytest.mark.parametrize("bad", [1.0, nan])
-def test_a_rejected_step_leaves_everything_as_it_was(backend, dtype, rng, bad):
+def test_a_rejected_step_restores_the_state(backend, dtype, rng, bad):
     """Bit by bit, counts and structures too, whatever the proposed state holds."""
     theta, velocity, delta = rng.normal(size=(3, SIZE))
     current = state(backend, dtype, theta, velocity, 3)

@@ -292,7 +292,7 @@ def test_the_trajectory_is_that_of_the_optimizer(backend, dtype, rng, start, nam
         ("kfac-jax, fixed", {"clip": None}),
     ],
 )
-def test_every_option_tells(rng, start, name, change):
+def test_every_option_changes_the_trajectory(rng, start, name, change):
     """The rows that must differ: each option changes where the reference goes."""
     s = RUNS[name]
     problem = Logistic(rng, l2=s.l2)

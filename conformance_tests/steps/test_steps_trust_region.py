@@ -114,9 +114,7 @@ def test_a_length_that_is_not_finite_raises_or_is_flagged(backend, bad):
 
 @pytest.mark.parametrize("wrong", [-1.0, np.nan])
 @pytest.mark.parametrize("check", ["raise", "status"])
-def test_a_bound_in_an_array_that_is_not_positive_is_no_full_step(
-    backend, wrong, check
-):
+def test_a_nonpositive_bound_in_an_array_is_flagged(backend, wrong, check):
     """Its value is known only with the result: refused, or flagged with no step at all."""
     bad, one = backend.asarray(np.asarray(wrong)), backend.asarray(np.asarray(1.0))
     vector = {"fc": {"weight": backend.asarray(np.ones((1, 2)))}}

@@ -109,7 +109,7 @@ def test_decoupled_decay_shrinks_beside_the_step(backend, dtype, vectors, decay)
         assert_close(flat(backend, got), expected, "roundoff", dtype)
 
 
-def test_what_does_not_decay_is_copied():
+def test_parameters_without_decay_are_copied():
     """No result is an array of the caller's, and nothing at all may decay."""
     vector = tree(np.arange(1.0, SIZE + 1))
     options = {"weight_decay": ETA, "only": lambda block, name: False}

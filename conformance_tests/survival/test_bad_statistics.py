@@ -162,7 +162,7 @@ def test_bad_statistics_are_answered_or_refused(kind, bad, dtype):
             COUNTS["compared"] += 1
 
 
-def test_one_nan_in_a_million_is_found():
+def test_one_nan_in_a_million_is_detected():
     """Among 10^6 good numbers, in either argument; the block stays as it was."""
     layer = kc.Dense(in_features=1000, out_features=1, bias=True, weight_layout="io")
     estimator = make_estimator(
@@ -180,7 +180,7 @@ def test_one_nan_in_a_million_is_found():
     assert differences(before, frozen(estimator.state_dict())) == []
 
 
-def test_a_sum_that_overflows_never_gives_a_silent_number():
+def test_an_overflowing_sum_raises_at_the_refresh():
     """Rows that are finite and whose squares are not: the refresh says so, by name."""
     for kind in KINDS:
         estimator = estimator_of(kind, 1.0)
