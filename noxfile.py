@@ -210,6 +210,7 @@ def tests_shims(session: nox.Session) -> None:
         "--ignore=conformance_tests/shims/test_numpy.py",
         "--ignore=conformance_tests/shims/test_sklearn.py",
         "conformance_tests/documentation/test_documentation.py",
+        "conformance_tests/documentation/test_gallery.py",
     ]
     environment = quick_to_compile(session)
     environment["KFAC_CORE_TEST_PAGES"] = "frameworks"
@@ -354,6 +355,13 @@ def docs(session: nox.Session) -> None:
     session.install("-e", ".[records,scipy]", *group("docs"))
     strict = ["-nTW", "--keep-going", "-b", "html"]
     session.run("sphinx-build", *strict, "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv")
+def gallery(session: nox.Session) -> None:
+    """Run the programs of the gallery, and draw the pictures of their pages."""
+    session.install("-e", ".[torch,demo,records]", *TORCH_CPU)
+    session.run("python", "docs/draw_gallery.py", *session.posargs)
 
 
 @nox.session(venv_backend="virtualenv")

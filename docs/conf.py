@@ -27,9 +27,28 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
     "api_pages",
 ]
-exclude_patterns = ["_build", "_generated", "examples"]
+exclude_patterns = [
+    "_build",
+    "_generated",
+    "examples",
+    "gallery",
+    "sg_execution_times.rst",
+]
+
+# `nox -s gallery` runs the programs and draws their pictures: building pages does not.
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
+    "filename_pattern": "/never/",
+    "download_all_examples": False,
+    "min_reported_time": 1e9,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "write_computation_times": False,
+}
 
 # Nothing is fetched from elsewhere: `_static` holds the fonts and the script of KaTeX.
 mathjax_path = "katex/katex.min.js"
