@@ -28,10 +28,13 @@ from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses
 
-__all__ = ["BatchLike", "Block"]
+__all__ = ["BatchLike", "Block", "Vector"]
 
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
 """A batch, several uses of one layer, or a batch of each layer of a chain."""
+
+Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
+"""Arrays of the shapes of parameters, by block (or layer) and by parameter."""
 
 _FULL_PRECISION = Precision()
 

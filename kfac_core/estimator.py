@@ -21,7 +21,7 @@ from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import MomentStart
 from kfac_core.array import Array, Check, Scalar, replaced
 from kfac_core.array.precision import Precision
-from kfac_core.block import BatchLike, Block
+from kfac_core.block import BatchLike, Block, Vector
 from kfac_core.conventions import Conventions, LossReduction, SourceReduction
 from kfac_core.damping import DampingRule
 from kfac_core.distributed.executor import DistributedExecutor
@@ -492,9 +492,7 @@ class Estimator:
         """Return a block's operator as of its last refresh, or raise `NotReadyError`."""
         return self.network.operator(self.state, name)
 
-    def precondition(
-        self, gradients: Mapping[str, Mapping[str, Any]], /
-    ) -> dict[str, dict[str, Any]]:
+    def precondition(self, gradients: Vector, /) -> dict[str, dict[str, Array]]:
         """Multiply gradients by the inverse of each block's damped curvature.
 
         For a Kronecker-factored block this is ``A^-1 V G^-1 / S`` with damped factors.
@@ -524,11 +522,11 @@ class Estimator:
     def apply(
         self,
         product: str,
-        vectors: Mapping[str, Mapping[str, Any]],
+        vectors: Vector,
         /,
         *arguments: Any,
         **options: Any,
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, Array]]:
         """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
 
         A factorization that the last refresh did not prepare is computed at the first

@@ -26,7 +26,7 @@ from kfac_core.array import Array, Check, Scalar, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.precision import Precision
-from kfac_core.block import Block
+from kfac_core.block import BatchLike, Block, Vector
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
 from kfac_core.factors.average import require_decay
@@ -194,7 +194,7 @@ class Network:
     def update(
         self,
         state: NetworkState,
-        batches: Mapping[str, Any],
+        batches: Mapping[str, BatchLike],
         /,
         *,
         decay: Scalar,
@@ -412,11 +412,11 @@ class Network:
     def precondition(
         self,
         state: NetworkState,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         /,
         *,
         executor: Executor = plain,
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, Array]]:
         """Return each block's damped inverse times its gradient; see `apply`."""
         return self.apply("multiply_inverse", state, gradients, executor=executor)
 
@@ -424,12 +424,12 @@ class Network:
         self,
         product: str,
         state: NetworkState,
-        vectors: Mapping[str, Mapping[str, Any]],
+        vectors: Vector,
         /,
         *arguments: Any,
         executor: Executor = plain,
         **options: Any,
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, Array]]:
         """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
 
         Parameters

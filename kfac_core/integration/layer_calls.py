@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kfac_core import errors
-from kfac_core.array import Array, Scalar
+from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.rows import Batch
@@ -215,7 +215,7 @@ def batches_in_parts(
     return parts
 
 
-def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Any) -> Batch:
+def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Namespace) -> Batch:
     """Return one batch of calls with their inputs and output gradients."""
     uses = [use for use, _, _ in part]
     most = max(g.shape[0] for _, _, g in part)
@@ -228,7 +228,9 @@ def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Any) -> Batch:
     )
 
 
-def _pair(use: LayerCall, scale: Scalar, share: Scalar, xp: Any) -> tuple[Array, Array]:
+def _pair(
+    use: LayerCall, scale: Scalar, share: Scalar, xp: Namespace
+) -> tuple[Array, Array]:
     """Return the inputs and output gradients that the block takes from a call.
 
     Backpropagated gradients are multiplied by `scale`, and the block's output gradients by
@@ -245,7 +247,7 @@ def _pair(use: LayerCall, scale: Scalar, share: Scalar, xp: Any) -> tuple[Array,
     return x, _joined([h, *others], xp)
 
 
-def _padded(g: Array, sources: int, xp: Any) -> Array:
+def _padded(g: Array, sources: int, xp: Namespace) -> Array:
     """Return output gradients with sources of zeros appended."""
     missing = sources - g.shape[0]
     return _joined([g, *[xp.zeros_like(g[:1, ...])] * missing], xp)
@@ -256,7 +258,7 @@ def _times(x: Array, factor: Scalar) -> Array:
     return x if known and factor == 1 else x * factor
 
 
-def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
+def _joined_masks(uses: list[LayerCall], xp: Namespace) -> Array | None:
     known = [use.mask for use in uses if use.mask is not None]
     if not known:
         return None
@@ -270,7 +272,7 @@ def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
     return _joined(masks, xp)
 
 
-def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
+def _joined_biases(uses: list[LayerCall], xp: Namespace) -> Array | None:
     if all(use.bias is True for use in uses):
         return None
     parts = []
@@ -283,9 +285,9 @@ def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
     return _joined(parts, xp)
 
 
-def _joined(arrays: list[Array], xp: Any, axis: int = 0) -> Array:
+def _joined(arrays: list[Array], xp: Namespace, axis: int = 0) -> Array:
     return xp.concat(arrays, axis=axis) if arrays[1:] else arrays[0]
 
 
-def _stacked(arrays: list[Array], xp: Any) -> Array:
+def _stacked(arrays: list[Array], xp: Namespace) -> Array:
     return xp.stack(arrays) if arrays[1:] else arrays[0][None, ...]

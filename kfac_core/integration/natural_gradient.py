@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kfac_core import constraints, errors
-from kfac_core.array import Scalar
+from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
@@ -37,7 +37,7 @@ from kfac_core.integration.schedules import (
 )
 from kfac_core.stages import batch_moments
 from kfac_core.steps.trust_region import TrustRegion, clip_of_product
-from kfac_core.steps.vectors import dot, widest
+from kfac_core.steps.vectors import Vector, dot, widest
 
 __all__ = ["NaturalGradient"]
 
@@ -188,13 +188,13 @@ class NaturalGradient:
 
     def directions(
         self,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         calls: Iterable[LayerCall],
         /,
         *,
         rows: Scalar,
         loss_factor: Scalar | None = None,
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, Array]]:
         """Take a step: update and refresh if due, precondition, and clip.
 
         Parameters
@@ -413,7 +413,7 @@ class NaturalGradient:
 
     def _take(
         self,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         calls: Iterable[LayerCall],
         rows: Scalar,
         loss_factor: Scalar | None,
@@ -443,7 +443,7 @@ class NaturalGradient:
 
     def _updated(
         self,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         calls: Iterable[LayerCall],
         rows: Scalar,
         background: bool,
@@ -489,7 +489,7 @@ class NaturalGradient:
 
     def _updated_at_once(
         self,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         used: Sequence[LayerCall],
         rows: Scalar,
         error: Exception | None,
@@ -581,8 +581,8 @@ class NaturalGradient:
             self.estimator.refresh(new)
 
     def _directions(
-        self, gradients: Mapping[str, Mapping[str, Any]], rows: Scalar
-    ) -> dict[str, dict[str, Any]]:
+        self, gradients: Vector, rows: Scalar
+    ) -> dict[str, dict[str, Array]]:
         estimator = self.estimator
         state, block_of = estimator.state, estimator.network.layers.block_of
         ready = {
@@ -609,8 +609,8 @@ class NaturalGradient:
         return bound, 1.0 if bound is None else value_at(self.learning_rate, self.steps)
 
     def _clipped(
-        self, gradients: Mapping[str, Mapping[str, Any]], rate: Scalar, bound: Any
-    ) -> tuple[dict[str, dict[str, Any]], TrustRegion | None]:
+        self, gradients: Vector, rate: Scalar, bound: Any
+    ) -> tuple[dict[str, dict[str, Array]], TrustRegion | None]:
         """Return directions, and the clip that they are multiplied by."""
         if bound is None:
             _require_finite(gradients)
@@ -674,7 +674,7 @@ class NaturalGradient:
 
     def _agreed(
         self,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         calls: Sequence[LayerCall],
         rows: Scalar,
         *,
@@ -708,9 +708,7 @@ class NaturalGradient:
             examples[call.block] = examples.get(call.block, 0.0) + N
         return examples
 
-    def _plan(
-        self, gradients: Mapping[str, Mapping[str, Any]], background: bool
-    ) -> str:
+    def _plan(self, gradients: Vector, background: bool) -> str:
         """Return everything that decides the stages of a step and their messages."""
         bound, rate = self._clip_options()
         damping = self.estimator.damping
@@ -732,7 +730,7 @@ class NaturalGradient:
 
     def _numbers(
         self,
-        gradients: Mapping[str, Mapping[str, Any]],
+        gradients: Vector,
         rows: Scalar,
         examples: Mapping[str, float],
     ) -> np.ndarray[Any, Any]:
@@ -783,9 +781,7 @@ class NaturalGradient:
                 "communicator='alone'."
             )
 
-    def _common(
-        self, gradients: Mapping[str, Mapping[str, Any]]
-    ) -> Mapping[str, Mapping[str, Any]]:
+    def _common(self, gradients: Vector) -> Vector:
         """Return the gradients that are equal on all processes."""
         return gradients
 
@@ -812,7 +808,7 @@ class _Begun:
     refresh: BackgroundRefresh | None
 
 
-def _norm(gradients: Mapping[str, Mapping[str, Any]], /) -> float:
+def _norm(gradients: Vector, /) -> float:
     """Return the norm of gradients, not finite where one is not or is too large."""
     arrays = {
         f"{name} {key}": x
@@ -829,7 +825,7 @@ def _norm(gradients: Mapping[str, Mapping[str, Any]], /) -> float:
     return float(backend_of(xp).to_numpy(norm))
 
 
-def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:
+def _require_finite(gradients: Vector, /) -> None:
     """Raise `NotFiniteError` for gradients that are not finite, with their name.
 
     One transfer to the host, whatever their number.

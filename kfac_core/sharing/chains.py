@@ -14,7 +14,8 @@ from typing import Any
 from kfac_core import constraints, errors
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.tridiagonal import BlockTridiagonal
-from kfac_core.block import Block
+from kfac_core.array import Array
+from kfac_core.block import Block, Vector
 from kfac_core.layers.chain import Chain
 
 __all__ = ["Chains"]
@@ -95,9 +96,7 @@ class Chains:
                 grouped[chain] = of_chain
         return grouped
 
-    def vectors(
-        self, by_layer: Mapping[str, Mapping[str, Any]], /
-    ) -> dict[str, Mapping[str, Any]]:
+    def vectors(self, by_layer: Vector, /) -> dict[str, Mapping[str, Any]]:
         """Return parameter-shaped arrays by block, from those by layer; as `batches`."""
         grouped = self.batches(by_layer)
         for chain in filter(grouped.__contains__, self._layers):
@@ -110,7 +109,7 @@ class Chains:
 
     def by_layer(
         self, by_block: Mapping[str, dict[str, Any]], /
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, Array]]:
         """Return parameter-shaped arrays by layer, from those by block."""
         parts = {n: arrays for n, arrays in by_block.items() if n not in self._layers}
         for chain in filter(by_block.__contains__, self._layers):

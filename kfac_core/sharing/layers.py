@@ -7,11 +7,10 @@ another layer's weight.  Batches and vectors are by layer, and tasks are by bloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from kfac_core import constraints, errors
-from kfac_core.array import Scalar
-from kfac_core.block import Block
+from kfac_core.array import Array, Scalar
+from kfac_core.block import BatchLike, Block, Vector
 from kfac_core.damping import require_set_damping
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached
@@ -93,7 +92,7 @@ class NamedLayers:
         """Return the name of a layer's block: its chain, or the layer itself."""
         return self._chains.of.get(name, name)
 
-    def batches(self, batches: Mapping[str, Any], /) -> dict[str, Any]:
+    def batches(self, batches: Mapping[str, BatchLike], /) -> dict[str, BatchLike]:
         """Return the batches of each block, detached from gradient graphs.
 
         Parameters
@@ -115,14 +114,14 @@ class NamedLayers:
             batches = self._weights.grouped(batches)
         if self._chains.of:
             batches = self._chains.batches(batches)
-        by_block: dict[str, Any] = {}
+        by_block: dict[str, BatchLike] = {}
         for name, batch in batches.items():
             if name not in self.blocks:
                 self.known(name)
             by_block[name] = detached(batch, name)
         return by_block
 
-    def moments(self, moments: Mapping[str, Statistics], /) -> dict[str, Any]:
+    def moments(self, moments: Mapping[str, Statistics], /) -> dict[str, Statistics]:
         """Return the statistics of each block; raise for anything else, as `batches`."""
         _require_mapping("statistics", moments, name="moments")
         for name, part in moments.items():
@@ -130,16 +129,14 @@ class NamedLayers:
             constraints.require_kind(f"moments[{name!r}]", part, Statistics, what)
         return {self.known(name): part for name, part in moments.items()}
 
-    def vectors(
-        self, vectors: Mapping[str, Mapping[str, Any]], /
-    ) -> Mapping[str, Mapping[str, Any]]:
+    def vectors(self, vectors: Vector, /) -> Vector:
         """Return parameter-shaped arrays by block, from those by layer; as `batches`."""
         _require_mapping("vectors", vectors)
         return self._chains.vectors(vectors) if self._chains.of else vectors
 
     def products(
-        self, products: dict[str, dict[str, Any]], /
-    ) -> dict[str, dict[str, Any]]:
+        self, products: dict[str, dict[str, Array]], /
+    ) -> dict[str, dict[str, Array]]:
         """Return parameter-shaped arrays by layer, from those by block."""
         return self._chains.by_layer(products) if self._chains.of else products
 

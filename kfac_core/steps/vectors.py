@@ -13,13 +13,14 @@ left behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_structure
+from kfac_core.block import Vector
 from kfac_core.layers.feeding import detached_array
 
 __all__ = [
@@ -33,9 +34,6 @@ __all__ = [
     "sums_of_products",
     "widest",
 ]
-
-Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
-"""A mapping of blocks to mappings of parameters to arrays."""
 
 
 def inner_product(left: Vector, right: Vector, /) -> Array:
