@@ -146,6 +146,11 @@ def tests(session: nox.Session) -> None:
 def tests_torch(session: nox.Session) -> None:
     """Run the conformance tests on PyTorch, on the CPU; `--thorough` twice."""
     install(session, "scipy,torch", torch=True)
+    run_on_torch(session)
+
+
+def run_on_torch(session: nox.Session) -> None:
+    """Run the tests of `tests-torch` in the session's environment."""
     run_tests(session, "--backend=torch")
     if "--thorough" in session.posargs:
         # On one thread PyTorch leaves its refreshes to NumPy; the others see it compute.
@@ -159,6 +164,11 @@ def tests_torch(session: nox.Session) -> None:
 def tests_jax(session: nox.Session) -> None:
     """Run the tests of what JAX compiles, on the CPU; `--thorough` runs all tests."""
     install(session, "scipy,jax")
+    run_on_jax(session)
+
+
+def run_on_jax(session: nox.Session) -> None:
+    """Run the tests of `tests-jax` in the session's environment."""
     requested = ("--thorough", "conformance_tests")
     chosen = any(argument.startswith(requested) for argument in session.posargs)
     paths = [] if chosen else JAX_TESTS
@@ -197,12 +207,19 @@ def quick_xla(session: nox.Session) -> str:
     return " ".join(known)
 
 
+FRAMEWORKS = "scipy,torch,flax,keras,sklearn"
+TRACED = ["equinox", "dm-haiku"]  # whose modules are found in JAX's traces
+
+
 @nox.session(name="tests-shims", venv_backend="virtualenv")
 def tests_shims(session: nox.Session) -> None:
     """Run the tests of the shims, with every framework that they feed from."""
-    # Haiku's and equinox's modules are found in JAX's traces.
-    extras = "scipy,torch,flax,keras,sklearn"
-    install(session, extras, "equinox", "dm-haiku", torch=True)
+    install(session, FRAMEWORKS, *TRACED, torch=True)
+    run_shims(session)
+
+
+def run_shims(session: nox.Session) -> None:
+    """Run the tests of `tests-shims` in the session's environment."""
     # The documentation's pages that need a framework are run here too; integrations
     # without one, and the other pages, are run by `tests`.
     paths = [
@@ -245,11 +262,31 @@ def tests_distributed(session: nox.Session) -> None:
     """
     trainers = ["accelerate", "lightning"] if "--thorough" in session.posargs else []
     install(session, "torch,mpi,jax", "mpich", *trainers, torch=True)
+    run_processes(session)
+
+
+def run_processes(session: nox.Session) -> None:
+    """Run the tests of `tests-distributed` in the session's environment."""
     environment = quick_to_compile(session)
     environment["KFAC_CORE_TEST_PROCESSES"] = "torch,mpi,jax"
     session.run(
         "pytest", "--backend=numpy", PROCESSES, *session.posargs, env=environment
     )
+
+
+@nox.session(venv_backend="virtualenv")
+def frameworks(session: nox.Session) -> None:
+    """Run tests-torch, -jax, -shims and -distributed in one environment."""
+    install(session, f"{FRAMEWORKS},mpi", *TRACED, "mpich", torch=True)
+    failed: list[str] = []
+    for run in (run_on_torch, run_on_jax, run_shims, run_processes):
+        session.log(run.__doc__)
+        try:
+            run(session)
+        except nox.command.CommandFailed:
+            failed.append(run.__name__)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(name="tests-openmpi", venv_backend="virtualenv")
