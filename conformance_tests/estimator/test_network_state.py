@@ -116,25 +116,6 @@ def test_updates_and_refreshes_are_those_of_dense_averages(backend, dtype, rng):
     assert_directions(backend, dtype, got, history, vectors, 0.7)
 
 
-def test_a_damping_may_differ_by_block(backend, rng):
-    """Each block is damped by its own."""
-    network = network_of()
-    rows, vectors = rows_of(rng), gradients(backend, "float64", rng)
-    state = network.initial(like(backend, "float64"), damping=0.2)
-    state = updated(network, state, batches(backend, "float64", rows))
-
-    both = network.precondition(
-        refreshed(network, state, damping={"a": 0.1, "b": 3.0}), vectors
-    )
-    own = network.precondition(refreshed(network, state), vectors)
-
-    a = dense_direction(backend, [rows["a"]], vectors["a"], 0.1)
-    b = dense_direction(backend, [rows["b"]], vectors["b"], 3.0)
-    assert_close(backend.to_numpy(both["a"]["weight"]), a[:-1], "inverse", "float64")
-    assert_close(backend.to_numpy(both["b"]["bias"]), b[-1], "inverse", "float64")
-    assert_directions(backend, "float64", own, [rows], vectors, 0.2)
-
-
 @pytest.mark.parametrize("n", [n, 150])
 def test_a_refresh_that_fails_at_first_keeps_the_first_operator(backend, rng, n):
     """Also where statistics have one triangle by now, and the operator has two."""

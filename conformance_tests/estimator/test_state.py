@@ -171,16 +171,6 @@ def put(path, value):
     return damage
 
 
-def drop(path):
-    """Return what removes an entry."""
-
-    def damage(backend, state):
-        holder, last = deep(state, path)
-        del holder[last]
-
-    return damage
-
-
 def filled(value):
     """Return what replaces an array by one with a bad number."""
     return lambda backend, x: backend.asarray(np.full(x.shape, value))

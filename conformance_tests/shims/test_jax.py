@@ -14,9 +14,6 @@ shim = pytest.importorskip("kfac_core_shims.jax")
 programs = pytest.importorskip("kfac_core_shims.jax.compiled")
 
 LAMBDA = 0.1
-LOSS = kc.losses.Categorical()
-
-
 pytestmark = pytest.mark.usefixtures("jax_float64")
 
 
