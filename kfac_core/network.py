@@ -129,6 +129,7 @@ class Network:
             rule=damping_rule, debias=self.averaging.debias, precision=self.precision
         )
         options = [getattr(self, name) for name in _OPTIONS if name != "blocks"]
+        # `jax.jit` caches by equality, so equal networks must compare equal.
         self._parts = (tuple(self.blocks.items()), *options)
 
     def __eq__(self, other: object) -> bool:

@@ -392,7 +392,7 @@ class _Values:
                 )
         return cls(**fields)
 
-    def taken(self, path: str) -> Any:
+    def pop(self, path: str) -> Any:
         """Remove and return the value at a path."""
         _require(path in self.left, path, "in the state", "nothing")
         return self.left.pop(path)
@@ -405,7 +405,7 @@ class _Values:
 
     def number(self, path: str, like: float) -> Any:
         """Read a count, at least the one of an empty state, or another number."""
-        value, least = self.taken(path), min(like, 0)
+        value, least = self.pop(path), min(like, 0)
         most = _LARGEST_COUNT if type(like) is int else math.inf
         most = _LARGEST.get(_field(path), most)
         good = type(value) is type(like) and ns.is_finite_number(value)
@@ -416,7 +416,7 @@ class _Values:
 
     def choice(self, path: str, choices: tuple[Any, ...]) -> Any:
         """Read one of a few values."""
-        value = self.taken(path)
+        value = self.pop(path)
         good = type(value) is type(choices[0]) and value in choices
         _require(good, path, f"one of {choices}", shown(value))
         return value
@@ -444,7 +444,7 @@ class _Values:
 
     def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
         """Read a copy of an array with the shape and the kind of another."""
-        x = self.taken(path)
+        x = self.pop(path)
         shape_of_x = tuple(getattr(x, "shape", shape or ()))
         _require(shape in (None, shape_of_x), path, f"of shape {shape}", shape_of_x)
         if type(x) is DeferredArray:
@@ -607,7 +607,7 @@ def _with_settings(
     burn_in = values.number("burn_in", 0)
     damping: Any
     if isinstance(part.get("damping"), Mapping):
-        of_each = _Values(values.taken("damping"))
+        of_each = _Values(values.pop("damping"))
         damping = {name: of_each.number(name, 1.0) for name in network.blocks}
         of_each.require_empty()
     else:

@@ -271,7 +271,7 @@ class Kronecker(Approximation):
             if options.factorizations:
                 name = f"{options.name}/{side}"
                 M = M.prepared(*wanted, check=options.check, name=name)
-            prepared.append(M if exact or options.keep_matrices else options.kept(M))
+            prepared.append(M if exact or options.keep_matrices else options.stored(M))
         scale = ns.as_array(ns.cast(xp, S, options.apply))
         operator = FactoredKronecker(prepared[0], prepared[1], scale)
         if not exact:

@@ -256,7 +256,7 @@ class OperatorOptions(NamedTuple):
             xp=self.xp,
         )
 
-    def kept(self, part: Any, /) -> Any:
+    def stored(self, part: Any, /) -> Any:
         """Return a damped factor as an operator is to keep it.
 
         Parameters

@@ -175,4 +175,4 @@ class Full(Approximation):
         block = block.prepared(
             *options.factorizations, check=options.check, name=options.name
         )
-        return DenseOperator(options.kept(block), layer.matrix_shape)
+        return DenseOperator(options.stored(block), layer.matrix_shape)

@@ -59,7 +59,7 @@ def series_operator(
     """
     xp, check = options.xp, options.check
     operator, flags = in_wider_dtype(
-        lambda dtype: _made(statistics, options, dtype=dtype, xp=xp),
+        lambda dtype: _chain_operator(statistics, options, dtype=dtype, xp=xp),
         options.compute,
         like=statistics.like,
         check=check,
@@ -73,7 +73,7 @@ def series_operator(
     return operator.prepared(*options.factorizations, check=check, name=options.name)
 
 
-def _made(
+def _chain_operator(
     statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
 ) -> SeriesOperator:
     """Return the operator, computed in one dtype."""

@@ -168,7 +168,7 @@ class BlockTridiagonal(Approximation):
         options.require_factored("A chain")
         xp = options.xp
         operator, flags = in_wider_dtype(
-            lambda dtype: _made(statistics, layer, options, dtype, xp),
+            lambda dtype: _chain_operator(statistics, layer, options, dtype, xp),
             options.compute,
             like=statistics.like,
             check=options.check,
@@ -203,7 +203,7 @@ def _moments_between(
     }
 
 
-def _made(
+def _chain_operator(
     statistics: Statistics,
     chain: Chain,
     options: OperatorOptions,

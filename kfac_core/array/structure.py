@@ -36,7 +36,7 @@ __all__ = [
     "static_fields",
     "structure",
     "structure_of_name",
-    "taken_apart",
+    "split_structure",
     "without_scalars",
 ]
 
@@ -393,7 +393,9 @@ def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
     return value if is_plain(value) else leaf(value)
 
 
-def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> list[T]:
+def split_structure(
+    value: T, split: Callable[[Any], list[Any]], length: int, /
+) -> list[T]:
     """Return several structures of one class, whose fields are parts of another's.
 
     Parameters

@@ -34,14 +34,14 @@ class BackgroundRefresh:
     ) -> None:
         self._install: Callable[[NetworkState], None] | None = install
         pool = ThreadPoolExecutor(1, thread_name_prefix="kfac_core-refresh")
-        self._made: Future[NetworkState] = pool.submit(refresh)
+        self._future: Future[NetworkState] = pool.submit(refresh)
         # The thread ends with its one task.
         pool.shutdown(wait=False)
 
     @property
     def done(self) -> bool:
         """Whether the refresh has finished, so that `install` does not block."""
-        return self._made.done()
+        return self._future.done()
 
     def install(self) -> None:
         """Install the new operators in the estimator; blocks until they are computed.
@@ -53,7 +53,7 @@ class BackgroundRefresh:
         KFACError
             See `kfac_core.Estimator.refresh`.
         """
-        state = self._made.result()
+        state = self._future.result()
         install, self._install = self._install, None
         if install is not None:
             install(state)

@@ -112,7 +112,7 @@ class Hosted(Executor):
         constraints.require_range("inner", inner, EXECUTOR)
         self._inner = inner
         # The last structure of each class of a block, and its view.
-        self._held: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
+        self._views: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make a copy, which starts with empty caches."""
@@ -135,7 +135,7 @@ class Hosted(Executor):
                 # Large products are as fast in the library, which may use more threads.
                 if flops >= LARGE and not host_computes(xp=xp, **large):
                     continue
-            known = self._held.get((name, type(first)))
+            known = self._views.get((name, type(first)))
             # By identity: the structure that the last call returned, with its views.
             recognized = known is not None and known[0] is first
             try:
@@ -144,7 +144,7 @@ class Hosted(Executor):
             except _ElsewhereError:
                 continue
             if stage.keeps_stacks and not recognized:
-                self._held[name, type(first)] = first, view
+                self._views[name, type(first)] = first, view
         elsewhere = {name: task for name, task in tasks.items() if name not in hosted}
         results = self._inner(stage, elsewhere) if elsewhere else {}
         if hosted:
@@ -161,7 +161,7 @@ class Hosted(Executor):
             for part, part_view in zip(result, view, strict=True):
                 self._remember(name, part, part_view)
         elif is_structure(result):
-            self._held[name, type(result)] = result, view
+            self._views[name, type(result)] = result, view
 
 
 class _ElsewhereError(Exception):

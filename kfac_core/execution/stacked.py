@@ -24,7 +24,7 @@ import numpy as np
 from kfac_core import constraints, errors
 from kfac_core.array import map_structure
 from kfac_core.array import namespaces as ns
-from kfac_core.array.structure import form_of, is_plain, is_structure, taken_apart
+from kfac_core.array.structure import form_of, is_plain, is_structure, split_structure
 from kfac_core.block import Block
 from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
 
@@ -268,7 +268,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
         `length` values of the form of `value`.
     """
     if is_structure(value):
-        return taken_apart(value, lambda part: unstacked(part, length), length)
+        return split_structure(value, lambda part: unstacked(part, length), length)
     if isinstance(value, tuple):
         parts = [unstacked(part, length) for part in value]
         return list(zip(*parts, strict=True))

@@ -111,7 +111,7 @@ def in_threads(
     if library is None:
         with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(function, problems))
-    with _held(library, workers) as share:
+    with _with_share_of_threads(library, workers) as share:
         hold = library.hold_threads
         with ThreadPoolExecutor(workers, initializer=hold, initargs=(share,)) as pool:
             return list(pool.map(function, problems))
@@ -173,11 +173,11 @@ def _bundles(
 
 
 @contextlib.contextmanager
-def _held(library: Backend, workers: int) -> Iterator[int]:
-    """Hold a library to a share of its threads, and yield how many that is.
+def _with_share_of_threads(library: Backend, workers: int) -> Iterator[int]:
+    """Limit a library to a share of its threads, and yield their number.
 
-    Of several that hold it at a time the first says how many each has, and the last to
-    leave gives them back.
+    Of several calls at a time the first decides the share, and the last to leave restores
+    all threads.
     """
     name = library.name
     with _lock:

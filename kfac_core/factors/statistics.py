@@ -68,7 +68,7 @@ class Statistics:
 
     def emptied(self) -> Statistics:
         """Return zero statistics in the same bases."""
-        # Multiply by zero, so that a compiled program keeps the devices of all arrays.
+        # Arithmetic keeps the library, device and dtype of every array.
         zeros: Statistics = map_structure(lambda x: x * 0, self)
         return replaced(zeros, bases=self.bases)
 

@@ -16,7 +16,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.damping import require_damping
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["given_damping", "mean_eigenvalue_damping"]
+__all__ = ["damping_by_block", "mean_eigenvalue_damping"]
 
 
 def mean_eigenvalue_damping(
@@ -54,7 +54,7 @@ def mean_eigenvalue_damping(
     }
 
 
-def given_damping(
+def damping_by_block(
     blocks: Mapping[str, SpectralOperator], damping: Scalar | Mapping[str, Scalar], /
 ) -> dict[str, Array]:
     """Return one damping, or one of each block, as 0-d arrays.

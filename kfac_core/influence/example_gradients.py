@@ -35,7 +35,7 @@ class LayerGradients:
     ----------
     layer : Layer
         Layer of any kind.
-    fed : Batch, sequence of Batch, or mapping of str to array
+    batches : Batch, sequence of Batch, or mapping of str to array
         Inputs and output gradients of the layer, without sources; or gradients with an axis
         of examples.
     reduction : {"sum", "mean", "mean_rows"}
@@ -51,18 +51,20 @@ class LayerGradients:
         For ``"mean_rows"`` of gradients that have no rows.
     """
 
-    def __init__(self, layer: Layer, fed: Any, /, *, reduction: LossReduction) -> None:
-        self.layer, self.fed = layer, fed
-        arrays: Any = fed
-        if not isinstance(fed, Mapping):
-            uses = list(fed) if isinstance(fed, list | tuple) else [fed]
+    def __init__(
+        self, layer: Layer, batches: Any, /, *, reduction: LossReduction
+    ) -> None:
+        self.layer, self.batches = layer, batches
+        arrays: Any = batches
+        if not isinstance(batches, Mapping):
+            uses = list(batches) if isinstance(batches, list | tuple) else [batches]
             alone = (isinstance(use, Batch) and use.sources is None for use in uses)
             if not all(alone):
                 raise errors.UnsupportedError(
                     "Expected a `Batch` without `sources` for each use of a layer, or a "
                     "mapping of gradients: an example has one gradient."
                 )
-            self.fed = uses
+            self.batches = uses
             arrays = {
                 f"{name}[{i}]": x
                 for i, use in enumerate(uses)
@@ -80,30 +82,32 @@ class LayerGradients:
 
     def part(self, start: int, stop: int, /) -> ExamplePart:
         """Return the gradients of some of the examples."""
-        if isinstance(self.fed, Mapping):
-            stack = {name: x[start:stop, ...] for name, x in self.fed.items()}
+        if isinstance(self.batches, Mapping):
+            stack = {name: x[start:stop, ...] for name, x in self.batches.items()}
             return ExamplePart(stack_to_matrices(self.layer, stack), None, self.scale)
-        rows = whole_rows(self.layer, [_taken(use, start, stop) for use in self.fed])
+        rows = whole_rows(
+            self.layer, [_taken(use, start, stop) for use in self.batches]
+        )
         return ExamplePart(None, rows, self.scale)
 
     def _form(self) -> tuple[int, bool]:
         """Return the number of rows of an example, and whether there are x and g."""
-        if isinstance(self.fed, Mapping) or not self.examples:
+        if isinstance(self.batches, Mapping) or not self.examples:
             return 1, False
-        rows = whole_rows(self.layer, [_taken(use, 0, 1) for use in self.fed])
+        rows = whole_rows(self.layer, [_taken(use, 0, 1) for use in self.batches])
         return rows.positions, isinstance(rows, Rows)
 
     def _scale(self, reduction: LossReduction) -> Scalar:
         conventions = Conventions(reduction=reduction, sources="sum")
         if reduction != "mean_rows":
             return conventions.gradient_scale(examples=self.examples, rows=0)
-        if isinstance(self.fed, Mapping):
+        if isinstance(self.batches, Mapping):
             raise errors.ConventionError(
                 "reduction='mean_rows' counts rows, which gradients do not have. Give a "
                 "`Batch`, or gradients of a summed or mean loss."
             )
         total: Scalar = 0
-        for use in self.fed:
+        for use in self.batches:
             one = _taken(use, 0, 1)
             require_known_rows(self.layer.rows(one), reduction)
             xp, dtype = ns.own_namespace(use.output_grads), use.output_grads.dtype

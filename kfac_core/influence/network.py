@@ -25,7 +25,7 @@ from kfac_core.block import Block
 from kfac_core.conventions import LossReduction
 from kfac_core.factors.statistics import Statistics
 from kfac_core.influence.chunks import example_chunk, joined, parts, score_chunks
-from kfac_core.influence.damping import given_damping, mean_eigenvalue_damping
+from kfac_core.influence.damping import damping_by_block, mean_eigenvalue_damping
 from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.influence.queries import (
     LowRankQueries,
@@ -139,7 +139,7 @@ class Influence:
         fraction = constraints.optional(constraints.DAMPING)
         constraints.require_range("damping_fraction", damping_fraction, fraction)
         if damping_fraction is None:
-            damping = given_damping(curvatures, damping)
+            damping = damping_by_block(curvatures, damping)
         else:
             damping = mean_eigenvalue_damping(curvatures, fraction=damping_fraction)
         influence = cls(dict(blocks), curvatures, damping, check)

@@ -258,7 +258,7 @@ class NaturalGradient:
 
         Statistics, operators, damping, decay, and the number of steps are as before then.
         """
-        before, steps = self._held(), self.steps
+        before, steps = self._snapshot(), self.steps
         try:
             yield
         except BaseException:
@@ -421,7 +421,7 @@ class NaturalGradient:
         background: bool,
     ) -> None:
         """Update and refresh, where they are due."""
-        before, refresh = self._held(), None
+        before, refresh = self._snapshot(), None
         estimator = self.estimator
         try:
             if loss_factor is not None:
@@ -468,7 +468,7 @@ class NaturalGradient:
             agreed = self._agreed(
                 gradients, used, rows, error=error, background=background
             )
-            self._require_seen(*agreed)
+            self._require_rows(*agreed)
             if any(agreed[1].values()):
                 self._update(self._batches(used, *agreed))
         # The rows are now in the statistics; free them before a refresh needs the memory.
@@ -514,14 +514,14 @@ class NaturalGradient:
             parts = self._batches(used, *counts_here)
         except Exception as raised:
             agreement.vote(step, error=raised)
-        before = self._held()
+        before = self._snapshot()
         with agreement.riding(step, np.concatenate([numbers, further])) as rider:
             self._update(parts)
         assert rider.total is not None
         total, further = np.split(rider.total, [len(numbers)])
         agreed = self._read(total, examples)
         self._require_same_gradients(total, numbers)
-        self._require_seen(*agreed)
+        self._require_rows(*agreed)
         has_weights = self._has_weights(further)
         # The digests of all processes add up to p equal ones, or the ratios differ.
         if has_weights or not are_equal(total[5:9], total[4]):
@@ -551,7 +551,7 @@ class NaturalGradient:
             self._add_moments(part, moments)
         self.estimator.absorb(moments)
 
-    def _require_seen(self, rows: Scalar, examples: Mapping[str, float]) -> None:
+    def _require_rows(self, rows: Scalar, examples: Mapping[str, float]) -> None:
         missing = self.wants_statistics and not (rows and any(examples.values()))
         if missing or (not rows and self.reduction == "sum"):
             raise errors.NotReadyError(_NOTHING_SEEN)
@@ -658,7 +658,7 @@ class NaturalGradient:
     def _due(self, name: str, interval: Interval) -> bool:
         return self.steps % interval_at(name, interval, self.steps) == 0
 
-    def _held(self) -> tuple[Any, ...]:
+    def _snapshot(self) -> tuple[Any, ...]:
         estimator = self.estimator
         options = estimator.damping, estimator.decay
         return estimator.state, *options, self.clip, self.loss_factor

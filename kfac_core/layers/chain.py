@@ -179,6 +179,7 @@ class Chain:
             return ChainRows(tuple(rows))
         for mask in masks:
             require_no_weights(mask, "a chain of layers", xp=xp)
+        # An example that one layer masks has no moments between layers either.
         mask = functools.reduce(xp.logical_and, masks)
         joined = []
         for part in rows:

@@ -61,7 +61,7 @@ ConvWeightLayout = Literal["spatial_io", "oi_spatial"]
 DataLayout = Literal["channels_last", "channels_first"]
 
 
-_Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
+_Entered: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 
 @constraints.annotated
@@ -205,7 +205,7 @@ class Conv:
         -----
         No flops; ``N S K C`` numbers, a second time where rows are masked.
         """
-        rows = self._all_rows(self._seen(batch, "bias"), slice(None))
+        rows = self._all_rows(self._entered(batch, "bias"), slice(None))
         return rows if batch.bias is None else with_some_biases(rows, batch.bias)
 
     def row_chunks(self, batch: Batch, /, *, max_patch_elements: int) -> Iterator[Rows]:
@@ -233,7 +233,7 @@ class Conv:
         A loop's variable keeps its chunk alive while the next one is computed: delete it at
         the end of the loop's body.  Masking copies a chunk.
         """
-        entered = self._seen(batch)
+        entered = self._entered(batch)
         examples, positions = entered[1].shape[-3:-1]
         one = positions * self._patch_size * self.groups
         if one > max_patch_elements:
@@ -270,7 +270,7 @@ class Conv:
         """
         if self.groups > 1:
             raise errors.UnsupportedError("Expected a convolution without groups.")
-        x, g, mask, xp = self._seen(batch)
+        x, g, mask, xp = self._entered(batch)
         require_no_weights(mask, "pixels in the place of patches", xp=xp)
         if mask is not None:
             g = xp.where(mask[..., None], g, ns.full_of(xp, 0.0, g))
@@ -319,7 +319,7 @@ class Conv:
         names = ("kernel_size", "strides", "padding", "dilation")
         return {name: getattr(self, name) for name in names}
 
-    def _seen(self, batch: Batch, *supported: str) -> _Seen:
+    def _entered(self, batch: Batch, *supported: str) -> _Entered:
         """Return x (.., N, *spatial, c), g (.., M, N, S, m) and mask (N, S), checked."""
         x, g, mask, xp = entering(batch, "mask", *supported)
         lead = self._leading_axes(batch)
@@ -352,7 +352,7 @@ class Conv:
         require_output_grads(batch, (N, *one), hint=hint)
         return (N, *out)
 
-    def _all_rows(self, entered: _Seen, part: slice) -> Rows:
+    def _all_rows(self, entered: _Entered, part: slice) -> Rows:
         """Return all rows of some successive examples."""
         x, g, mask, xp = entered
         every = (slice(None),) * (len(self.kernel_size) + 1)
@@ -365,7 +365,7 @@ class Conv:
         rows = Rows(x, g, mask, self.bias)
         return rows if part == slice(None) else self._of_batch(rows, entered)
 
-    def _of_batch(self, rows: Rows, entered: _Seen) -> Rows:
+    def _of_batch(self, rows: Rows, entered: _Entered) -> Rows:
         """Return a part of a batch, with the counts of the whole batch."""
         _, g, mask, xp = entered
         N, S = g.shape[-3:-1]

@@ -127,6 +127,7 @@ class Dense:
         event = (*lead, self.out_features)
         require_output_grads(batch, event, hint=hint, lead=stack)
         shape = lead[0], math.prod(lead[1:])
+        # Axes between the first and the last are shared positions, in one axis of S.
         x = ns.reshaped(x, (*self.leading, *shape, self.in_features), xp=xp)
         sources = batch.sources or 1
         g = ns.reshaped(g, (*self.leading, sources, *shape, self.out_features), xp=xp)

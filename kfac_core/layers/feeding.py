@@ -132,6 +132,7 @@ def require_finite_rows(updated: Mapping[str, Any], /) -> None:
         return
     groups: dict[Any, dict[str, Array]] = {}
     for name, new in updated.items():
+        # One transfer for each library and device.
         place = type(new.status), str(ns.device_of(new.status))
         groups.setdefault(place, {})[name] = new.status
     for statuses in groups.values():

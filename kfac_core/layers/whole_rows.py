@@ -11,14 +11,14 @@ from kfac_core.layers.rows import Rows, join_uses
 __all__ = ["whole_rows"]
 
 
-def whole_rows(layer: Layer, fed: Any, /) -> Any:
+def whole_rows(layer: Layer, batches: Any, /) -> Any:
     """Turn batches of a layer into rows that hold each example's gradient.
 
     Parameters
     ----------
     layer : Layer
         Layer of any kind that has inputs.
-    fed : Batch, or sequence of Batch
+    batches : Batch, or sequence of Batch
         A sequence is several uses of the layer in each example.
 
     Returns
@@ -33,7 +33,7 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     UnsupportedError
         For several uses of a layer without rows x and g.
     """
-    uses = list(fed) if isinstance(fed, list | tuple) else [fed]
+    uses = list(batches) if isinstance(batches, list | tuple) else [batches]
     constraints.require_any("batch", uses)
     rows = [layer.rows(use) for use in uses]
     if len(rows) == 1:

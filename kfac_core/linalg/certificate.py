@@ -85,8 +85,8 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
         The vector.
     """
     i = xp.arange(1, n + 1, dtype=dtype, device=device)
-    # Powers of 1 / 1.3247 (the plastic number) fill the unit square evenly, so that no
-    # structure of a matrix is orthogonal to z.
+    # Multiples of 1 / p and 1 / p^2, with the plastic number p = 1.3247, fill the unit
+    # square evenly: no plain structure of a matrix is orthogonal to z.
     u = xp.remainder(i * 0.7548776662466927, 1.0)
     v = xp.remainder(i * 0.5698402909980532, 1.0)
     return xp.reshape(xp.cos(41.0 * u * (1.0 + v)) + 0.25, (n, 1))
@@ -412,6 +412,7 @@ def positive_eigenvalues(
     if finite.known_true(shifted > 0, xp=xp):
         return shifted
     definite = xp.all(shifted > 0, axis=axes, keepdims=True)
+    # Clip all negative eigenvalues or none, so that every power is of the same matrix.
     clipped = xp.where(eigenvalues < 0, xp.zeros_like(shifted), eigenvalues) + shift
     return xp.where(definite, shifted, clipped)
 
@@ -461,6 +462,7 @@ def spectrum_error(
             if j != i:
                 product = product * xp.max(other.eigenvalues, axis=-1)
         product = product[..., None]
+        # The worst case: the eigenvalue is smaller by its error, and not negative.
         least = xp.where(w > error, w - error, xp.zeros_like(w))
         # `positive_eigenvalues` does not clip these.
         stays = (w < 0) & (product * w + damping > 0)

@@ -374,6 +374,7 @@ def kronecker_operator(
         )
     lam = ns.full_of(xp, ns.as_scalar(xp, damping, dtype, "damping"), S)
     exact = rule == "exact" and input is not None
+    # The exact rule adds lam to products of eigenvalues, and not to the factors.
     shifts = [xp.zeros_like(lam)] * 2
     if not exact:
         shifts = factored_shifts(
@@ -473,6 +474,7 @@ def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
 
     With any other this raises, or with ``check="status"`` returns NaN in its place.
     """
+    # Relative to the largest entry, since a factor may have any scale.
     off = xp.max(xp.abs(x - xp.matrix_transpose(x)))
     limit = _ASYMMETRY * ns.roundoff_of(x.dtype, xp=xp) * xp.max(xp.abs(x))
     if check == "status":

@@ -156,6 +156,7 @@ class ManyKronecker(CurvatureOperator):
             return xp.sum(xp.log(self._ready("inverse")._spectrum(True)))
         total = self.vector_shape[0] * xp.log(self.scale)
         for part in self.factors.values():
+            # det of a Kronecker product: each factor to the power of the others' sizes.
             total = total + (self.vector_shape[0] // part.size) * part.logdet()
         return total
 
@@ -258,7 +259,7 @@ class ManyKronecker(CurvatureOperator):
         bases = all(part.basis is not None for part in self.factors.values())
         if bases and (self.definite or factorization == "eigenbasis"):
             return self
-        operator: ManyKronecker = self._looked_at(factorization, self.scale)
+        operator: ManyKronecker = self._prepared_if_readable(factorization, self.scale)
         return operator
 
     def _along(

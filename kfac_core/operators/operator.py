@@ -264,6 +264,7 @@ class CurvatureOperator(LinearMap):
         """
         logdet = self.logdet(damped=damped)
         xp = ns.own_namespace(logdet)
+        # exp overflows with a warning; infinity is the determinant.
         largest = math.log(float(xp.finfo(logdet.dtype).max))
         return xp.where(
             logdet > largest,
@@ -362,7 +363,7 @@ class CurvatureOperator(LinearMap):
         """Return the damped factors or bases that the operator is made of, by name."""
         return {}
 
-    def _looked_at(self, factorization: Factorization, small: Array) -> Any:
+    def _prepared_if_readable(self, factorization: Factorization, small: Array) -> Any:
         """Return the operator prepared for a product, or unchanged under a tracer.
 
         A traced program cannot report a failure, so that the factor without the
@@ -478,7 +479,7 @@ class CurvatureOperator(LinearMap):
         if len(self.stack_shape) > 2:
             fields["stack"] = str(self.stack_shape[:-2])
         for label, value in self._dampings().items():
-            fields[label] = _told(value)
+            fields[label] = _shown(value)
         factorizations = [
             f for f in get_args(Factorization) if f in self.factorizations
         ]
@@ -651,7 +652,7 @@ def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
     )
 
 
-def _told(value: Array) -> str:
+def _shown(value: Array) -> str:
     """Return a number as text; only its shape if reading it would synchronize."""
     number = finite.plain_number(value, xp=ns.own_namespace(value))
     return f"array of shape {tuple(value.shape)}" if number is None else f"{number:.3g}"

@@ -117,6 +117,7 @@ def accurate_bases(
     flags = undetermined(spectra(bases), scale=scale, damping=damping)
     if check == "status" or not int(flags):
         return bases, flags
+    # Roundoff of the working precision decides, so try float64 once.
     wide = {
         side: eigenbasis_of(part.in_wide_basis(name=f"{name}/{side}"))
         for side, part in parts.items()
@@ -165,6 +166,7 @@ def applied_in(
         size, dtype=operator.like.dtype, device=ns.device_of(operator.like), xp=xp
     )
     z = xp.reshape(z, operator.stack_shape)
+    # Rounding may hurt one product and not another, so take the worst of three.
     worst = xp.zeros_like(operator.like)
     # Private formulas, since public products raise where a flagged operator gives NaN.
     formulas: tuple[Callable[[Any, Array], Array], ...] = (

@@ -180,6 +180,7 @@ class SeriesOperator(CurvatureOperator):
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return F as one matrix, ``2 (n m)^3`` flops."""
         dense = self._chain(damped=damped).dense(xp=ns.own_namespace(self.scale))
+        # Symmetric up to rounding, since the chain is a product of several matrices.
         return 0.5 * (dense + ns.own_namespace(self.scale).matrix_transpose(dense))
 
     def status(self) -> Array:
@@ -264,6 +265,7 @@ class SeriesOperator(CurvatureOperator):
 def _pseudo_root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
     """Return a root of the matrix without its shift, which may be singular."""
     w, Q = factor.eigenvalues(shifted=False), factor.eigenvectors()
+    # Directions without data have no correlation either, so leave them out.
     roundoff = 10.0 * factor.size * ns.roundoff_of(w.dtype, xp=xp)
     positive = w > roundoff * xp.max(w)
     root = xp.sqrt(xp.where(positive, w, xp.zeros_like(w)))

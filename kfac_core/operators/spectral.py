@@ -231,6 +231,7 @@ class SpectralOperator(CurvatureOperator):
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``sum (s + lam)``, or ``sum s``; from the factors' traces if possible."""
+        # From the factors where there are any, since a clipped spectrum has another trace.
         if self.factors is None:
             trace = self.namespace.sum(self._values())
         else:
@@ -261,6 +262,7 @@ class SpectralOperator(CurvatureOperator):
         if not damped:
             return norm
         lam = self._one_damping()
+        # |F + lam I|^2 = |F|^2 + 2 lam tr F + lam^2 dim F.
         mixed = 2.0 * lam * self.factors.trace(damped=False)
         return xp.sqrt(norm * norm + mixed + self.dimension * lam * lam)
 
@@ -315,6 +317,7 @@ class SpectralOperator(CurvatureOperator):
             return self._in_eigenbasis(
                 V, xp, self._damped() if damped else self._values()
             )
+        # Two products instead of four, and without the roundoff of the bases.
         product = self.factors._multiply(V, xp, False)
         return product + self._lam() * V if damped else product
 
@@ -396,7 +399,9 @@ class SpectralOperator(CurvatureOperator):
             return self.prepared(factorization)
         if factorization == "eigenbasis" or self.definite:
             return self
-        operator: SpectralOperator = self._looked_at(factorization, self.damping)
+        operator: SpectralOperator = self._prepared_if_readable(
+            factorization, self.damping
+        )
         return operator
 
     def _triangle(self) -> KroneckerCholesky | None:
@@ -440,6 +445,7 @@ class SpectralOperator(CurvatureOperator):
             check=check,
             name=name,
         )
+        # The usual case: the damping covers the roundoff of the eigenvalues.
         if bases["input"] is self.input and bases["output"] is self.output:
             return self, flags
         spectrum = factors.spectrum_of(bases)
@@ -450,6 +456,7 @@ class SpectralOperator(CurvatureOperator):
 
     def _with_lower(self, check: Check, name: str) -> SpectralOperator:
         """Return the operator with its Cholesky factor; a diagonal one needs none."""
+        # A Cholesky factor exists only of a definite block.
         F = self if self.definite else self._definite(check, name)
         if self._is_diagonal():
             return F
@@ -581,9 +588,9 @@ def spectral_operator(
     spectrum = ns.cast(xp, spectrum, dtype)
     damping = ns.full_of(xp, ns.as_scalar(xp, damping, dtype, "damping"), spectrum)
     if input is not None and not isinstance(input, Eigendecomposition):
-        input = _given_basis(input, spectrum, -2, "input", check)
+        input = _checked_basis(input, spectrum, -2, "input", check)
     if output is not None and not isinstance(output, Eigendecomposition):
-        output = _given_basis(output, spectrum, -1, "output", check)
+        output = _checked_basis(output, spectrum, -1, "output", check)
     spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
     input, output = in_dtype(input, dtype, xp), in_dtype(output, dtype, xp)
     finite = xp.all(xp.isfinite(spectrum))
@@ -614,7 +621,7 @@ def _matrix_shape(spectrum: Array) -> tuple[int, int]:
     return int(n), int(m)
 
 
-def _given_basis(
+def _checked_basis(
     Q: Array, spectrum: Array, axis: int, side: str, check: Check
 ) -> Eigendecomposition:
     """Return given eigenvectors as an eigendecomposition, or raise."""
@@ -625,6 +632,7 @@ def _given_basis(
     Q = ns.cast(xp, Q, spectrum.dtype)
     nothing = xp.zeros_like(spectrum[..., 0, 0])
     none = xp.astype(nothing, xp.int32)
+    # One vector finds a basis that was passed transposed or scaled, in O(n^2).
     z = probe(size, dtype=Q.dtype, device=ns.device_of(Q), xp=xp)
     back = xp.matmul(Q, xp.matmul(xp.matrix_transpose(Q), z))
     residual = xp.linalg.vector_norm(back - z) / xp.linalg.vector_norm(z)

@@ -46,7 +46,7 @@ def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
         If positions of the examples are missing.
     """
     xp = ns.namespace_of(rows=rows.like, block=block.damping)
-    if not _is_rotated_apart(block, rows):
+    if not _has_separate_bases(block, rows):
         vectors = rows.vectors(block.dtype, xp=xp)
         lead = rows.sources, rows.examples
         return block.to_basis(xp.reshape(vectors, (*lead, *block.vector_shape)))
@@ -136,7 +136,7 @@ def _in_basis(block: SpectralOperator, rows: Rows, xp: Namespace) -> Rows:
     return rows.in_basis(Q_A, Q_G, block.dtype, xp=xp)
 
 
-def _is_rotated_apart(block: SpectralOperator, rows: Any) -> bool:
+def _has_separate_bases(block: SpectralOperator, rows: Any) -> bool:
     """Whether the block's bases turn x and g apart, in the groups of the rows."""
     if not (block.is_kronecker and isinstance(rows, Rows)):
         return False
@@ -146,7 +146,7 @@ def _is_rotated_apart(block: SpectralOperator, rows: Any) -> bool:
 
 def _is_rank_one(block: SpectralOperator, rows: Any) -> bool:
     single: bool = rows.positions == 1
-    return single and _is_rotated_apart(block, rows)
+    return single and _has_separate_bases(block, rows)
 
 
 def _rank_one(

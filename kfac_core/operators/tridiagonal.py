@@ -143,6 +143,7 @@ class TridiagonalOperator(CurvatureOperator):
         _require_damped(damped)
         xp = ns.own_namespace(self.scale)
         column = self.conditionals[self._places[-1]].dense(xp=xp)
+        # From the last layer to the first, each row of blocks is conditional on the next.
         rows = [[column]]
         for place, _ in reversed(self._pairs()):
             psi = self.links[place].dense()
@@ -180,7 +181,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         _require_damped(damped)
-        v = self._apart(V, xp)
+        v = self._split(V, xp)
         # F = Xi^-1 Lambda^-1 Xi^-T: a forward sweep, a diagonal, and a backward sweep.
         for place, following in self._pairs():
             guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
@@ -192,7 +193,7 @@ class TridiagonalOperator(CurvatureOperator):
         return self._joined(v, self.scale)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        v = self._apart(V, xp)
+        v = self._split(V, xp)
         for place, following in self._pairs():
             guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
             v[place] = v[place] - guess
@@ -203,7 +204,7 @@ class TridiagonalOperator(CurvatureOperator):
         raise NotImplementedError
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
-        z = self._apart(Z, xp)
+        z = self._split(Z, xp)
         z = {p: self.conditionals[p].solve_root(V, xp=xp) for p, V in z.items()}
         return self._joined(self._spread(z, xp), 1.0 / xp.sqrt(self.scale))
 
@@ -230,7 +231,7 @@ class TridiagonalOperator(CurvatureOperator):
         flat = [xp.reshape(V, (*V.shape[:-2], -1, 1)) for V in v.values()]
         return factor * xp.concat(flat, axis=-2)
 
-    def _apart(self, V: Array, xp: Namespace) -> dict[str, Array]:
+    def _split(self, V: Array, xp: Namespace) -> dict[str, Array]:
         """Return a vector, or many, as matrices of the layers."""
         parts, start = {}, 0
         for place, (n, m) in self._shapes().items():

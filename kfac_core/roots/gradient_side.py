@@ -183,6 +183,7 @@ class GradientFactors:
         averages = {}
         for axis, n in enumerate(self.shape):
             rows = V if whitening is None else self._whitened(V, whitening, axis, xp)
+            # KL-Shampoo averages over the other axes, Shampoo sums over them.
             others = 1 if whitening is None else math.prod(self.shape) // n
             averages[f"axis{axis}"] = FullFactor().updated(
                 statistics.averages[f"axis{axis}"],

@@ -130,6 +130,7 @@ def ordered_basis(
     basis = eigendecomposition(problem, check=check, name=name)
     Q = basis.eigenvectors
     w, off_diagonal = _quotients(Q, multiply_symmetric(A, Q, xp=xp), xp)
+    # A decomposition is never rejected; this has the form of a refreshed basis.
     never = xp.zeros_like(basis.status) > 0
     places = _places(w, xp)
     ordered = _descending(w, Q, off_diagonal, never, basis.status, places, xp)
@@ -215,11 +216,13 @@ def refreshed_basis(
     w, ratio = old_w, old_ratio = _quotients(Q, AQ, xp)
     places = unchanged = _places(w, xp)
     for _ in range(steps):
+        # QR keeps the span of leading columns, so the largest quotients must come first.
         order = xp.argsort(w, axis=-1, descending=True)
         places = xp.take_along_axis(places, order, axis=-1)
         Q = xp.linalg.qr(_columns(AQ, order, xp)).Q
         AQ = multiply_symmetric(A, Q, xp=xp)
         w, ratio = _quotients(Q, AQ, xp)
+    # Reject a step that does not diagonalize A better, as at roundoff.
     good = (ratio <= old_ratio) & (_orthogonality(Q, xp) <= RESIDUAL_LIMIT)
     good = good & finite
     # Keep the order if a quotient is not finite.
@@ -239,6 +242,7 @@ def _quotients(Q: Array, AQ: Array, xp: Namespace) -> tuple[Array, Array]:
     B = xp.matmul(xp.matrix_transpose(Q), AQ)
     largest = xp.max(xp.abs(B), axis=(-2, -1), keepdims=True)
     scaled = B / xp.where(largest > 0, largest, xp.ones_like(largest))
+    # Without the diagonal exactly: a difference of norms would cancel.
     outside = xp.tril(scaled, k=-1) + xp.triu(scaled, k=1)
     top = xp.linalg.vector_norm(outside, axis=(-2, -1))
     bottom = xp.linalg.vector_norm(scaled, axis=(-2, -1))

@@ -176,6 +176,7 @@ def root_residual(
         Infinity in place of NaN.
     """
     y = z
+    # X^p M z = z, by p products with a vector.
     for _ in range(degree):
         y = multiply_symmetric(root, y, xp=xp)
     return relative_norm(problem.multiply(y, xp=xp) - z, z, xp=xp)
@@ -187,6 +188,7 @@ def _root(
     """Return the root from an eigendecomposition of ``c B``, checked against M."""
     damped = basis.eigenvalues + problem.shift[..., None]
     positive = xp.all(damped > 0, axis=-1)
+    # A root of a negative number is NaN, with a warning; it is flagged below.
     safe = xp.where(damped > 0, damped, xp.ones_like(damped))
     X = from_eigenbasis(basis.eigenvectors, safe ** (-1.0 / degree), xp)
     z = probe_of(problem.matrix.array, xp)

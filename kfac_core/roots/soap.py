@@ -77,6 +77,7 @@ def side_blocks(
         return None
     limit = min(max(other, least), block)
     count = math.ceil(n / limit)
+    # Equal blocks only, which make one stack.
     while n % count:
         count += 1
     if 4 * (n // count) >= min(n, limit):
@@ -129,6 +130,7 @@ def averaged_factor(factor: Array | None, gram: Array, /, *, decay: Scalar) -> A
     scale = xp.mean(xp.linalg.diagonal(gram), axis=-1)[..., None, None]
     # The trace, a sum of squares, is finite only if all rows are.
     good = xp.isfinite(scale) & (scale > 0)
+    # Unit mean diagonal, so that one step with large gradients does not take over.
     gram = gram / xp.where(good, scale, xp.ones_like(scale))
     if factor is None:
         eye = xp.eye(size, dtype=gram.dtype, device=ns.device_of(gram))
@@ -329,6 +331,7 @@ def _times_rows(Q: Array, V: Array) -> Array:
     """Return the blocks of Q times those of the rows of V."""
     count, size = Q.shape[-3], Q.shape[-1]
     if count == 1:
+        # A plain product, without reshaping.
         return Q[..., 0, :, :] @ V
     xp = ns.own_namespace(V)
     *lead, _, m = V.shape

@@ -73,7 +73,9 @@ class TiedWeights:
         ConventionError
             If some uses of a weight were fed, and others not.
         """
-        grouped = {name: fed for name, fed in batches.items() if name not in self.uses}
+        grouped = {
+            name: batch for name, batch in batches.items() if name not in self.uses
+        }
         for name in dict.fromkeys(self.uses.values()):
             everywhere = [name, *(use for use, of in self.uses.items() if of == name)]
             present = [place for place in everywhere if place in batches]
@@ -87,5 +89,5 @@ class TiedWeights:
         return grouped
 
 
-def _several(fed: Any) -> list[Any]:
-    return list(fed) if isinstance(fed, list | tuple) else [fed]
+def _several(batch: Any) -> list[Any]:
+    return list(batch) if isinstance(batch, list | tuple) else [batch]

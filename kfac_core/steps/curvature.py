@@ -127,6 +127,7 @@ def curvature_of_outputs(
     arrays = [ns.cast(xp, detached_array(x), dtype) for x in arrays]
     left, right = arrays[:k], arrays[k:]
     sums = sums_of_products([(a, b) for a in left for b in right], xp=xp)
+    # Curvature of the mean loss: the sum over examples, divided by their number.
     return xp.reshape(sums, (k, k)) / scalar_of(xp, examples, dtype, "examples")
 
 

@@ -171,6 +171,7 @@ def _best(trials: Sequence[Trial[Any]]) -> Trial[Any]:
     """Return the best trial; ties go to the earlier one."""
     best = _unified(trials[0])
     for trial in map(_unified, trials[1:]):
+        # `select` and not `if`, since changes may be traced.
         best = Trial(*select(_is_less(trial.change, best.change), trial, best))
     return best
 

@@ -173,6 +173,7 @@ class QuadraticModel:
         slope = {i: xp.where(finite, self.slope[i], zero) for i in free}
         for i in free:
             for j in set(range(k)) - set(free):
+                # A fixed coefficient moves the slope along the free directions.
                 slope[i] = slope[i] + matrix[i, j] * fixed_numbers[j]
 
         coefficients, left_out = guarded_minimizer(matrix, slope, xp=xp)

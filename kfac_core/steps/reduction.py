@@ -73,20 +73,21 @@ def reduction_ratio(
         finite = all(map(ns.is_finite_number, named.values()))
         change = float(loss_after) - float(loss_before) if finite else math.nan
         # The difference of two finite losses can overflow.
+        # A predicted increase makes the ratio meaningless: count it as a failure.
         if not (math.isfinite(change) and predicted < 0):
             return -math.inf
         return float(change / predicted)
     xp = ns.namespace_of(**arrays)
     for name, x in arrays.items():
         ns.require_floating(xp, x, name)
-    before, after, expected = _alike(xp, named, arrays)
+    before, after, expected = _in_one_dtype(xp, named, arrays)
     change = after - before
     comparable = xp.isfinite(change) & xp.isfinite(expected) & (expected < 0)
     quotient = change / xp.where(comparable, expected, -xp.ones_like(expected))
     return xp.where(comparable, quotient, xp.full_like(quotient, -math.inf))
 
 
-def _alike(
+def _in_one_dtype(
     xp: Namespace, named: dict[str, Scalar], arrays: dict[str, Array]
 ) -> list[Array]:
     """Return scalars as 0-d arrays in the widest dtype of those that are arrays."""

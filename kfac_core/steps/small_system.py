@@ -62,12 +62,14 @@ def guarded_minimizer(
             L[i, j] = xp.where(independent[j], entry / pivots[j], zero)
             pivot = pivot - L[i, j] * L[i, j] * pivots[j]
             residual = residual - L[i, j] * halfway[j]
+        # A small pivot is roundoff: the direction depends on those before it.
         positive = pivot > tolerance * matrix[i, i]
         # The largest residual for which `residual / pivot` does not overflow.
         room = largest * xp.where(positive & (pivot < 1.0), pivot, one)
         independent[i] = positive & (xp.abs(residual) <= room)
         pivots[i] = xp.where(independent[i], pivot, one)
         halfway[i] = xp.where(independent[i], residual, zero)
+        # A zero direction, such as the first step's previous one, is no failure.
         flat = (matrix[i, i] == 0) & (slope[i] == 0)
         left_out = left_out | ~(independent[i] | flat)
     solution: dict[int, Array] = {}

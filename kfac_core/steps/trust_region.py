@@ -140,6 +140,7 @@ def clip_of_product(
     constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
     size, xp = product, ns.own_namespace(product)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
+    # Not rate**2 * size: the square of a small rate underflows in float32.
     size = rate * (rate * size)
     kappa = ns.full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
     return _within(size, kappa, xp.ones_like(size), check)

@@ -231,6 +231,7 @@ def dots(
     """Return `dot` of each pair of vectors, shape (k,)."""
     first = pairs[0][0]
     example = next(x for arrays in first.values() for x in arrays.values())
+    # All pairs of one parameter together, which reads its arrays once.
     total = xp.zeros(len(pairs), dtype=dtype, device=ns.device_of(example))
     for block, parameters in first.items():
         for name in parameters:
