@@ -12,6 +12,11 @@ a list of operations), ``finding`` (layers in it), ``examples`` (whose rows are 
 (SOAP: Adam in the eigenbasis of the factors).
 """
 
+import kfac_core_shims
+
+kfac_core_shims.require("jax", extra="jax")
+
+
 from kfac_core_shims.jax.collecting import collect
 from kfac_core_shims.jax.compiled import compiled
 from kfac_core_shims.jax.gauss_newton import (

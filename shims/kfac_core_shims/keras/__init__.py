@@ -6,6 +6,11 @@ say what of Keras has a block and tap it, ``losses`` reads the compiled losses, 
 runs the model with its layers tapped.
 """
 
+import kfac_core_shims
+
+kfac_core_shims.require("keras", extra="keras")
+
+
 from kfac_core_shims.keras.kfac import KFAC
 
 __all__ = ["KFAC"]

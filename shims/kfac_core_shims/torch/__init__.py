@@ -9,6 +9,11 @@ and merging.
 ``torch.distributed.checkpoint``.
 """
 
+import kfac_core_shims
+
+kfac_core_shims.require("torch", extra="torch")
+
+
 from kfac_core_shims.torch.collecting import Factors, collect, read_factors
 from kfac_core_shims.torch.gauss_newton import GaussNewton
 from kfac_core_shims.torch.kfac import KFAC
