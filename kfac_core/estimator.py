@@ -220,6 +220,7 @@ class Estimator:
         self._execution = execution
         self._executor = self._first_executor()
         self._change = _Change(self)
+        self._last_refresh: threading.Event | None = None
 
     def __repr__(self) -> str:
         return (
@@ -463,16 +464,26 @@ class Estimator:
         ready = self.network.ready(started, names)
 
         def refreshed() -> NetworkState:
-            return self.network.refresh(
-                started, damping=damping, names=ready, check=check, executor=executor
-            )
+            try:
+                # One that nobody installs may still exchange its messages.
+                if previous is not None:
+                    previous.wait()
+                return network.refresh(
+                    started,
+                    damping=damping,
+                    names=ready,
+                    check=check,
+                    executor=executor,
+                )
+            finally:
+                ended.set()
 
         # Executors cache stacks and views between calls, so the thread gets its own one.
         executor = self._new_executor()
         if isinstance(self._executor, DistributedExecutor):
             # Its messages must not mix with those of the training loop.
             executor = self._executor.in_background(executor)
-        damping, network = self._damping, self.network
+        damping, network, ended = self._damping, self.network, threading.Event()
         resets = dict(self._resets)
 
         def install(refreshed_state: NetworkState) -> None:
@@ -486,6 +497,7 @@ class Estimator:
                 after = before.with_operators_of(refreshed_state, started, unchanged)
                 self._install(before, after)
 
+        previous, self._last_refresh = self._last_refresh, ended
         return BackgroundRefresh(refreshed, install)
 
     def operator(self, name: str, /) -> CurvatureOperator:
@@ -580,7 +592,8 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which gets its own executor and guard."""
-        return {**vars(self), "_executor": None, "_change": None}
+        without = dict.fromkeys(("_executor", "_change", "_last_refresh"))
+        return {**vars(self), **without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

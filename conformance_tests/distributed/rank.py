@@ -1,6 +1,7 @@
 """Ranks of a real engine, as a program: exchanges, training, and ways to fail.
 
-``rank.py programs FOLDER COMMANDS`` runs programs of PyTorch, one after the other.
+``rank.py programs FOLDER COMMANDS`` runs programs of PyTorch, one after the other, and
+``rank.py kills FOLDER NUMBER`` kills ranks of the elastic program so many times.
 ``rank.py torch FOLDER SCENARIO:SIZE ...`` starts so many processes for each scenario, one
 scenario after the other; ``mpirun -n P rank.py mpi FOLDER SCENARIO ...`` is one process.
 Each rank writes what it has to say into ``FOLDER/SCENARIO_SIZE_RANK``.
@@ -15,6 +16,7 @@ import importlib
 import json
 import os
 import pickle
+import random
 import runpy
 import signal
 import sys
@@ -33,6 +35,7 @@ from kfac_core.distributed import (
 )
 from kfac_core.errors import CommunicationError, ReplicaError
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "distributed"
 LOSING = "late", "killed", "raises", "lost"
 LIBRARIES = {"by_accelerate": "accelerate", "by_lightning": "lightning"}
 TIMEOUT = 2.0
@@ -132,6 +135,74 @@ def programs(folder, commands):
             one_program(command)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     (folder / "codes.json").write_text(json.dumps(codes))
+
+
+def kills(folder, number):
+    """Kill one of three ranks of the elastic program, and go on with two; repeatedly.
+
+    Write for each time what the survivors said, how long after, and the losses.
+    """
+    import_torch()
+    sys.path.insert(0, str(EXAMPLES))
+    import torch_elastic
+
+    expected = torch_elastic.train(folder / "alone", "alone")
+    rng, results = random.Random(number), []
+    for k in range(number):
+        place = folder / f"run_{k}"
+        place.mkdir()
+        ranks = start_elastic(place, 3)
+        while len([*place.glob("started_*")]) < 3:
+            time.sleep(0.01)
+        # A few runs are hit before their first checkpoint, and a few after the last.
+        time.sleep(rng.uniform(0.0, 4.0))
+        victim = rng.randrange(3)
+        os.kill(ranks[victim], signal.SIGKILL)
+        killed = time.time()
+        for child in ranks:
+            os.waitpid(child, 0)
+        said = {}
+        for rank in {0, 1, 2} - {victim}:
+            file = place / f"said_{rank}"
+            text = file.read_text() if file.exists() else "nothing"
+            said[rank] = text, file.stat().st_mtime - killed if file.exists() else 0.0
+        for child in start_elastic(place, 2):
+            os.waitpid(child, 0)
+        file = place / "said_0"
+        results.append([victim, said, file.read_text(), repr(expected)])
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def start_elastic(place, size):
+    """Start ranks of the elastic program as copies of this process."""
+    import torch.distributed as dist
+    import torch_elastic
+
+    ranks = []
+    for rank in range(size):
+        child = os.fork()
+        if child:
+            ranks.append(child)
+            continue
+        file = place / f"said_{rank}"
+        file.unlink(missing_ok=True)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{place}/store_{size}",
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=PATIENCE),
+            )
+            communicator = connect("torch", timeout=PATIENCE)
+            (place / f"started_{rank}").touch()
+            file.write_text(repr(torch_elastic.train(place, communicator)))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".replace("\n", " ")
+            file.write_text(text)
+        finally:
+            os._exit(0)
+    return ranks
 
 
 def one_program(command):
@@ -561,6 +632,13 @@ def ddp(communicator):
         kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)
+    # Owners factorize during the next step, and all replace operators together.
+    model = network()
+    called = DistributedDataParallel(model)
+    kfac = kfac_of(called, refresh_lag=1)
+    trained(kfac, called, size, lambda k: rows_of(communicator, k))
+    assert kfac.metrics()["operator_age"] == STEPS - 2
+    kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
 
 
 def soap(communicator):
@@ -1169,6 +1247,8 @@ if __name__ == "__main__":
     engine, folder, *scenarios = sys.argv[1:]
     if engine == "mpi":
         one_of_mpi(Path(folder), scenarios)
+    elif engine == "kills":
+        kills(Path(folder), int(scenarios[0]))
     elif engine == "programs":
         programs(Path(folder), json.loads(scenarios[0]))
     else:

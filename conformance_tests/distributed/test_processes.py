@@ -66,7 +66,9 @@ EXAMPLES_RUN = [
     ("jax_sharded", ()),
     ("mpi_numpy", ()),
 ]
+KILLS = 3
 if "--thorough" in sys.argv:
+    KILLS = 30
     EXAMPLES_RUN += [
         ("torch_ddp", (*FOUR, "--holders", "all")),
         ("torch_fsdp", FOUR),
@@ -87,6 +89,7 @@ class Jobs:
             for engine in ("torch", "mpi"):
                 self._start(engine, engine, self._all_of, engine)
             self._started["page"] = self._pool.submit(self._page)
+            self._start("torch", "kills", self._kills)
         examples = [
             (found.params["program"], found.params["arguments"])
             for found in wanted
@@ -112,6 +115,7 @@ class Jobs:
     def output(self, job):
         """Return the result of a job, or of a program."""
         engine = job if isinstance(job, str) else _engine_of(job)
+        engine = "torch" if job == "kills" else engine
         if engine not in ENGINES:
             pytest.skip(f"KFAC_CORE_TEST_PROCESSES does not name {engine}")
         if job not in self._started:
@@ -147,6 +151,14 @@ class Jobs:
             )
             for number, (job, code) in enumerate(zip(jobs, codes, strict=True))
         }
+
+    def _kills(self):
+        """Return what the survivors of killed ranks said, and the losses of their runs."""
+        folder = self.folder / "kills"
+        folder.mkdir()
+        made = ran([sys.executable, str(RANK), "kills", str(folder), str(KILLS)])
+        assert not made.returncode, made.stdout
+        return json.loads((folder / "results.json").read_text())
 
     def _all_of(self, engine):
         folder = self.folder / engine
@@ -422,6 +434,22 @@ def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(jobs, size):
     jobs.said("torch", "interrupted", 3, without=(1,))
 
     assert jobs.said("torch", "resumed", size) == dict.fromkeys(range(size), "fine")
+
+
+def test_a_run_survives_kills_at_random(jobs):
+    """Survivors name the killed rank within five seconds where K-FAC waits for it, or say
+    PyTorch's own error; two ranks then end at the loss of an uninterrupted run.
+    """
+    for victim, said, loss, expected in jobs.output("kills"):
+        for text, seconds in said.values():
+            if text.startswith("Communication"):
+                named = re.search(r"for rank ([\d, ]+),", text)[1]
+                assert str(victim) in named.split(", ")
+                assert seconds < 5.0, text
+            else:
+                # The run had ended before, or PyTorch waited.
+                assert re.match(r"0\.\d|RuntimeError|CheckpointException", text), text
+        assert float(loss) == pytest.approx(float(expected), rel=1e-8)
 
 
 @pytest.mark.parametrize("size", [2, 4])

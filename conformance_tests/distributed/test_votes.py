@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
 import kfac_core as kc
 from conformance_tests.builders.shards import dense
 from kfac_core.distributed import Agreement, Distributed, run_ranks
-from kfac_core.errors import CommunicationError, DampingError, ReplicaError
+from kfac_core.errors import (
+    CommunicationError,
+    DampingError,
+    NotFiniteError,
+    ReplicaError,
+)
 
 BLOCKS = {
     "one": kc.Block(dense(3, 2), kc.Kronecker()),
@@ -92,6 +99,53 @@ def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes):
                     reference = expected[step][name][key]
                     error = np.linalg.norm(x - reference)
                     assert error <= 1e-13 * np.linalg.norm(reference), (step, name)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_refresh_in_the_background_takes_over_after_its_lag(size):
+    """Directions are those of the operators of two steps before, on all ranks."""
+    options = {"refresh_every": 4, "kl_clip": None}
+    ends = np.linspace(0, 7, size + 1).astype(int)
+
+    def run(communicator):
+        own = communicator if size > 1 else None
+        kfac = natural(own, refresh_lag=2, **options)
+        start, stop = ends[communicator.rank], ends[communicator.rank + 1]
+        directions, ages = [], []
+        for step in range(11):
+            mine = calls_of(step, start, stop)
+            rows = 2 * (stop - start)
+            directions.append(kfac.directions(gradients_of(step), mine, rows=rows))
+            ages.append(kfac.operator_age)
+            if step == 7:
+                # A step that fails in between changes nothing.
+                bad = gradients_of(step)
+                bad["one"]["weight"][0, 0] = np.nan
+                with pytest.raises(NotFiniteError):
+                    kfac.directions(bad, calls_of(step, start, stop), rows=rows)
+        # A state is that of a run whose refresh has ended.
+        assert kfac.state_dict()["steps"] == 11
+        assert kfac.operator_age == 3
+        return directions, ages
+
+    # The first refresh is at once, and none follows.
+    alone = natural(**options | {"refresh_every": 100})
+    expected, operators, waiting = [], alone.estimator, None
+    for step in range(11):
+        alone.directions(gradients_of(step), calls_of(step, 0, 7), rows=14)
+        if waiting is not None and step % 4 == 2:
+            operators = waiting
+        expected.append(operators.precondition(gradients_of(step)))
+        if step and step % 4 == 0:
+            waiting = copy.deepcopy(alone.estimator)
+            waiting.refresh()
+    for directions, ages in run_ranks(size, run):
+        assert ages == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 3]
+        for step, own in enumerate(directions):
+            for name, parameters in own.items():
+                for key, x in parameters.items():
+                    error = np.linalg.norm(x - expected[step][name][key])
+                    assert error <= 1e-13 * np.linalg.norm(x), (step, name)
 
 
 def test_a_difference_between_ranks_is_named_alone():

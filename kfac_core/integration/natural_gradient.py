@@ -71,6 +71,10 @@ class NaturalGradient:
         of steps taken so far.  A block gets its first operator with its first batch.
     bases_every : int or callable of int
         Steps between the eigenbases of EKFAC blocks.  Without such blocks it is not read.
+    refresh_lag : int
+        Steps that a refresh runs in the background, while directions use the operators
+        before it; it is waited for where it takes longer.  With 0 a refresh is a part of
+        its step, as are always the first one and the bases of EKFAC.
     damping, decay : float or callable of int, optional
         Values for the estimator at each step; where left out, its own stay.
     kl_clip : float or callable of int, optional
@@ -121,6 +125,7 @@ class NaturalGradient:
         update_every: Interval = 1,
         refresh_every: Interval = 1,
         bases_every: Interval = 100,
+        refresh_lag: int = 0,
         damping: Schedule | None = None,
         decay: Schedule | None = None,
         kl_clip: Schedule | None = None,
@@ -131,6 +136,7 @@ class NaturalGradient:
             locals(),
             estimator=constraints.instance_of(Estimator),
             reduction=constraints.one_of("mean", "sum"),
+            refresh_lag=constraints.WHOLE,
             damping=constraints.optional(
                 constraints.either(constraints.DAMPING, constraints.FUNCTION)
             ),
@@ -144,12 +150,16 @@ class NaturalGradient:
         self.communicator = communicator
         self.estimator, self.reduction, self.steps = estimator, reduction, 0
         self.update_every, self.refresh_every = update_every, refresh_every
-        self.bases_every = bases_every
+        self.bases_every, self.refresh_lag = bases_every, refresh_lag
         self.damping_schedule, self.decay_schedule = damping, decay
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
         self.loss_factor: Scalar = 1.0
         self.clip: TrustRegion | None = None
         self._begun: _Begun | None = None
+        # A refresh in the background, and the steps whose statistics it and the
+        # operators are of.
+        self._running: tuple[BackgroundRefresh, int] | None = None
+        self._refreshed_at = 0
         self._shares_differ = False
         for name, interval in (
             ("update_every", update_every),
@@ -174,6 +184,7 @@ class NaturalGradient:
             n: "" if callable(interval) else f"{interval}"
             for n, interval in intervals.items()
         }
+        texts["`refresh_lag`"] = str(self.refresh_lag)
         return {"`reduction`": self.reduction, **texts}
 
     @property
@@ -185,6 +196,11 @@ class NaturalGradient:
     def wants_refresh(self) -> bool:
         """Whether the next step makes new operators."""
         return self._due("refresh_every", self.refresh_every)
+
+    @property
+    def operator_age(self) -> int:
+        """Steps since the step whose statistics the operators are of."""
+        return self.steps - self._refreshed_at
 
     def directions(
         self,
@@ -242,13 +258,17 @@ class NaturalGradient:
         begun, self._begun = self._begun, None
         assert begun is not None
         try:
-            if begun.refresh is not None:
+            if begun.refresh is not None and not begun.is_lagging:
                 begun.refresh.install()
             with self._announced():
                 vectors = self._directions(gradients, begun.rows)
         except BaseException:
             self._restore(begun.before)
             raise
+        if begun.is_lagging and begun.refresh is not None:
+            self._running = begun.refresh, self.steps
+        elif self.wants_refresh:
+            self._refreshed_at = self.steps
         self.steps += 1
         return vectors
 
@@ -368,8 +388,10 @@ class NaturalGradient:
     def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
         """Return the state needed to resume: the steps, and the estimator's state.
 
+        A refresh that runs in the background is installed before.
         With `owned`, of the blocks that this process owns; see `Estimator.state_dict`.
         """
+        self._install_running()
         return {
             "steps": self.steps,
             "loss_factor": float(self.loss_factor),
@@ -410,6 +432,7 @@ class NaturalGradient:
             )
         self.estimator.load_state_dict(estimator, owned=owned)
         self.steps, self.loss_factor = state["steps"], loss_factor
+        self._running, self._refreshed_at = None, self.steps
 
     def _take(
         self,
@@ -421,7 +444,12 @@ class NaturalGradient:
         background: bool,
     ) -> None:
         """Update and refresh, where they are due."""
-        before, refresh = self._snapshot(), None
+        if self._running is not None:
+            lag = self.steps - self._running[1]
+            if lag >= self.refresh_lag or self.wants_refresh:
+                # Before anything that an error of this step takes back.
+                self._install_running()
+        before, refresh, lagging = self._snapshot(), None, False
         estimator = self.estimator
         try:
             if loss_factor is not None:
@@ -430,7 +458,8 @@ class NaturalGradient:
             with self._announced():
                 if self.wants_refresh:
                     self._rebase()
-                    if background:
+                    lagging = self.refresh_lag > 0 and not self._lacks_operators()
+                    if background or lagging:
                         refresh = estimator.start_refresh()
                     else:
                         estimator.refresh()
@@ -439,7 +468,20 @@ class NaturalGradient:
         except BaseException:
             self._restore(before)
             raise
-        self._begun = _Begun(before, rows, refresh)
+        self._begun = _Begun(before, rows, refresh, lagging)
+
+    def _install_running(self) -> None:
+        """Wait for the refresh in the background, if there is one; use its operators."""
+        if self._running is not None:
+            (refresh, self._refreshed_at), self._running = self._running, None
+            refresh.install()
+
+    def _lacks_operators(self) -> bool:
+        """Whether a block has statistics, and no operator yet."""
+        return any(
+            block.operator is None and block.statistics is not None
+            for block in self.estimator.state.blocks.values()
+        )
 
     def _updated(
         self,
@@ -806,6 +848,7 @@ class _Begun:
     before: tuple[Any, ...]
     rows: Scalar
     refresh: BackgroundRefresh | None
+    is_lagging: bool
 
 
 def _norm(gradients: Vector, /) -> float:

@@ -73,6 +73,9 @@ class KFAC(Curvature):
         See `kfac_core.Estimator`.
     update_every, refresh_every, bases_every : int or callable of int
         Steps between statistics, factorizations, and eigenbases of EKFAC.
+    refresh_lag : int
+        Steps that a refresh takes in the background, while directions use the operators
+        before it; `metrics` has their age.  With 0 it is a part of its step.
     approximations : mapping, optional
         Approximations by name of a layer, class of a module, or kind of layer
         (``"dense"``, ``"conv"``, ``"embedding"``, ``"scale_shift"``); None leaves a layer
@@ -171,6 +174,7 @@ class KFAC(Curvature):
         update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
         refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
         bases_every: kc.integration.Interval = 100,
+        refresh_lag: int = 0,
         approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
         output: Any = "auto",
@@ -242,6 +246,7 @@ class KFAC(Curvature):
             update_every=update_every,
             refresh_every=refresh_every,
             bases_every=bases_every,
+            refresh_lag=refresh_lag,
             damping=damping if callable(damping) else None,
             decay=decay if callable(decay) else None,
             kl_clip=kl_clip,
@@ -390,11 +395,13 @@ class KFAC(Curvature):
         Returns
         -------
         dict of str to float
-            ``steps``; ``damping`` where it is one number; ``clip``, the factor of the KL
-            clip, 1 where it did not clip; and ``kl``, half of ``lr^2 V . P V`` after it,
-            at most half of `kl_clip`.  Synchronizes with the device.
+            ``steps``; ``operator_age``, the steps since those whose statistics the next
+            step's operators are of, unless it refreshes them; ``damping`` where it is one
+            number; ``clip``, the factor of the KL clip, 1 where it did not clip; and
+            ``kl``, half of ``lr^2 V . P V`` after it, at most half of `kl_clip`.
+            Synchronizes with the device.
         """
-        numbers = {"steps": float(self.steps)}
+        numbers = {"steps": float(self.steps), "operator_age": float(self.operator_age)}
         if not isinstance(self.estimator.damping, Mapping):
             numbers["damping"] = float(self.estimator.damping)
         if self.clip is not None:
