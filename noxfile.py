@@ -341,7 +341,7 @@ def third_party(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def consumers(session: nox.Session) -> None:
-    """Compare the examples below laplace-torch and curvlinops with these libraries."""
+    """Compare what is below laplace-torch and curvlinops with these libraries."""
     install(session, "scipy,torch", torch=True)
     session.install("einops", "jaxtyping", "opt_einsum", "packaging", "tqdm")
     session.install("--no-deps", *CONSUMERS)

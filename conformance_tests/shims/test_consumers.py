@@ -1,18 +1,15 @@
-"""The examples that put this core below laplace-torch and curvlinops, where these are.
+"""What puts this core below laplace-torch and curvlinops, where these are installed.
 
 Each is compared with the library's own computation, and the first with dense matrices too.
 """
 
 import importlib
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "consumers"
 REQUIRED = "KFAC_CORE_TEST_CONSUMERS" in os.environ
 
 torch = pytest.importorskip("torch")
@@ -20,20 +17,16 @@ from torch import nn  # noqa: E402
 
 
 @pytest.fixture
-def example(monkeypatch):
-    """Return a function that imports an example, or skips where its library is not."""
+def shim():
+    """Return a function that imports what is for a library, or skips without it."""
 
-    def load(name, library):
+    def load(name):
         if not REQUIRED:
-            pytest.importorskip(library, reason=f"{library} is not installed")
-        if not EXAMPLES.is_dir():
-            pytest.skip("the documentation is not here")
-        monkeypatch.syspath_prepend(str(EXAMPLES))
-        monkeypatch.delitem(sys.modules, name, raising=False)
+            pytest.importorskip(name, reason=f"{name} is not installed")
         with warnings.catch_warnings():
             # What these libraries are made of calls it when it is imported.
             warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
-            return importlib.import_module(name)
+            return importlib.import_module(f"kfac_core_shims.{name}")
 
     return load
 
@@ -75,10 +68,10 @@ def batches(kind, loss, sizes=(6, 3)):
     ids=lambda made: made if isinstance(made, str) else made.__name__,
 )
 def test_the_operators_are_those_of_curvlinops(
-    example, kind, sharing, separate, likelihood, reduction, fisher
+    shim, kind, sharing, separate, likelihood, reduction, fisher
 ):
     """Products, norms, determinants, and inverses by each of its three ways of damping."""
-    ours = example("curvlinops_operators", "curvlinops")
+    ours = shim("curvlinops")
     theirs = importlib.import_module("curvlinops")
     model, loss = network(kind), likelihood(reduction=reduction)
     given = model, loss, list(model.parameters()), batches(kind, loss)
@@ -111,9 +104,9 @@ def test_the_operators_are_those_of_curvlinops(
         assert_same(ours.KFACInverseLinearOperator(here, **own) @ v, expected)
 
 
-def test_determinants_are_those_of_curvlinops(example):
+def test_determinants_are_those_of_curvlinops(shim):
     """Of factors of full rank; of singular ones the logarithm is minus infinity."""
-    ours = example("curvlinops_operators", "curvlinops")
+    ours = shim("curvlinops")
     theirs = importlib.import_module("curvlinops")
     model, loss = nn.Sequential(nn.Linear(2, 2)).double(), nn.MSELoss()
     x, y = (torch.randn(9, 2, dtype=torch.float64) for _ in range(2))
@@ -131,9 +124,9 @@ def test_determinants_are_those_of_curvlinops(example):
 @pytest.mark.parametrize("kind", ["dense", "conv"])
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("interface", ["CoreGGN", "CoreEF"])
-def test_the_backend_is_that_of_laplace_torch(example, interface, likelihood, kind):
+def test_the_backend_is_that_of_laplace_torch(shim, interface, likelihood, kind):
     """Factors of a data set in two batches, as those of its curvlinops backend."""
-    ours = example("laplace_backend", "laplace")
+    ours = shim("laplace")
     theirs = importlib.import_module("laplace.curvature")
     model = network(kind)
     loss = nn.CrossEntropyLoss() if likelihood == "classification" else nn.MSELoss()
@@ -155,9 +148,9 @@ def test_the_backend_is_that_of_laplace_torch(example, interface, likelihood, ki
         assert float(off) < 1e-12
 
 
-def test_the_backends_factors_are_exact_for_one_linear_layer(example):
+def test_the_backends_factors_are_exact_for_one_linear_layer(shim):
     """Summed over N examples, the block of a weight is dense: ``sum H (x) x x^T``."""
-    ours = example("laplace_backend", "laplace")
+    ours = shim("laplace")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 2)).double()
     x, y = (
@@ -171,12 +164,27 @@ def test_the_backends_factors_are_exact_for_one_linear_layer(example):
     np.testing.assert_allclose(kron.to_matrix().numpy(), F, rtol=1e-12, atol=1e-12)
 
 
-def test_a_posterior_by_this_backend_is_that_of_laplace_torch(example, monkeypatch):
-    """The example's evidence and deviations, and with the library's own backend."""
-    ours = example("laplace_backend", "laplace")
-    own = importlib.import_module("laplace.curvature").CurvlinopsGGN
-    found = ours.main()
-    monkeypatch.setattr(ours, "CoreGGN", own)
-    expected = ours.main()
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-6)
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_posterior_by_this_backend_is_that_of_laplace_torch(shim, subset):
+    """Evidence and predictive deviations, as with the library's own backend."""
+    ours = shim("laplace").CoreGGN
+    theirs = importlib.import_module("laplace.curvature").CurvlinopsGGN
+    library = importlib.import_module("laplace")
+    model, loss = network("dense"), nn.MSELoss()
+    data = torch.utils.data.TensorDataset(*batches("dense", loss, (12,))[0])
+    new = torch.randn(3, 4, dtype=torch.float64)
+    found = []
+    for backend in (ours, theirs):
+        posterior = library.Laplace(
+            model,
+            "regression",
+            subset_of_weights=subset,
+            hessian_structure="kron",
+            sigma_noise=0.3,
+            backend=backend,
+        )
+        posterior.fit(torch.utils.data.DataLoader(data, batch_size=5))
+        variances = posterior(new)[1].diagonal(dim1=1, dim2=2).flatten()
+        evidence = posterior.log_marginal_likelihood().reshape(1)
+        found.append(torch.cat([evidence, variances]).detach())
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)

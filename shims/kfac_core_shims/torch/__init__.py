@@ -19,6 +19,7 @@ from kfac_core_shims.torch.gauss_newton import GaussNewton
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import register_layer
 from kfac_core_shims.torch.optimizer import KFACOptimizer
+from kfac_core_shims.torch.posterior import Posterior
 from kfac_core_shims.torch.saving import DistributedState
 from kfac_core_shims.torch.scoring import Scores, influence, self_influence
 from kfac_core_shims.torch.soap import SOAP
@@ -30,6 +31,7 @@ __all__ = [
     "Factors",
     "GaussNewton",
     "KFACOptimizer",
+    "Posterior",
     "Scores",
     "collect",
     "influence",

@@ -19,7 +19,7 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["Gradients", "drawing", "is_drawn_through"]
+__all__ = ["Gradients", "differentiate", "drawing", "is_drawn_through"]
 
 _drawn_through: list[Any] = []
 """Models through which K-FAC is backpropagating vectors of its own.
@@ -36,6 +36,18 @@ def drawing(model: Any, /) -> Iterator[None]:
         yield
     finally:
         _drawn_through.remove(model)
+
+
+def differentiate(loss: Any, parameters: Iterable[Any], /) -> None:
+    """Differentiate a loss so that its pass counts, and leave each ``.grad`` as it was."""
+    before = [(p, p.grad) for p in parameters]
+    for p, _ in before:
+        p.grad = None
+    try:
+        loss.backward()
+    finally:
+        for p, g in before:
+            p.grad = g
 
 
 def is_drawn_through(model: Any, /) -> bool:

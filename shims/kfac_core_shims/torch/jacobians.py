@@ -18,7 +18,7 @@ import kfac_core as kc
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.graph import calls_below, pull_back
 from kfac_core_shims.torch.hooks import install
-from kfac_core_shims.torch.sites import Found, Site
+from kfac_core_shims.torch.sites import Found
 from kfac_core_shims.torch.uses import find_examples, joined
 
 __all__ = ["JacobianFinder"]
@@ -144,7 +144,7 @@ class JacobianFinder:
                 p = self._parameters[name.removesuffix(" (formed)")]
                 targets[p] = parts["value"].reshape(p.shape).to(p.dtype)
             else:
-                _place(site, parts, targets)
+                site.place(parts, targets)
         return targets
 
     def vectors(
@@ -281,15 +281,6 @@ class JacobianFinder:
 def _differ(x: Any, y: Any, limit: float) -> bool:
     y = y.to(x.dtype)
     return bool((x - y).norm() > limit * (x.norm() + y.norm()))
-
-
-def _place(site: Site, parts: Any, targets: dict[Any, Any]) -> None:
-    for role, x in parts.items():
-        p, rows = site.parameters[role], site.rows_of(role)
-        target = targets[p] if rows is None else targets[p][rows]
-        if role == "weight":
-            x = site.part.to_module(x)
-        target.copy_(x.reshape(target.shape))
 
 
 def _unit_vectors(r: Any) -> Any:

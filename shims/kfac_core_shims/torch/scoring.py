@@ -21,7 +21,7 @@ from kfac_core_shims.torch.collecting import Factors, outputs_of
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.likelihoods import criterion_of
 
-__all__ = ["Scores", "influence", "self_influence"]
+__all__ = ["Scores", "covered_blocks", "influence", "output_rows", "self_influence"]
 
 Losses = Callable[[Any, Any], Any]
 """``(model, batch) -> losses`` of the batch's examples, shape (N,)."""
@@ -241,11 +241,7 @@ def self_influence(
 def _inverse(factors: Factors, damping: Any, fraction: Any) -> Influence:
     if damping is None and fraction is None:
         fraction = 0.1
-    blocks = {
-        name: block
-        for name, block in factors.blocks.items()
-        if block.layer.kind != "scale_shift" and not factors.sites[name].part.tied
-    }
+    blocks = covered_blocks(factors)
     statistics = {name: factors.statistics[name] for name in blocks}
     return Influence.of_statistics(
         blocks, statistics, damping=damping, damping_fraction=fraction
@@ -271,50 +267,22 @@ class _Taken:
     @contextmanager
     def gradients(self) -> Iterator[Callable[[Any], dict[str, kc.Batch]]]:
         """Give a function of a batch, to each layer's rows with the examples' gradients."""
-        blocks = self.inverse.blocks
-        kfac = KFAC(
-            self.factors.model,
-            likelihood="gaussian",
-            fisher="exact",
-            positions="together",  # Without random signs, which gradients do not have.
-            kl_clip=None,
-            approximations={
-                # All that sums over the rows of an example asks for their examples.
-                **dict.fromkeys(self.factors.all_sites),
-                **{n: kc.Eigen(input=_side(b)) for n, b in blocks.items()},
-            },
-            output=None,
-            communicator="alone",
-        )
+        with output_rows(self.factors, self.inverse.blocks) as rows:
 
-        def rows(batch: Any) -> dict[str, kc.Batch]:
-            with torch.enable_grad():
-                losses = self.loss(self.model, batch)
-            if losses.ndim != 1:
-                raise kc.ShapeError(
-                    "Expected `loss` to return the losses of the examples, shape (N,), "
-                    f"got {tuple(losses.shape)}. Sum over tokens."
-                )
-            # The vector of half the square of one output is 1.
-            first, *others = kfac.batches(losses[:, None])
-            found = {}
-            for name in blocks:
-                uses = first.get(name)
-                if others or uses is None or len(uses.inputs) != len(losses):
-                    raise kc.UnsupportedError(
-                        f"Layer {name!r} does not see one group of rows for each example "
-                        "of the loss: it is called several times, or not at all. Leave it "
-                        "out of the factors, collect(..., approximations={name: None})."
+            def gradients(batch: Any) -> dict[str, kc.Batch]:
+                with torch.enable_grad():
+                    losses = self.loss(self.model, batch)
+                if losses.ndim != 1:
+                    raise kc.ShapeError(
+                        "Expected `loss` to return the losses of the examples, shape (N,), "
+                        f"got {tuple(losses.shape)}. Sum over tokens."
                     )
-                found[name] = replace(
-                    uses, output_grads=uses.output_grads[0], sources=None
-                )
-            return found
+                return {
+                    name: replace(b, output_grads=b.output_grads[0], sources=None)
+                    for name, b in rows(losses[:, None]).items()
+                }
 
-        try:
-            yield rows
-        finally:
-            kfac.remove()
+            yield gradients
 
     def matrices(self, batch: Any) -> dict[str, Any]:
         """Return the gradients of a batch's examples as matrices, by block."""
@@ -399,6 +367,72 @@ class _Taken:
             return self._to_matrices([x / examples for x in total])
 
         return product
+
+
+@contextmanager
+def output_rows(
+    factors: Factors, blocks: Mapping[str, kc.Block], /
+) -> Iterator[Callable[[Any], dict[str, kc.Batch]]]:
+    """Give a function of outputs (N, C), to the rows of their Jacobian by layer.
+
+    Parameters
+    ----------
+    factors : Factors
+        Of the model.
+    blocks : mapping of str to Block
+        Blocks that the rows are of.
+
+    Yields
+    ------
+    callable
+        Returns a batch of each block, of the N examples and with C sources.
+
+    Raises
+    ------
+    kfac_core.UnsupportedError
+        From the callable, for a layer that does not have N groups of rows.
+    """
+    kfac = KFAC(
+        factors.model,
+        # The exact vectors of half the squared error are the unit vectors.
+        likelihood="gaussian",
+        fisher="exact",
+        positions="together",  # Without random signs, which a Jacobian does not have.
+        kl_clip=None,
+        approximations={
+            # What sums over the rows of an example asks whose they are.
+            **dict.fromkeys(factors.all_sites),
+            **{n: kc.Eigen(input=_side(b)) for n, b in blocks.items()},
+        },
+        output=None,
+        communicator="alone",
+    )
+
+    def rows(outputs: Any) -> dict[str, kc.Batch]:
+        first, *others = kfac.batches(outputs)
+        for name in blocks:
+            uses = first.get(name)
+            if others or uses is None or len(uses.inputs) != len(outputs):
+                raise kc.UnsupportedError(
+                    f"Layer {name!r} does not see one group of rows for each example: it "
+                    "is called several times, or not at all. Leave it out of the factors, "
+                    "collect(..., approximations={name: None})."
+                )
+        return {name: first[name] for name in blocks}
+
+    try:
+        yield rows
+    finally:
+        kfac.remove()
+
+
+def covered_blocks(factors: Factors, /) -> dict[str, kc.Block]:
+    """Return the blocks whose rows belong to one example each."""
+    return {
+        name: block
+        for name, block in factors.blocks.items()
+        if block.layer.kind != "scale_shift" and not factors.sites[name].part.tied
+    }
 
 
 def _forward_products(z: Any, parameters: list[Any], V: list[Any]) -> Any:

@@ -79,6 +79,13 @@ class Site:
             found[role] = x.reshape(shape)
         return found
 
+    def place(self, parts: Mapping[str, Any], targets: Mapping[Any, Any], /) -> None:
+        """Write vectors in the layer's layout into tensors of the parameters' shapes."""
+        for role, x in parts.items():
+            target = self._own(role, targets[self.parameters[role]])
+            x = self.part.to_module(x) if role == "weight" else x
+            target.copy_(x.reshape(target.shape))
+
     def gradients(self) -> dict[str, Any] | None:
         """Return the gradients in the layer's layout; None unless the weight has one."""
         gradients: dict[str, Any] = {}

@@ -1,8 +1,5 @@
 """A backend of laplace-torch: Kronecker factors by kfac_core.
 
-    python -m pip install 'kfac-core[torch]' laplace-torch
-    python docs/examples/consumers/laplace_backend.py
-
 ``Laplace(..., backend=CoreGGN)`` takes the curvature of the likelihood: summed over labels,
 or over labels drawn from the model with ``stochastic=True``; ``CoreEF`` takes the empirical
 Fisher matrix.  laplace-torch keeps a weight and its bias as separate blocks, F[0] summed
@@ -20,6 +17,7 @@ from laplace.utils import Kron
 
 import kfac_core as kc
 from kfac_core_shims.torch import KFAC
+from kfac_core_shims.torch.gradients import differentiate
 
 __all__ = ["CoreEF", "CoreGGN"]
 
@@ -51,9 +49,12 @@ class _Kronecker:
                 **dict.fromkeys(("embedding", "scale_shift")),
             },
             decay=1.0,
+            output=None,
             communicator="alone",
         )
         losses: list[torch.Tensor] = []
+        # Curvature is in units of the likelihood, and the loss may be a multiple of it.
+        multiple = 1.0
 
         def passes() -> Iterator[torch.Tensor | None]:
             z = (
@@ -62,10 +63,14 @@ class _Kronecker:
                 else self.model(x)
             )
             losses.append(self.lossfunc(z, y))
+            nonlocal multiple
+            multiple = kfac.criterion.row.multiple(z.shape[-1])
             if self.fisher != "empirical":
                 yield z
                 return
-            torch.autograd.grad(losses[0], self.params)
+            multiple *= multiple  # Of products of two gradients of the loss.
+            kfac.observe(z)
+            differentiate(losses[0], self._model.parameters())
             yield None
 
         kfac.update(passes())
@@ -74,16 +79,18 @@ class _Kronecker:
             raise ValueError(
                 f"Only linear and conv layers have factors: {kfac.skipped}"
             )
-        kron = Kron(list(self._factors(kfac, len(y), N)))
+        kron = Kron(list(self._factors(kfac, len(y), N, multiple)))
         return self.factor * losses[0].detach(), self.factor * kron
 
-    def _factors(self: Any, kfac: KFAC, M: int, N: int) -> Iterator[list[torch.Tensor]]:
+    def _factors(
+        self: Any, kfac: KFAC, M: int, N: int, multiple: float
+    ) -> Iterator[list[torch.Tensor]]:
         """Yield ``[B, A]`` of each weight and ``[B]`` of each bias, in their order."""
         for name, module in self._model.named_modules():
             if name not in kfac.estimator.blocks:
                 continue
             A, G, scale = kfac.factors(name)
-            B = M * scale * G
+            B = multiple * M * scale * G
             inputs = module.weight[0].numel()
             yield [B, A[:inputs, :inputs] * (M / N)]
             if module.bias is not None:
@@ -110,52 +117,3 @@ class CoreEF(_Kronecker, EFInterface):
     """Empirical Fisher: the gradients of the data's own labels."""
 
     fisher = "empirical"
-
-
-def main() -> dict[str, float]:
-    """Fit a posterior with this backend, and print its evidence and a prediction."""
-    from laplace import Laplace
-
-    torch.manual_seed(0)
-    x = torch.linspace(-2.0, 2.0, 60, dtype=torch.float64)[:, None]
-    y = torch.sin(2.0 * x) + 0.1 * torch.randn_like(x)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(1, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1)
-    ).double()
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), max_iter=200, line_search_fn="strong_wolfe"
-    )
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    data = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(x, y), batch_size=25
-    )
-    posterior = Laplace(
-        model,
-        "regression",
-        subset_of_weights="all",
-        hessian_structure="kron",
-        sigma_noise=0.1,
-        backend=CoreGGN,
-    )
-    posterior.fit(data)
-    new = torch.tensor([[0.0], [3.0]], dtype=torch.float64)
-    deviation = posterior(new)[1].squeeze().sqrt()
-    found = {
-        "log-marginal likelihood": float(posterior.log_marginal_likelihood()),
-        "deviation at 0": float(deviation[0]),
-        "deviation at 3": float(deviation[1]),
-    }
-    for name, value in found.items():
-        print(f"{name:25} {value:.2f}")
-    return found
-
-
-if __name__ == "__main__":
-    main()

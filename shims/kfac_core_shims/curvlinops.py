@@ -1,8 +1,5 @@
 """curvlinops' KFACLinearOperator and its inverse, computed by kfac_core.
 
-    python -m pip install 'kfac-core[torch]' curvlinops-for-pytorch
-    python docs/examples/consumers/curvlinops_operators.py
-
 The two classes take the place of curvlinops' own: the same arguments, attributes and
 products.  They keep its way with models, parameters and tensor lists; the statistics come
 from ``KFAC.update``, and every product, inverse, norm and determinant is an operator's.
@@ -21,6 +18,7 @@ from torch import nn
 import kfac_core as kc
 from kfac_core.operators import kronecker_operator
 from kfac_core_shims.torch import KFAC
+from kfac_core_shims.torch.gradients import differentiate
 
 __all__ = ["KFACInverseLinearOperator", "KFACLinearOperator"]
 
@@ -41,20 +39,24 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
         kind = kc.Kronecker(
             sharing=str(getattr(self._kfac_approx, "value", self._kfac_approx))
         )
-        rows = 0
+        rows, multiple = 0, 1.0
 
         def passes() -> Iterator[Any]:
-            nonlocal rows
+            nonlocal rows, multiple
             for x, y in self._loop_over_data(desc="KFAC matrices"):
                 z = self._model_func(x)
                 if isinstance(self._loss_func, nn.CrossEntropyLoss):
                     z = z.movedim(1, -1)  # classes last, as the likelihood reads them
                 rows += z[..., 0].numel()
+                # Curvature is in units of the likelihood; losses may be multiples of it.
+                multiple = kfac.criterion.row.multiple(z.shape[-1])
                 if mode != "empirical":
                     yield z
                     continue
+                # The factor of the loss is squared, and what its mean divides by is not.
+                multiple *= kfac.criterion.row.factor
                 kfac.observe(z)
-                torch.autograd.grad(self._loss(z, y), self._params, allow_unused=True)
+                differentiate(self._loss(z, y), self._params)
                 yield None
 
         kfac = KFAC(
@@ -78,6 +80,7 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
             if not self._is_joint(positions):
                 inputs = self._model_func.get_submodule(name).weight[0].numel()
                 A = A[:inputs, :inputs]
+            scale = multiple * scale
             if self._loss_func.reduction == "sum":
                 scale = rows * scale
             if self._fisher_type == FisherType.FORWARD_ONLY:
@@ -208,38 +211,3 @@ def _products(blocks: Any, X: list[torch.Tensor], product: Any) -> list[torch.Te
         ):
             found[i] = part.reshape(X[i].shape)
     return found
-
-
-def main() -> dict[str, float]:
-    """Print how far these are from curvlinops, relative to its answers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    data = [(torch.randn(n, 6).double(), torch.randint(3, (n,))) for n in (20, 12)]
-    given = model, nn.CrossEntropyLoss(), list(model.parameters()), data
-    there = curvlinops.KFACLinearOperator(*given, fisher_type="type-2")
-    here = KFACLinearOperator(*given, fisher_type="type-2")
-    v = torch.randn(here.shape[0], 4, dtype=torch.float64)
-    found = {"product": _difference(here @ v, there @ v)}
-    for name, options in {
-        "inverse, heuristic": {"use_heuristic_damping": True},
-        "inverse, exact": {"use_exact_damping": True},
-        "inverse, both factors": {},
-    }.items():
-        options["damping"] = 1e-2
-        expected = curvlinops.KFACInverseLinearOperator(there, **options) @ v
-        found[name] = _difference(
-            KFACInverseLinearOperator(here, **options) @ v, expected
-        )
-    for name in ("trace", "frobenius_norm"):
-        found[name] = _difference(getattr(here, name), getattr(there, name))
-    for name, value in found.items():
-        print(f"{name:22} {value:.0e}")
-    return found
-
-
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
-
-
-if __name__ == "__main__":
-    main()
