@@ -177,4 +177,6 @@ def _correlations(
     a, b = ranks
     spread = np.sqrt(np.sum(a * a, axis=0) * np.sum(b * b, axis=0))
     product = np.sum(a * b, axis=0)
-    return np.divide(product, spread, out=np.zeros_like(spread), where=spread > 0)
+    found: np.ndarray[Any, Any] = np.zeros_like(spread)
+    np.divide(product, spread, out=found, where=spread > 0)
+    return found

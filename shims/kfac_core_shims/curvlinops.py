@@ -22,7 +22,7 @@ from kfac_core_shims.torch.gradients import differentiate
 
 __all__ = ["KFACInverseLinearOperator", "KFACLinearOperator"]
 
-MODES = {
+MODES: dict[Any, Any] = {
     FisherType.TYPE2: "exact",
     FisherType.MC: "gradients",
     FisherType.EMPIRICAL: "empirical",
@@ -36,9 +36,8 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
         """Run the model over the data once, and keep both factors of each layer."""
         self._reset_matrix_properties()
         mode = MODES.get(self._fisher_type, "empirical")
-        kind = kc.Kronecker(
-            sharing=str(getattr(self._kfac_approx, "value", self._kfac_approx))
-        )
+        sharing: Any = str(getattr(self._kfac_approx, "value", self._kfac_approx))
+        kind = kc.Kronecker(sharing=sharing)
         rows, multiple = 0, 1.0
 
         def passes() -> Iterator[Any]:
@@ -161,10 +160,11 @@ class KFACInverseLinearOperator(curvlinops.KFACInverseLinearOperator):
         )
         if self._cache:
             kept = dict(enumerate(blocks))
-            self._inverse_input_covariances = self._inverse_gradient_covariances = kept
+            self._inverse_input_covariances: Any = kept
+            self._inverse_gradient_covariances: Any = kept
         return _products(blocks, X, lambda F, V: F.multiply_inverse(V))
 
-    def _blocks(self) -> Iterator[Any]:
+    def _blocks(self) -> Any:
         options = {"damping": self._damping, "factorizations": ("inverse",)}
         if self._use_heuristic_damping:
             make = _Heuristic(self._min_damping)
@@ -193,7 +193,7 @@ class _Heuristic:
         if A is None and self.last[0] is B:
             # A bias's own block would be damped by the whole damping.
             options["damping"] = self.last[1]
-        made = kronecker_operator(A, B, least_shift=self.least_shift, **options)
+        made: Any = kronecker_operator(A, B, least_shift=self.least_shift, **options)
         self.last = B, made.output.shift
         return made
 

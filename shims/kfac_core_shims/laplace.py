@@ -101,7 +101,7 @@ class CoreGGN(_Kronecker, GGNInterface):
     """Gauss-Newton: summed over labels, or with ``stochastic=True`` over drawn ones."""
 
     @property
-    def fisher(self) -> str:
+    def fisher(self) -> str:  # type: ignore[override]
         """Where the vectors come from that are backpropagated."""
         return "gradients" if self.stochastic else "exact"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,10 +181,13 @@ def influence(
             )
             stored = [Queries({n: stored_queries(x, x.dtype) for n, x in u.items()})]
         pieces: dict[str, list[Any]] = {}
-        names = [(name,) for name in inverse.blocks] if by_layer else [()]
-        total = len(train) if hasattr(train, "__len__") else 0
+        names: list[tuple[str, ...]] = (
+            [(name,) for name in inverse.blocks] if by_layer else [()]
+        )
+        total = len(train) if isinstance(train, Sized) else 0
         for done, batch in enumerate(train, 1):
-            seen, shape = gradients(batch), ()
+            seen = gradients(batch)
+            shape: tuple[int, ...] = (-1,)
             if by_token:
                 seen, shape = _by_token(seen)
             for only in names:
@@ -195,7 +198,7 @@ def influence(
                     for q in stored
                 ]
                 columns = torch.cat(rows)
-                columns = columns.reshape(len(columns), *(shape or (-1,)))
+                columns = columns.reshape(len(columns), *shape)
                 pieces.setdefault("".join(only), []).append(columns)
             if progress is not None:
                 progress(done, total)
@@ -532,8 +535,11 @@ def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int
 
 
 def _restricted(inverse: Influence, names: tuple[str, ...]) -> Influence:
-    parts = inverse.blocks, inverse.curvatures, inverse.damping
-    return Influence(*({n: part[n] for n in names} for part in parts))
+    return Influence(
+        {n: inverse.blocks[n] for n in names},
+        {n: inverse.curvatures[n] for n in names},
+        {n: inverse.damping[n] for n in names},
+    )
 
 
 def _restricted_queries(queries: Queries, names: tuple[str, ...]) -> Queries:
