@@ -57,6 +57,19 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     assert ran.returncode == 0, ran.stderr[-4000:]
 
 
+def test_examples_precondition_gradients_of_means():
+    """The first rule of `docs/conventions.md`: gradients are not sums over rows."""
+    folders = {"docs": "*.md", "kfac_core": "*.py"}
+    sources = [ROOT / "README.md"]
+    for folder, pattern in folders.items():
+        sources += (ROOT / folder).rglob(pattern)
+    of_sums = re.compile(r'"weight": \(*(x|inputs)\.T @ \w+\b(?! / )')
+    found = [path.name for path in sources if of_sums.search(path.read_text("utf-8"))]
+
+    assert len(sources) > 100
+    assert not found
+
+
 def program_of(page):
     """Return the blocks of Python of a page as one program."""
     text = (ROOT / page).read_text(encoding="utf-8")
