@@ -118,6 +118,7 @@ class Network:
         self.precision = precision or Precision()
         self.max_patch_elements = max_patch_elements
         self.shared_factors = self.layers.factors
+        # Computed once, since every update and refresh asks for them.
         self._taken = {n: self.shared_factors.taken_by(n) for n in self.blocks}
         self._solving = {n: self._solving_of(block) for n, block in self.blocks.items()}
         if self.layers.has_chains and self.refreshing.damping_scaling != "none":

@@ -110,6 +110,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     }
     trace = next(iter(values.values())).trace()
     unit = xp.where(trace > 0, trace, xp.ones_like(trace))
+    # All traces are equal, so k factors have k - 1 of them too many.
     S = unit ** (1.0 - len(values))
     lam = ns.full_of(xp, options.damping, S)
     means = [value.trace() / value.size for value in values.values()]

@@ -153,6 +153,7 @@ class Full(Approximation):
         """
         shares = options.shares(rows, statistics.dtype, per="example")
         xp, scale = options.xp, shares.scale * shares.outer_products
+        # Examples' gradients, flattened: the only approximation that keeps all of F.
         v = rows.vectors(statistics.dtype, xp=xp)
         average = FullFactor().updated(
             statistics.averages["block"],

@@ -197,6 +197,7 @@ class Series(Approximation):
             )
         if self.steps is not None:
             lengths = length_shares(rows, steps=self.steps, dtype=x.dtype, xp=xp)
+            # Lengths count examples, like the repeats, whose weight they share.
             total = old["lengths"].sum * decay + lengths * shares.example_weight
             averages["lengths"] = Average(total, averages["repeats"].weight)
         return Statistics(averages, new.status)

@@ -139,8 +139,8 @@ class BlockTridiagonal(Approximation):
             moments = _moments_between(part, following, statistics.dtype, options.xp)
             for key, moment in moments.items():
                 total = statistics.averages[f"{i}-{i + 1}-{key}"].sum
-                # Moments between layers are of the same examples, so they share their
-                # weight.
+                # Moments between layers are of the same examples, so they share the
+                # weight of the layer's own.
                 averages[f"{i}-{i + 1}-{key}"] = Average(
                     total * options.decay + moment * scales[key],
                     averages[f"{i}-{key}"].weight,
@@ -211,6 +211,7 @@ def _chain_operator(
     xp: Namespace,
 ) -> TridiagonalOperator:
     """Return the operator, computed in one dtype."""
+    # Conditionals need the Cholesky roots of the damped factors, in the dtype of this try.
     of_a_layer = options._replace(
         factorizations=("cholesky",), compute=dtype, apply=dtype
     )
@@ -238,6 +239,7 @@ def _chain_operator(
             stored=ns.roundoff_of(statistics.dtype, xp=xp),
             xp=xp,
         )
+    # The chain ends with the marginal of the last layer, which follows none.
     last = f"{len(roots) - 1}"
     conditionals[last] = marginal(*roots[-1], xp=xp)
     scale = layers[last].scale

@@ -118,6 +118,7 @@ def namespace_of(
     xp = None
     for x in named.values():
         known = _namespaces.get(type(x))
+        # New types, and mixed ones, take the slow path with all checks and messages.
         if known is None or (xp is not None and known is not xp):
             xp = _met_namespace(named)
             break
@@ -174,6 +175,7 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
         )
     if array_api_compat.is_pydata_sparse_array(x):
         raise _not_dense(name, f"{cls.__module__}.{cls.__name__}; make it dense")
+    # Most libraries have no unusable arrays; for those nothing is asked at each call.
     problem_of = backend_of(xp).array_problem
     if getattr(problem_of, "__func__", None) is not GenericBackend.array_problem:
         _problem_of[cls] = problem_of
@@ -281,6 +283,7 @@ def is_row_major(x: Array, /) -> bool:
     strides = getattr(x, "strides", None)
     if strides is None and hasattr(x, "stride"):
         strides = x.stride()
+    # Libraries without strides have one order.
     return strides is None or len(strides) < 2 or strides[-1] <= strides[-2]
 
 
@@ -443,6 +446,7 @@ def any_status(status: Array, /, *, xp: Namespace) -> Array:
     """Return the flags of a whole stack, 0-d: those that stand anywhere in it."""
     if status.ndim == 0:
         return status
+    # The standard has no reduction by bitwise or, so add each flag at most once.
     total = xp.zeros((), dtype=xp.int32, device=device_of(status))
     for flag in _FLAGS:
         total = total + xp.astype(xp.any((status & flag) != 0), xp.int32) * flag

@@ -174,6 +174,7 @@ def set_default_backend(spec: str | None, /) -> None:
     """
     if spec is not None:
         selected_backend(spec)
+    # Checked first, so that a wrong name fails here and not at the next array.
     _process[0] = spec
 
 

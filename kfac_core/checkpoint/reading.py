@@ -243,6 +243,7 @@ def _document(archive: Archive) -> dict[str, Any]:
     _require(good, f"a document of format {FORMAT!r}")
     version = document.get("version")
     producer = shown(document.get("producer", "an unknown release"))
+    # A JSON true equals 1 in Python.
     good = type(version) is int and version == VERSION
     actual = f"{shown(version)}; it was written by {producer}"
     _require(good, f"version {VERSION} of {FORMAT!r}, got {actual}")

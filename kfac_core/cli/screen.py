@@ -109,6 +109,7 @@ def aligned(
         return []
     table = [list(columns), *map(list, rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    # Narrow the widest column until the table fits, down to a readable width.
     while sum(w + 2 for w in widths) > width and max(widths) > _LEAST:
         widths[widths.index(max(widths))] -= 1
     lines = []

@@ -113,6 +113,7 @@ def in_threads(
             return list(pool.map(function, problems))
     with _with_share_of_threads(library, workers) as share:
         hold = library.hold_threads
+        # Some libraries set threads for the calling thread only, so each worker sets them.
         with ThreadPoolExecutor(workers, initializer=hold, initargs=(share,)) as pool:
             return list(pool.map(function, problems))
 
@@ -168,6 +169,7 @@ def _bundles(
     while len(ordered) > workers and work(ordered[-1]) <= room:
         room -= work(ordered[-1])
         small.append(ordered.pop())
+    # One bundle of small tasks starts at once, the other fills the end.
     tasks = [small[::2], *([problem] for problem in ordered), small[1::2]]
     return [task for task in tasks if task]
 

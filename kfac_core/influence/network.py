@@ -288,6 +288,7 @@ class Influence:
         for name, examples in by_block.items():
             F, weights = self.curvatures[name], self._weights(name)
             single = examples.is_rows and examples.rows_each == 1
+            # A single row needs no D: (Q_A^T x)^2 and (Q_G^T g)^2 give the score.
             step = example_chunk(
                 examples, max_elements=max_elements, matrices=0 if single else 3
             )
@@ -344,7 +345,7 @@ class Influence:
         for start, stop in parts(examples.examples, step):
             R = examples.part(start, stop).coordinates(F)
             P = F.from_basis(R * weights)
-            del R
+            del R  # before P is rounded, which takes as much memory again
             self._require_finite(P, name, "the queries")
             if rank is None:
                 pieces.append(stored_queries(P, dtype))
@@ -378,6 +379,7 @@ class Influence:
                 P = queries.widened(first, last, F.dtype)
                 pieces.append(part.inner_products(P, by_rows=chunks.by_rows))
                 del P
+            # All queries for one part of the examples, whose rows are read once.
             columns.append(joined(pieces, (0, stop - start), F, axis=0))
             del part
         scores = joined(columns, (count, 0), F, axis=1)

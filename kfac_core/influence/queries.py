@@ -156,6 +156,7 @@ def stored_queries(P: Array, dtype: Any, /) -> StoredQueries:
     xp = ns.own_namespace(P)
     if dtype in (xp.float32, xp.float64):
         return StoredQueries(ns.cast(xp, P, dtype), None)
+    # In half precision, numbers of an inverse curvature would overflow or underflow.
     largest = xp.max(xp.abs(P), axis=(1, 2))
     scale = xp.where(largest > 0, largest, xp.ones_like(largest))
     return StoredQueries(xp.astype(P / scale[:, None, None], dtype), scale)
@@ -179,6 +180,7 @@ def low_rank_queries(P: Array, dtype: Any, rank: int, /) -> LowRankQueries:
         By singular values; ``rank (in + out)`` numbers a query.
     """
     xp = ns.own_namespace(P)
+    # The best approximation of each query's matrix, by Eckart and Young.
     U, values, V = xp.linalg.svd(P, full_matrices=False)
     left = U[..., :rank] * values[..., None, :rank]
     right = V[..., :rank, :]

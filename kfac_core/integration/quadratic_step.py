@@ -167,6 +167,7 @@ class DampingRule:
         next_damping = levenberg_marquardt(
             damping,
             ratio,
+            # The factor is for one step, and the rule runs every few steps.
             decay=self.factor**self.every,
             minimum=self.minimum,
             maximum=self.maximum,

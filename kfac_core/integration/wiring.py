@@ -116,6 +116,7 @@ class Wiring:
         for name, layer, slots in uses:
             _require_sizes(name, layer, {role: shapes[i] for role, i in slots.items()})
             chosen = approximation(name, layer)
+            # The same layer with the same parameters is one block, used several times.
             key = _key((name, layer, slots))
             if chosen is None or key in self._names:
                 continue
@@ -128,6 +129,7 @@ class Wiring:
             self.blocks[name] = Block(layer, chosen)
         places = [i for slots in self.slots.values() for i in slots.values()]
         for i, leaf in enumerate(leaves):
+            # A gradient of a parameter in two blocks would be preconditioned twice.
             count = places.count(i)
             if count > 1 or (count == 0 and rest == "refuse"):
                 raise errors.UnsupportedError(

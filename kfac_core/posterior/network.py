@@ -238,7 +238,7 @@ class Posterior:
         samples, leading = {}, {}
         for name, p in self.posteriors.items():
             layer = self.blocks[name].layer
-            _matrix_of(layer, mean[name], p)
+            _matrix_of(layer, mean[name], p)  # only checked: samples have its layout
             Z = stack_to_matrices(layer, noise[name])
             leading[name] = tuple(Z.shape[:-2])
             deviations = matrices_to_stack(layer, p.sample(Z))

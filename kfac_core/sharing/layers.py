@@ -70,6 +70,7 @@ class NamedLayers:
             constraints.require_kind("name", name, str, "the name of a block")
         if name in self.blocks:
             return name
+        # Known names that are not blocks: say which block to name instead.
         if name in self._weights.uses:
             raise errors.UnknownBlockError(
                 f"{name!r} is a further use of the weight of block "

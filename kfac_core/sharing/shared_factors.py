@@ -54,6 +54,7 @@ class SharedFactors:
                     f"{_kind_and_size(other, blocks)}."
                 )
             self.pairs[one] = other
+        # A taker computes no factor that it could give on.
         chained = set(self.pairs) & set(self.pairs.values())
         if chained:
             raise errors.ConventionError(
@@ -115,6 +116,7 @@ class SharedFactors:
             if options.rule == "exact" or "eigenbasis" in options.factorizations
             if self.taken_by(name)
         ]
+        # Givers first: their eigenbases are then reused, and not computed again.
         results = run({n: task for n, task in tasks.items() if n not in takers})
         second: dict[str, tuple[Any, ...]] = {}
         for name in takers:

@@ -116,6 +116,7 @@ def _selected(
             for i, (new, old) in enumerate(zip(proposed, current, strict=True))
         ]
         kind: Any = type(current)
+        # A named tuple takes its fields as arguments.
         return kind(*parts) if hasattr(current, "_fields") else kind(parts)
     if structures:
         return map_structure(

@@ -109,7 +109,7 @@ def add_l2(
         block: {
             name: added(block, name)
             if only is None or only(block, name)
-            else xp.asarray(x, copy=True)
+            else xp.asarray(x, copy=True)  # results never alias arguments
             for name, x in arrays.items()
         }
         for block, arrays in v.items()
@@ -201,5 +201,6 @@ def decay_decoupled(
     constraints.require_range(
         "learning_rate", learning_rate, constraints.NOT_NEGATIVE_SCALAR
     )
+    # Shrinking by eta lr is adding -eta lr theta.
     rate = -detached_array(weight_decay) * detached_array(learning_rate)
     return add_l2(step, parameters, weight_decay=rate, only=only)
