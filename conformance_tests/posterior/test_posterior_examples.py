@@ -71,9 +71,9 @@ def test_the_table_of_the_page_on_influence_is_what_is_computed():
 
 @pytest.mark.parametrize("page", ["posteriors", "influence"])
 def test_the_examples_of_the_pages_run(page, capsys):
-    """What stands on the pages runs as it stands there, and prints numbers."""
+    """The last program of each page, with NumPy, runs and prints numbers."""
     text = (FOLDER.parent / f"{page}.md").read_text(encoding="utf-8")
-    program, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    *_, program = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names = {}
 
     exec(compile(program, f"{page}.md", "exec"), names)
