@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 
@@ -36,7 +36,9 @@ ATTEMPTS = 10
 
 SHORTER = 0.25
 
-_DEFAULTS: dict[str, kc.Approximation] = {
+_DEFAULTS = kc.integration.defaults
+
+_APPROXIMATIONS: dict[str, kc.Approximation] = {
     "embedding": kc.Kronecker(input="diagonal"),
     "scale_shift": kc.Diagonal(),
 }
@@ -65,6 +67,18 @@ class KFAC:
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
         `vectors`.  Curvature, damping and `kl_clip` are in its units; a `RowLoss` says
         what multiple of its negative log the loss is, and gradients are divided by that.
+    learning_rate : float, or callable of the number of steps made
+        Learning rate.
+    damping : float, or callable of the number of steps made
+        Damping of the next refresh.
+    update_every, refresh_every : int, or callable of the number of steps made
+        Numbers of steps between statistics, and between refreshes.
+    layers : mapping of str to Layer or Block, optional
+        Layers that cannot be inferred from their parameters; a block sets another
+        approximation than Kronecker factors (or the diagonal for a scale and shift).
+
+    Other Parameters
+    ----------------
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them,
         ``"empirical"`` takes the gradients of the loop's own loss; see
@@ -77,30 +91,26 @@ class KFAC:
     reduction : {"mean", "sum"}
         Reduction over the rows of outputs, in the loss whose gradients `step` takes, and of
         which the output gradients are with ``fisher="empirical"``.
-    learning_rate, damping, decay : float, or callable of the number of steps made
-        Learning rate; damping of the next refresh; factor on the old statistics at each
-        update.
     momentum, weight_decay : float
         Momentum and weight decay.
     kl_clip : float, or callable of the number of steps made, optional
         Bound of the step, ``lr^2 grad . P grad``; None for none.
+    decay : float, or callable of the number of steps made
+        Factor on the old statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
-    update_every, refresh_every : int, or callable of the number of steps made
-        Numbers of steps between statistics, and between refreshes.
     adapt_factor, min_damping, max_damping : float
         Levenberg-Marquardt rule of steps that are given the loss: the damping is
         multiplied or divided by the factor, in (0, 1], between these bounds.  Where a
         batch has fewer examples than the network has parameters, its quadratic model says
         little of other batches: 1e-3 is a good `min_damping`.
-    layers : mapping of str to Layer or Block, optional
-        Layers that cannot be inferred from their parameters; a block sets another
-        approximation than Kronecker factors (or the diagonal for a scale and shift).
     decayed : callable, optional
         Whether a parameter, by the names of layer and parameter, decays; all do.
-    **options : object
-        Further options of `kfac_core.Estimator`; `refreshing` is
-        ``Refreshing(keep_matrices=False)`` by default.
+    execution : Execution, Distributed or Executor, optional
+        How blocks are computed; with `Distributed`, also by whom.
+    **options
+        Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
+        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------
@@ -135,26 +145,30 @@ class KFAC:
         self,
         parameters: Vector,
         *,
-        likelihood: Any = None,
+        likelihood: str | kc.losses.Loss | kc.integration.RowLoss | None = None,
+        learning_rate: kc.integration.Schedule = 0.1,
+        damping: kc.integration.Schedule = _DEFAULTS.DAMPING,
+        update_every: kc.integration.Interval = _DEFAULTS.UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = _DEFAULTS.REFRESH_EVERY,
+        layers: Mapping[str, kc.Layer | kc.Block] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
         reduction: Literal["mean", "sum"] = "mean",
-        learning_rate: kc.integration.Schedule = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
-        damping: kc.integration.Schedule = kc.integration.defaults.DAMPING,
-        decay: kc.integration.Schedule = kc.integration.defaults.DECAY,
-        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
-        update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
-        refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
+        kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
+        decay: kc.integration.Schedule = _DEFAULTS.DECAY,
+        damping_rule: kc.damping.DampingRule = _DEFAULTS.DAMPING_RULE,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-8,
         max_damping: float = 1e8,
-        layers: Mapping[str, kc.Layer | kc.Block] | None = None,
         decayed: Callable[[str, str], bool] | None = None,
-        **options: Any,
+        execution: kc.Execution
+        | kc.distributed.Distributed
+        | kc.execution.Executor
+        | None = None,
+        **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
         kc.integration.require_estimation(
             fisher=fisher, samples=samples, positions=positions
@@ -182,8 +196,8 @@ class KFAC:
         if likelihood is not None:
             self.row_loss = kc.integration.row_loss(likelihood)
         self._rank = 0
-        if isinstance(options.get("execution"), kc.distributed.Distributed):
-            self._rank = options["execution"].communicator.rank
+        if isinstance(execution, kc.distributed.Distributed):
+            self._rank = execution.communicator.rank
             if fisher == "empirical" and reduction == "mean":
                 raise kc.UnsupportedError(
                     "With fisher='empirical' the output gradients of a mean have to be "
@@ -209,7 +223,8 @@ class KFAC:
             damping_rule=damping_rule,
             mode=fisher,
             sources=kc.losses.source_reduction_of(fisher),
-            **{"refreshing": kc.Refreshing(keep_matrices=False), **options},
+            execution=execution,
+            **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
         )
         self.rule = kc.integration.DampingRule(
             1, adapt_factor, min_damping, max_damping
@@ -815,7 +830,7 @@ def _blocks(
         _refuse_masked(f"parameters[{name!r}]", *arrays.values())
         layer = layers.get(name) or _layer_of(name, arrays)
         if not isinstance(layer, kc.Block):
-            layer = kc.Block(layer, _DEFAULTS.get(layer.kind, kc.Kronecker()))
+            layer = kc.Block(layer, _APPROXIMATIONS.get(layer.kind, kc.Kronecker()))
         try:
             layer.parameters_to_matrix(arrays)
         except kc.KFACError as error:

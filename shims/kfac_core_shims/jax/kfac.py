@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ __all__ = ["KFAC", "started"]
 
 T = TypeVar("T")
 
+_DEFAULTS = kc.integration.defaults
+
 
 class KFAC:
     """K-FAC as an optax gradient transformation.
@@ -41,10 +43,21 @@ class KFAC:
         `kfac_core.losses.vectors`, else as given to `Network.vjp`.
     damping : float or mapping of str to float
         Damping of the operators, unless a step gives another.
-    decay : float
-        Factor on the old statistics at each update, from 0 to 1.
     refresh_every : int
         Number of updates between refreshes, at least 1; the first update refreshes.
+    kl_clip : float or callable of int, optional
+        Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
+        model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
+    learning_rate : float or callable of int
+        What the direction will be multiplied by, eta; read by the KL clip alone.  A
+        callable takes the number of updates so far.
+
+    Other Parameters
+    ----------------
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
+    decay : float
+        Factor on the old statistics at each update, from 0 to 1.
     bases_every : int
         Number of updates between recomputations of the bases of `kfac_core.Eigen` (EKFAC)
         blocks.  Without such blocks it is not read.
@@ -55,15 +68,12 @@ class KFAC:
         ``shard_map``: statistics are those of all devices' examples, and gradients are
         averaged over it.  Other axes of ``vmap`` are of independent runs, such as several
         seeds; an empty tuple says the same of those of ``pmap`` and ``shard_map``.
-    kl_clip : float or callable of int, optional
-        Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
-        model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
-    learning_rate : float or callable of int
-        What the direction will be multiplied by, eta; read by the KL clip alone.  A
-        callable takes the number of updates so far.
-    **options : object
-        Options of `kfac_core.Estimator`, such as `sources`; `refreshing`
-        is ``Refreshing(keep_matrices=False)`` by default.
+    sources, mode
+        How several backpropagated vectors are combined, and the estimation mode; see
+        `kfac_core.Estimator`.
+    **options
+        Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
+        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------
@@ -101,32 +111,35 @@ class KFAC:
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: kc.array.Scalar
-        | Mapping[str, kc.array.Scalar] = kc.integration.defaults.DAMPING,
-        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
-        decay: float = kc.integration.defaults.DECAY,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = _DEFAULTS.DAMPING,
         refresh_every: int = 25,
+        kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
+        learning_rate: kc.integration.Schedule = 0.1,
+        damping_rule: kc.damping.DampingRule = _DEFAULTS.DAMPING_RULE,
+        decay: float = _DEFAULTS.DECAY,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,
-        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
-        learning_rate: kc.integration.Schedule = 0.1,
-        **options: Any,
+        sources: kc.conventions.SourceReduction = "sum",
+        mode: kc.losses.EstimationMode | None = None,
+        **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
         kc.constraints.require_one_of("moments", moments, ("kronecker", "carried"))
         kc.integration.interval_at("refresh_every", refresh_every, 0)
         kc.integration.interval_at("bases_every", bases_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         kc.integration.require_positive("learning_rate", learning_rate)
-        settings: dict[str, Any] = {
-            "reduction": reduction,
-            "damping": damping,
-            "damping_rule": damping_rule,
-            "decay": decay,
-            "refreshing": kc.Refreshing(keep_matrices=False),
-        }
-        settings |= options
-        self._made = functools.partial(kc.Estimator, network.blocks, **settings)
+        self._made = functools.partial(
+            kc.Estimator,
+            network.blocks,
+            reduction=reduction,
+            damping=damping,
+            damping_rule=damping_rule,
+            decay=decay,
+            sources=sources,
+            mode=mode,
+            **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
+        )
         estimator = self._made()
         self.network, self.curvature = network, estimator.network
         self.axis_name = axis_name

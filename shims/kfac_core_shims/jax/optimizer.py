@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,33 @@ from kfac_core_shims.jax.mapped import averaged
 from kfac_core_shims.jax.network import Network
 
 __all__ = ["Optimizer", "OptimizerState", "Progress", "kfac_optimizer"]
+
+
+_DEFAULTS = kc.integration.defaults
+
+Likelihood: TypeAlias = str | kc.losses.Loss | kc.integration.RowLoss
+
+
+class OptimizerOptions(kc.integration.EstimatorOptions, total=False):
+    """Options of `Optimizer`; see there."""
+
+    fisher: kc.losses.EstimationMode
+    learning_rate: kc.integration.Schedule | None
+    momentum: kc.integration.Schedule | None
+    damping: float
+    damping_rule: kc.damping.DampingRule
+    adapt_damping: bool
+    adapt_every: int
+    adapt_factor: float
+    min_damping: float
+    max_damping: float
+    l2: float
+    update_every: int
+    refresh_every: int
+    bases_every: int
+    kl_clip: float | None
+    decay: float
+    axis_name: Any
 
 
 class OptimizerState(NamedTuple):
@@ -85,11 +112,11 @@ def kfac_optimizer(
     params: Any,
     /,
     *inputs: Any,
-    likelihood: Any,
+    likelihood: Likelihood,
     approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
-    rest: Any = "refuse",
+    rest: Literal["refuse", "keep"] = "refuse",
     has_aux: bool = False,
-    **options: Any,
+    **options: Unpack[OptimizerOptions],
 ) -> Optimizer:
     """Return K-FAC for a network function: its `Network` is found, and wired.
 
@@ -99,7 +126,7 @@ def kfac_optimizer(
         See `Network`; the function returns one array of outputs, shape (N, ..., P).
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
-    **options : object
+    **options
         Options of `Optimizer`.
 
     Returns
@@ -143,14 +170,21 @@ class Optimizer:
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Outputs of
         shape (N,) have rows of one number.
-    fisher : {"gradients", "exact", "empirical", ...}
-        Output gradients of which the blocks are made: of one drawn label, of all labels,
-        or of the data's.
+    damping : float
+        lam of the first steps.
+    l2 : float
+        Coefficient of ``1/2 |theta|^2`` beside the likelihood's mean negative log.
+    update_every, refresh_every : int
+        Steps between statistics, and updates between factorizations.
     learning_rate, momentum : float or callable of array, optional
         alpha and mu; None to take the minimum of the quadratic model.  A callable takes
         the number of steps taken so far.
-    damping : float
-        lam of the first steps.
+
+    Other Parameters
+    ----------------
+    fisher : {"gradients", "exact", "empirical", ...}
+        Output gradients of which the blocks are made: of one drawn label, of all labels,
+        or of the data's.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
     adapt_damping : bool
@@ -162,17 +196,17 @@ class Optimizer:
         takes it to the power of `adapt_every`.
     min_damping, max_damping : float
         Bounds of the damping.
-    l2 : float
-        Coefficient of ``1/2 |theta|^2`` beside the likelihood's mean negative log.
-    update_every, refresh_every, bases_every : int
-        Steps between statistics, and updates between factorizations and between the
-        eigenbases of `kfac_core.Eigen` blocks.
+    bases_every : int
+        Updates between the eigenbases of `kfac_core.Eigen` blocks.
     kl_clip : float, optional
         Bound on ``alpha^2 grad . P grad``, where the learning rate is given.
+    decay : float
+        Factor on the old statistics at each update.
     axis_name : hashable, optional
         See `KFAC`; `transition` is then to be called inside the mapped axis.
-    **options : object
-        Options of `kfac_core.Estimator`.
+    **options
+        Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
+        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Raises
     ------
@@ -200,25 +234,26 @@ class Optimizer:
         network: Network,
         /,
         *,
-        likelihood: Any,
-        fisher: kc.losses.EstimationMode = "gradients",
+        likelihood: Likelihood,
+        damping: float = _DEFAULTS.MODEL_DAMPING,
+        l2: float = 0.0,
+        update_every: int = _DEFAULTS.MODEL_UPDATE_EVERY,
+        refresh_every: int = _DEFAULTS.MODEL_REFRESH_EVERY
+        // _DEFAULTS.MODEL_UPDATE_EVERY,
         learning_rate: kc.integration.Schedule | None = None,
         momentum: kc.integration.Schedule | None = None,
-        damping: float = kc.integration.defaults.MODEL_DAMPING,
-        damping_rule: kc.damping.DampingRule = kc.integration.defaults.MODEL_DAMPING_RULE,
+        fisher: kc.losses.EstimationMode = "gradients",
+        damping_rule: kc.damping.DampingRule = _DEFAULTS.MODEL_DAMPING_RULE,
         adapt_damping: bool = True,
         adapt_every: int = 5,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
-        l2: float = 0.0,
-        update_every: int = kc.integration.defaults.MODEL_UPDATE_EVERY,
-        refresh_every: int = kc.integration.defaults.MODEL_REFRESH_EVERY
-        // kc.integration.defaults.MODEL_UPDATE_EVERY,
         bases_every: int = 100,
-        kl_clip: float | None = kc.integration.defaults.KL_CLIP,
+        kl_clip: float | None = _DEFAULTS.KL_CLIP,
+        decay: float = _DEFAULTS.DECAY,
         axis_name: Any = None,
-        **options: Any,
+        **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
         kc.integration.require_estimation(fisher=fisher)
         constraints = kc.constraints
@@ -252,6 +287,7 @@ class Optimizer:
             mode=fisher,
             damping=damping,
             damping_rule=damping_rule,
+            decay=decay,
             refresh_every=refresh_every,
             bases_every=bases_every,
             axis_name=axis_name,

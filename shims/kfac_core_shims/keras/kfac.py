@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, Unpack
 
 import keras
 from keras import ops
@@ -33,6 +33,10 @@ from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
 __all__ = ["KFAC"]
 
 BACKENDS = "torch", "jax"
+
+_DEFAULTS = kc.integration.defaults
+
+Likelihood: TypeAlias = str | kc.losses.Loss | kc.integration.RowLoss
 
 
 class KFAC(kc.integration.NaturalGradient):
@@ -55,25 +59,34 @@ class KFAC(kc.integration.NaturalGradient):
         Likelihood of one row of outputs, or a list for several outputs; by default that of
         the compiled losses.  Probabilities at the end of a model are read as the losses
         read them.  Needed by a model with a ``compute_loss`` or ``train_step`` of its own.
+    damping : float or callable of int
+        Damping of the next refresh.  A callable, here and below, takes the number of steps
+        so far (not in ``fit`` on JAX).
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations.
+    kl_clip : float or callable of int, optional
+        Bound on the step; None for none.
+
+    Other Parameters
+    ----------------
+    reduction : {"mean", "sum"}, optional
+        Reduction over the rows of outputs: ``"mean"`` for each of Keras's means, ``"sum"``
+        for "sum".  By default that of the compiled losses, or ``"mean"``.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them (one
         backward pass for each; random signs of rows make it right in expectation where
         layers mix these), ``"empirical"`` takes the targets of the data; see
         `kfac_core.losses.EstimationMode`.
-    reduction : {"mean", "sum"}, optional
-        Reduction over the rows of outputs: ``"mean"`` for each of Keras's means, ``"sum"``
-        for "sum".  By default that of the compiled losses, or ``"mean"``.
-    damping, decay, kl_clip : float or callable of int
-        Damping of the next refresh; factor on the old statistics at each update; bound on
-        the step, None for none.  A callable takes the number of steps so far (not in
-        ``fit`` on JAX).
+    decay : float or callable of int
+        Factor on the old statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
-    update_every, refresh_every : int or callable of int
-        Steps between statistics, and between factorizations.
-    **options : object
-        Further options of `kfac_core.Estimator`; `refreshing` is
-        ``Refreshing(keep_matrices=False)`` by default.
+    execution : Execution, Distributed or Executor, optional
+        How blocks are computed; by default one after the other on PyTorch, and as one
+        program on JAX.
+    **options
+        Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
+        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------
@@ -105,18 +118,22 @@ class KFAC(kc.integration.NaturalGradient):
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         *,
-        likelihood: Any = None,
+        likelihood: Likelihood | Sequence[Likelihood] | None = None,
+        damping: kc.integration.Schedule = _DEFAULTS.DAMPING,
+        update_every: kc.integration.Interval = _DEFAULTS.UPDATE_EVERY,
+        refresh_every: kc.integration.Interval = _DEFAULTS.REFRESH_EVERY,
+        kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
-        kl_clip: kc.integration.Schedule | None = kc.integration.defaults.KL_CLIP,
-        damping: kc.integration.Schedule = kc.integration.defaults.DAMPING,
-        decay: kc.integration.Schedule = kc.integration.defaults.DECAY,
-        damping_rule: kc.damping.DampingRule = kc.integration.defaults.DAMPING_RULE,
-        update_every: kc.integration.Interval = kc.integration.defaults.UPDATE_EVERY,
-        refresh_every: kc.integration.Interval = kc.integration.defaults.REFRESH_EVERY,
-        **options: Any,
+        decay: kc.integration.Schedule = _DEFAULTS.DECAY,
+        damping_rule: kc.damping.DampingRule = _DEFAULTS.DAMPING_RULE,
+        execution: kc.Execution
+        | kc.distributed.Distributed
+        | kc.execution.Executor
+        | None = None,
+        **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
         self._jax = keras.backend.backend() == "jax"
         if keras.backend.backend() not in BACKENDS:
@@ -134,12 +151,11 @@ class KFAC(kc.integration.NaturalGradient):
         overrides = likelihood is None and own_loss_of(model)
         if overrides or getattr(model, "_compile_loss", None) is None:
             losses_of(model, likelihood, reduction)  # raises now
-        execution: dict[str, Any] = {}
-        if self._jax:
+        if self._jax and execution is None:
             from kfac_core_shims.jax import compiled
 
             # Each operation outside of `fit` would else be a program of its own.
-            execution = {"execution": compiled}
+            execution = compiled
         estimator = kc.Estimator(
             {name: site.block for name, site in self.sites.items()},
             reduction="sum",
@@ -148,11 +164,8 @@ class KFAC(kc.integration.NaturalGradient):
             damping_rule=damping_rule,
             mode=fisher,
             sources=sources,
-            **{
-                "refreshing": kc.Refreshing(keep_matrices=False),
-                **execution,
-                **options,
-            },
+            execution=execution,
+            **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
         )
         self._variables: list[Any] = []
         self._compiling = False
