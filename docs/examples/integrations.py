@@ -61,7 +61,7 @@ def defaults(name):
 def as_value(default):
     """Return a default as it is written, and one of all integrations by its value."""
     common, _, constant = default.rpartition(".")
-    if common == "kc.integration.defaults":
+    if common == "_DEFAULTS":  # an alias of `kc.integration.defaults`
         return repr(getattr(kc.integration.defaults, constant))
     return default
 
