@@ -28,7 +28,7 @@ OWN = {
     "keras": {"keras", "jax", "torch", "kfac_core", "kfac_core_shims"},
     "numpy": {"numpy", "kfac_core"},
     "_demo": {
-        *("numpy", "sklearn", "torch", "jax", "optax", "matplotlib", "threadpoolctl"),
+        *("numpy", "sklearn", "torch", "matplotlib", "threadpoolctl"),
         *("kfac_core", "kfac_core_shims"),
     },
     "sklearn": {"sklearn", "scipy", "numpy", "kfac_core", "kfac_core_shims"},

@@ -386,21 +386,24 @@ class KFAC:
         """
         import optax
 
-        def update(updates: Any, state: Any, params: Any = None, **options: Any) -> Any:
-            ours = {name: options.pop(name) for name in _ARGUMENTS if name in options}
-            for name in options:
-                meant = difflib.get_close_matches(name, _ARGUMENTS, 1)
-                if meant:
+        def update(
+            updates: Any,
+            state: Any,
+            params: Any = None,
+            *,
+            captured: Any,
+            damping: Any = None,
+            **of_others: Any,
+        ) -> Any:
+            for name in of_others:
+                if meant := difflib.get_close_matches(name, ("captured", "damping"), 1):
                     raise kc.ConventionError(
                         f"Unknown argument {name!r} of `update`; did you mean "
                         f"{meant[0]!r}?"
                     )
-            if "captured" not in ours:
-                raise kc.ConventionError(
-                    "Expected `update(gradients, state, params, captured=...)`, with what "
-                    "`Network.vjp` captured; captured=None is a step without statistics."
-                )
-            return self.update(updates, state, params, **ours)
+            return self.update(
+                updates, state, params, captured=captured, damping=damping
+            )
 
         return optax.GradientTransformationExtraArgs(self.init, update)
 
@@ -436,10 +439,6 @@ def started(initial: Callable[[Any], T], params: Any, /) -> T:
     if len(devices) == 1 and len(devices[0]) == 1:
         state = jax.device_put(state, *devices[0])
     return state
-
-
-_ARGUMENTS: tuple[str, ...] = ("captured", "damping")
-"""What `KFAC.update` takes beside the arguments of optax."""
 
 
 def _flagged_unless_ready(state: kc.NetworkState) -> kc.NetworkState:

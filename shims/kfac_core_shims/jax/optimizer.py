@@ -462,8 +462,6 @@ class Optimizer:
 
     def _captured(self, pull: Any, z: Any, targets: Any, key: Any) -> Any:
         """Return the rows of each block, for the mean over all rows of the outputs."""
-        if self.fisher != "empirical":
-            _require_key(key)
         spec = kc.losses.noise_spec(self.loss, z, mode=self.fisher)
         noise = None
         if spec is not None:
@@ -572,19 +570,6 @@ def _rows(z: Any) -> int:
 def _vector(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a pytree as a vector of `kfac_core.steps`."""
     return {"": {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}}
-
-
-def _require_key(key: Any) -> None:
-    """Raise for what is no key of random numbers, such as a seed."""
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not typed and (dtype != jnp.uint32 or key.ndim != 1):
-        shape = f" of shape {tuple(key.shape)}" if hasattr(key, "shape") else ""
-        kind = type(key).__name__ if dtype is None else f"{dtype}{shape}"
-        raise kc.ArgumentError(
-            f"Expected `key` to be a key of JAX, got {kind}. Make one of a seed by "
-            "jax.random.key(seed), and a new one for each step by jax.random.split."
-        )
 
 
 def _require_steps(params: Any) -> None:
