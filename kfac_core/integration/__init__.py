@@ -17,6 +17,7 @@ from kfac_core.integration.quadratic_step import (
     QuadraticStep,
     quadratic_step,
 )
+from kfac_core.integration.scheduled import ScheduledSteps
 from kfac_core.integration.schedules import (
     Interval,
     Schedule,
@@ -37,6 +38,7 @@ __all__ = [
     "QuadraticStep",
     "RowLoss",
     "Schedule",
+    "ScheduledSteps",
     "Wiring",
     "batches_in_parts",
     "batches_of_calls",

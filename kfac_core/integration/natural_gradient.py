@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
-from kfac_core.array.finite import all_finite
 from kfac_core.distributed.agreement import Agreement, are_equal, digest_of
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.replicas import require_same
@@ -28,16 +27,12 @@ from kfac_core.estimator import Estimator
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.factors.statistics import Statistics
 from kfac_core.integration.layer_calls import LayerCall, batches_in_parts
-from kfac_core.integration.schedules import (
-    Interval,
-    Schedule,
-    interval_at,
-    require_positive,
-    value_at,
+from kfac_core.integration.scheduled import (
+    ScheduledSteps,
+    ScheduleOptions,
+    require_finite,
 )
-from kfac_core.stages import batch_moments
-from kfac_core.steps.trust_region import TrustRegion, clip_of_product
-from kfac_core.steps.vectors import Vector, dot, widest
+from kfac_core.steps.vectors import Vector
 
 __all__ = ["NaturalGradient"]
 
@@ -50,7 +45,7 @@ _ALIKE = 1e-4
 """Relative spread of a gradient's norm over processes that roundoff may make."""
 
 
-class NaturalGradient:
+class NaturalGradient(ScheduledSteps):
     r"""Natural gradients, step by step.
 
     With G the gradient of the mean loss over its factor c (see `RowLoss`), P the inverse
@@ -122,53 +117,25 @@ class NaturalGradient:
         /,
         *,
         reduction: Literal["mean", "sum"],
-        update_every: Interval = 1,
-        refresh_every: Interval = 1,
-        bases_every: Interval = 100,
         refresh_lag: int = 0,
-        damping: Schedule | None = None,
-        decay: Schedule | None = None,
-        kl_clip: Schedule | None = None,
-        learning_rate: Schedule = 1.0,
         communicator: Communicator | None = None,
+        **schedule: Unpack[ScheduleOptions],
     ) -> None:
         constraints.require_options(
             locals(),
-            estimator=constraints.instance_of(Estimator),
-            reduction=constraints.one_of("mean", "sum"),
             refresh_lag=constraints.WHOLE,
-            damping=constraints.optional(
-                constraints.either(constraints.DAMPING, constraints.FUNCTION)
-            ),
-            decay=constraints.optional(
-                constraints.either(constraints.DECAY_SCALAR, constraints.FUNCTION)
-            ),
             communicator=constraints.optional(
                 constraints.implementation_of(Communicator)
             ),
         )
-        self.communicator = communicator
-        self.estimator, self.reduction, self.steps = estimator, reduction, 0
-        self.update_every, self.refresh_every = update_every, refresh_every
-        self.bases_every, self.refresh_lag = bases_every, refresh_lag
-        self.damping_schedule, self.decay_schedule = damping, decay
-        self.kl_clip, self.learning_rate = kl_clip, learning_rate
-        self.loss_factor: Scalar = 1.0
-        self.clip: TrustRegion | None = None
+        super().__init__(estimator, reduction=reduction, **schedule)
+        self.communicator, self.refresh_lag = communicator, refresh_lag
         self._begun: _Begun | None = None
         # A refresh in the background, and the steps whose statistics it and the
         # operators are of.
         self._running: tuple[BackgroundRefresh, int] | None = None
         self._refreshed_at = 0
         self._shares_differ = False
-        for name, interval in (
-            ("update_every", update_every),
-            ("refresh_every", refresh_every),
-            ("bases_every", bases_every),
-        ):
-            interval_at(name, interval, 0)
-        require_positive("kl_clip", kl_clip, optional=True)
-        require_positive("learning_rate", learning_rate)
         if communicator is not None:
             require_same(communicator, self._compared())
 
@@ -186,16 +153,6 @@ class NaturalGradient:
         }
         texts["`refresh_lag`"] = str(self.refresh_lag)
         return {"`reduction`": self.reduction, **texts}
-
-    @property
-    def wants_statistics(self) -> bool:
-        """Whether the next step needs calls with output gradients."""
-        return self._due("update_every", self.update_every)
-
-    @property
-    def wants_refresh(self) -> bool:
-        """Whether the next step makes new operators."""
-        return self._due("refresh_every", self.refresh_every)
 
     @property
     def operator_age(self) -> int:
@@ -272,20 +229,6 @@ class NaturalGradient:
         self.steps += 1
         return vectors
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Take steps within the context back, if anything raises there.
-
-        Statistics, operators, damping, decay, and the number of steps are as before then.
-        """
-        before, steps = self._snapshot(), self.steps
-        try:
-            yield
-        except BaseException:
-            self._restore(before)
-            self.steps = steps
-            raise
-
     def moments(
         self,
         calls: Iterable[LayerCall],
@@ -331,19 +274,6 @@ class NaturalGradient:
             self._add_moments(part, statistics)
         return statistics
 
-    def _add_moments(
-        self, part: Mapping[str, Any], totals: dict[str, Statistics]
-    ) -> None:
-        """Add the statistics of a part of a batch."""
-        known = self.estimator.network
-        batches = known.layers.batches(part)
-        options: Any = {"conventions": known.conventions, "precision": known.precision}
-        for name, batch in batches.items():
-            block = known.blocks[name]
-            before = self.estimator.state[name].statistics
-            new = batch_moments(block, batch, **options, name=name, statistics=before)
-            totals[name] = totals[name].merged(new) if name in totals else new
-
     def begin(
         self,
         calls: Iterable[LayerCall],
@@ -386,52 +316,18 @@ class NaturalGradient:
             self._restore(begun.before)
 
     def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
-        """Return the state needed to resume: the steps, and the estimator's state.
+        """Return the state needed to resume; see `ScheduledSteps`.
 
         A refresh that runs in the background is installed before.
-        With `owned`, of the blocks that this process owns; see `Estimator.state_dict`.
         """
         self._install_running()
-        return {
-            "steps": self.steps,
-            "loss_factor": float(self.loss_factor),
-            "estimator": self.estimator.state_dict(owned=owned),
-        }
+        return super().state_dict(owned=owned)
 
     def load_state_dict(
         self, state: Mapping[str, Any], /, *, owned: bool = False
     ) -> None:
-        """Restore a state that `state_dict` returned, with the same `owned`.
-
-        Raises
-        ------
-        StateError
-            If anything does not fit; the object is then unchanged.
-        """
-        if not isinstance(state, Mapping):
-            raise errors.StateError(
-                "Expected `state` to be what `state_dict` returned, got a "
-                f"{type(state).__name__}."
-            )
-        if type(state.get("steps")) is not int:
-            raise errors.StateError(f"Expected a number of `steps` in {[*state]}.")
-        loss_factor = state.get("loss_factor")
-        if type(loss_factor) is not float or not 0.0 < loss_factor < np.inf:
-            raise errors.StateError(
-                f"Expected a `loss_factor` > 0 in the state, got {loss_factor!r}."
-            )
-        estimator = state.get("estimator", {})
-        blocks = estimator.get("blocks", {})
-        paths = {path for block in blocks.values() for path in block.get("values", ())}
-        is_read = owned or any(path.startswith("statistics") for path in paths)
-        if state["steps"] and not is_read:
-            raise errors.StateError(
-                f"The state is of {state['steps']} steps and has no statistics: its reader "
-                "read only what a new object has. With torch.distributed.checkpoint, save "
-                "and load DistributedState(kfac)."
-            )
-        self.estimator.load_state_dict(estimator, owned=owned)
-        self.steps, self.loss_factor = state["steps"], loss_factor
+        """Restore a state that `state_dict` returned; see `ScheduledSteps`."""
+        super().load_state_dict(state, owned=owned)
         self._running, self._refreshed_at = None, self.steps
 
     def _take(
@@ -495,10 +391,7 @@ class NaturalGradient:
         used: list[LayerCall] = []
         try:
             used = self._used(calls)
-            if self.damping_schedule is not None:
-                self.estimator.damping = value_at(self.damping_schedule, self.steps)
-            if self.decay_schedule is not None:
-                self.estimator.decay = value_at(self.decay_schedule, self.steps)
+            self._follow_schedules()
         except Exception as raised:
             error = raised
         agreed = None
@@ -607,21 +500,6 @@ class NaturalGradient:
         with Agreement(self.communicator).announced():
             yield
 
-    def _refresh_new(self, names: Iterable[str]) -> None:
-        """Make the first operators of blocks that no batch before this one had."""
-        network, state = self.estimator.network, self.estimator.state
-        with_rows = {network.layers.block_of(name) for name in names}
-        # The order of the network's blocks is the same on all processes.
-        new = [
-            n for n in network.blocks if n in with_rows and state[n].operator is None
-        ]
-        if new:
-            # An EKFAC block needs bases before its first operator.
-            based = [n for n in new if network.blocks[n].approximation.has_bases]
-            if based:
-                self.estimator.rebase(based, moments="kronecker")
-            self.estimator.refresh(new)
-
     def _directions(
         self, gradients: Vector, rows: Scalar
     ) -> dict[str, dict[str, Array]]:
@@ -633,7 +511,7 @@ class NaturalGradient:
             if state[block_of(n)].operator is not None
         }
         if len(ready) < len(gradients):
-            _require_finite({n: g for n, g in gradients.items() if n not in ready})
+            require_finite({n: g for n, g in gradients.items() if n not in ready})
         divisor = self.loss_factor
         if self.reduction == "sum":
             divisor = divisor * rows / self._processes
@@ -644,71 +522,6 @@ class NaturalGradient:
         bound, rate = self._clip_options()
         vectors, self.clip = self._clipped(ready, rate, bound)
         return vectors
-
-    def _clip_options(self) -> tuple[Any, Any]:
-        """Return the bound of the KL clip at this step, and the rate that it reads."""
-        bound = value_at(self.kl_clip, self.steps)
-        return bound, 1.0 if bound is None else value_at(self.learning_rate, self.steps)
-
-    def _clipped(
-        self, gradients: Vector, rate: Scalar, bound: Any
-    ) -> tuple[dict[str, dict[str, Array]], TrustRegion | None]:
-        """Return directions, and the clip that they are multiplied by."""
-        if bound is None:
-            _require_finite(gradients)
-        try:
-            vectors = self.estimator.precondition(gradients)
-        except errors.NotFiniteError:
-            _require_finite(gradients)
-            raise
-        if bound is None or not vectors:
-            return vectors, None
-        xp = ns.own_namespace(
-            next(x for parts in vectors.values() for x in parts.values())
-        )
-        dtype = widest(gradients, vectors, xp=xp)
-        product = dot(gradients, vectors, dtype=dtype, xp=xp)
-        # The product is read in any case, and arithmetic with numbers is faster on the
-        # host.
-        size = backend_of(xp).to_numpy(product)
-        if not np.isfinite(size):
-            _require_finite(gradients)
-        clip = clip_of_product(size, learning_rate=float(rate), bound=float(bound))
-        nu = float(clip.scale)
-        # Do not copy directions that are not clipped.
-        if nu == 1.0:
-            return vectors, clip
-        scaled = {n: {k: x * nu for k, x in g.items()} for n, g in vectors.items()}
-        return scaled, clip
-
-    def _rebase(self) -> None:
-        """Recompute the bases of EKFAC blocks where they are due or missing."""
-        network, state = self.estimator.network, self.estimator.state
-        with_bases = {
-            name: state[name]
-            for name, block in network.blocks.items()
-            if block.approximation.has_bases and state[name].statistics is not None
-        }
-        due = self._due("bases_every", self.bases_every)
-        new = [name for name, block in with_bases.items() if int(block.basis_age) < 0]
-        old = [name for name in with_bases if due and name not in new]
-        if new:
-            self.estimator.rebase(new, moments="kronecker")
-        if old:
-            self.estimator.rebase(old, moments="carried")
-
-    def _due(self, name: str, interval: Interval) -> bool:
-        return self.steps % interval_at(name, interval, self.steps) == 0
-
-    def _snapshot(self) -> tuple[Any, ...]:
-        estimator = self.estimator
-        options = estimator.damping, estimator.decay
-        return estimator.state, *options, self.clip, self.loss_factor
-
-    def _restore(self, before: tuple[Any, ...]) -> None:
-        estimator = self.estimator
-        estimator.state, estimator.damping, estimator.decay, *others = before
-        self.clip, self.loss_factor = others
 
     @property
     def _processes(self) -> int:
@@ -779,7 +592,7 @@ class NaturalGradient:
         """Return the numbers that a vote sums, for `_read`."""
         norm = _norm(gradients)
         if not np.isfinite(norm):
-            _require_finite(gradients)
+            require_finite(gradients)
             norm = 0.0
         common = self._common(gradients)
         if norm and common is not gradients:
@@ -866,33 +679,3 @@ def _norm(gradients: Vector, /) -> float:
         norms = [ns.cast(xp, xp.linalg.vector_norm(x), dtype) for x in arrays.values()]
         norm = xp.linalg.vector_norm(xp.stack(norms))
     return float(backend_of(xp).to_numpy(norm))
-
-
-def _require_finite(gradients: Vector, /) -> None:
-    """Raise `NotFiniteError` for gradients that are not finite, with their name.
-
-    One transfer to the host, whatever their number.
-    """
-    arrays = {
-        f"The gradient of {name!r} ({key})": x
-        for name, arrays_of in gradients.items()
-        for key, x in arrays_of.items()
-    }
-    if not arrays:
-        return
-    xp = ns.namespace_of(**arrays)
-    # A finite sum shows that all numbers are finite; any other array is read in full.
-    with np.errstate(all="ignore"):
-        sums = [xp.sum(x) for x in arrays.values()]
-        finite = xp.isfinite(xp.stack([ns.cast(xp, s, sums[0].dtype) for s in sums]))
-    good = backend_of(xp).to_numpy(finite).tolist()
-    bad = [
-        what
-        for (what, x), fine in zip(arrays.items(), good, strict=True)
-        if not (fine or bool(all_finite(x, xp=xp)))
-    ]
-    if bad:
-        more = f", and {len(bad) - 1} more are not" if bad[1:] else ""
-        raise errors.NotFiniteError(
-            f"{bad[0]} is not finite{more}. Nothing was changed."
-        )

@@ -44,7 +44,7 @@ _APPROXIMATIONS: dict[str, kc.Approximation] = {
 }
 
 
-class KFAC:
+class KFAC(kc.integration.ScheduledSteps):
     """K-FAC with momentum, a bound on the step and decoupled weight decay.
 
     With P the inverse of the damped curvature, of step t::
@@ -189,9 +189,6 @@ class KFAC:
         self._mapping = parameters
         _refuse_shared(self.parameters)
         blocks = _blocks(self.parameters, layers or {})
-        kc.integration.interval_at("update_every", update_every, 0)
-        kc.integration.interval_at("refresh_every", refresh_every, 0)
-        kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         self.row_loss: kc.integration.RowLoss | None = None
         if likelihood is not None:
             self.row_loss = kc.integration.row_loss(likelihood)
@@ -204,36 +201,34 @@ class KFAC:
                     "multiplied by the rows of all processes, which `execution` does not "
                     "exchange. Take reduction='sum', or fisher='gradients' or 'exact'."
                 )
-        self.fisher, self.reduction = fisher, reduction
-        self.samples, self.positions = samples, positions
-        self.learning_rate, self.momentum, self.kl_clip = (
-            learning_rate,
-            momentum,
-            kl_clip,
-        )
-        self.damping, self.decay = damping, decay
-        self.weight_decay, self.decayed = weight_decay, decayed
-        self.update_every, self.refresh_every = update_every, refresh_every
-        self.steps = 0
-        self.estimator = kc.Estimator(
+        estimator = kc.Estimator(
             blocks,
             reduction="sum",
-            damping=kc.integration.value_at(damping, 0),
-            decay=kc.integration.value_at(decay, 0),
             damping_rule=damping_rule,
             mode=fisher,
             sources=kc.losses.source_reduction_of(fisher),
             execution=execution,
             **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
         )
+        super().__init__(
+            estimator,
+            reduction=reduction,
+            update_every=update_every,
+            refresh_every=refresh_every,
+            damping=damping,
+            decay=decay,
+            kl_clip=kl_clip,
+            learning_rate=learning_rate,
+        )
+        self.fisher, self.samples, self.positions = fisher, samples, positions
+        self.momentum, self.weight_decay, self.decayed = momentum, weight_decay, decayed
         self.rule = kc.integration.DampingRule(
             1, adapt_factor, min_damping, max_damping
         )
         self.reduction_ratio = math.nan
         self._velocity: Update | None = None
-        self._seen: dict[str, kc.Statistics] = {}
+        self._observed: dict[str, kc.Statistics] = {}
         self._rows = self._drawn = 0
-        self.loss_factor = 1.0
         if fisher == "empirical" and self.row_loss is not None:
             if self.row_loss.mean_over_outputs:
                 raise kc.ConventionError(
@@ -245,14 +240,6 @@ class KFAC:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and nobody else's mapping of them.
         return {**vars(self), "_mapping": self.parameters}
-
-    @property
-    def wants_statistics(self) -> bool:
-        """Whether layers have to be observed for the next step."""
-        every = kc.integration.interval_at(
-            "update_every", self.update_every, self.steps
-        )
-        return self.steps % every == 0
 
     def vectors(self, outputs: Array, /) -> Array:
         """Return the vectors to backpropagate from the outputs to each layer.
@@ -347,18 +334,7 @@ class KFAC:
                 dataclasses.replace(use, output_grads=use.output_grads * factor)
                 for use in uses
             ]
-        network = self.estimator.network
-        block = network.blocks[network.layers.known(name)]
-        moments = kc.batch_moments(
-            block,
-            uses[0] if isinstance(batch, kc.Batch) else uses,
-            conventions=network.conventions,
-            precision=network.precision,
-            name=name,
-            statistics=self.estimator.state[network.layers.known(name)].statistics,
-        )
-        seen = self._seen.get(name)
-        self._seen[name] = seen.merged(moments) if seen else moments
+        self._add_moments({name: uses if uses[1:] else uses[0]}, self._observed)
 
     def update(self) -> None:
         """Accumulate the observed batches, and take no step: no parameter changes.
@@ -371,13 +347,13 @@ class KFAC:
         NotReadyError
             If nothing was observed.
         """
-        if not self._seen:
+        if not self._observed:
             raise kc.NotReadyError(
                 "No layer was observed: call `observe` before `update`."
             )
-        self.estimator.decay = kc.integration.value_at(self.decay, self.steps)
-        self.estimator.absorb(self._seen)
-        self._seen, self._rows = {}, 0
+        self._follow_schedules()
+        self.estimator.absorb(self._observed)
+        self._observed, self._rows = {}, 0
 
     def step(
         self,
@@ -427,47 +403,26 @@ class KFAC:
         self._require(gradients, "gradients")
         for name, arrays in self.parameters.items():
             _refuse_read_only(name, arrays)
-        if loss is not None and (curvature is None or callable(self.damping)):
+        if loss is not None and (curvature is None or self.damping_schedule):
             raise kc.ConventionError(
                 "Expected `curvature` beside `loss`, and a number as `damping`: the loss "
                 "is compared with the quadratic model, and the damping follows."
             )
-        estimator = self.estimator
         rate = float(kc.integration.value_at(self.learning_rate, self.steps))
         if not math.isfinite(rate):
             raise kc.ConventionError(f"Expected a finite `learning_rate`, got {rate}.")
-        if self.reduction == "sum":
-            if not rows:
-                raise kc.ConventionError(
-                    "With reduction='sum', say `rows`: over how many the loss is a sum."
-                )
-            gradients = kc.steps.linear_combination([1.0 / rows], [gradients])
-        if self.loss_factor != 1.0:
-            gradients = kc.steps.linear_combination(
-                [1.0 / self.loss_factor], [gradients]
-            )
-        damping = float(kc.integration.value_at(self.damping, self.steps))
-        estimator.damping = damping
-        estimator.decay = kc.integration.value_at(self.decay, self.steps)
-        before, ratio = estimator.state, math.nan
-        try:
-            direction = self._direction(gradients)
+        gradients = self._of_likelihood(gradients, rows)
+        # Also after what `curvature` and `loss` raise, which the caller wrote.
+        with self.undone_on_error():
+            self._accumulate()
+            ratio = math.nan
             if curvature is None:
-                velocity = self._momentum_step(gradients, direction, rate)
+                velocity = self._momentum_step(gradients, rate)
                 change = kc.steps.linear_combination([-rate], [velocity])
             else:
                 rate = 1.0
-                directions = [kc.steps.linear_combination([-1.0], [direction])]
-                if self._velocity is not None:
-                    directions.append(self._velocity)
-                change, damping, ratio = self._model_step(
-                    gradients,
-                    directions,
-                    curvature(directions) / self.loss_factor,
-                    damping,
-                    loss,
-                )
-                velocity = change
+                velocity, ratio = self._model_step(gradients, curvature, loss)
+                change = velocity
             change = kc.steps.decay_decoupled(
                 change,
                 self.parameters,
@@ -476,78 +431,84 @@ class KFAC:
                 only=self.decayed,
             )
             self._require(change, "the step")
-        except BaseException:
-            # Also what `curvature` and `loss` raise, which the caller wrote.
-            estimator.state = before
-            raise
-        self._seen, self._rows, self._drawn = {}, 0, 0
-        self._velocity, self.steps = velocity, self.steps + 1
-        self.reduction_ratio = ratio
-        if loss is not None:
-            self.damping = damping
+        self._observed, self._rows, self._drawn = {}, 0, 0
+        self._velocity, self.reduction_ratio = velocity, ratio
+        self.steps += 1
         for name, arrays in self.parameters.items():
             for parameter, array in arrays.items():
                 array += change[name][parameter]
         return dict(change)
 
-    def _direction(self, gradients: Vector) -> Update:
-        """Accumulate and refresh where that is due; return the natural gradient."""
-        estimator = self.estimator
-        refresh_every = kc.integration.interval_at(
-            "refresh_every", self.refresh_every, self.steps
-        )
-        fresh = {n for n in self.parameters if estimator.state[n].operator is None}
-        for name in fresh - set(self._seen):
-            if not estimator.state[name].updates:
-                raise kc.NotReadyError(f"Layer {name!r} was never observed.")
-        estimator.absorb(self._seen)
-        if fresh or self.steps % refresh_every == 0:
-            estimator.refresh()
-        return estimator.precondition(gradients)
+    def _of_likelihood(self, gradients: Vector, rows: int | None) -> Vector:
+        """Return the gradients of the likelihood's mean negative log."""
+        factor = self.loss_factor
+        if self.reduction == "sum":
+            if not rows:
+                raise kc.ConventionError(
+                    "With reduction='sum', say `rows`: over how many the loss is a sum."
+                )
+            factor = factor * rows
+        if factor == 1.0:
+            return gradients
+        return kc.steps.linear_combination([1.0 / factor], [gradients])
 
-    def _momentum_step(
-        self, gradients: Vector, direction: Vector, rate: float
-    ) -> Update:
+    def _accumulate(self) -> None:
+        """Accumulate what was observed, and refresh where that is due."""
+        self._follow_schedules()
+        for name in self.parameters:
+            if name not in self._observed and not self.estimator.state[name].updates:
+                raise kc.NotReadyError(f"Layer {name!r} was never observed.")
+        self.estimator.absorb(self._observed)
+        if self.wants_refresh:
+            self._rebase()
+            self.estimator.refresh()
+        else:
+            self._refresh_new(self._observed)
+
+    def _momentum_step(self, gradients: Vector, rate: float) -> Update:
         """Return the velocity after a step of a given rate."""
-        nu: Any = 1.0
         bound = kc.integration.value_at(self.kl_clip, self.steps)
-        if bound is not None:
-            nu = kc.steps.kl_clip(
-                gradients, direction, learning_rate=rate, bound=bound
-            ).scale
+        direction, self.clip = self._clipped(gradients, rate, bound)
         if self._velocity is None:
-            return kc.steps.linear_combination([nu], [direction])
+            return direction
         return kc.steps.linear_combination(
-            [nu, self.momentum], [direction, self._velocity]
+            [1.0, self.momentum], [direction, self._velocity]
         )
 
     def _model_step(
         self,
         gradients: Vector,
-        directions: list[Update],
-        curvature: Array,
-        damping: float,
+        curvature: Callable[[list[Update]], Array],
         loss: Callable[[], float] | None,
-    ) -> tuple[Update, float, float]:
-        """Return the change by the quadratic model, the next damping, and the ratio."""
+    ) -> tuple[Update, float]:
+        """Return the change by the quadratic model, and the reduction ratio."""
+        direction = self.estimator.precondition(gradients)
+        directions = [kc.steps.linear_combination([-1.0], [direction])]
+        if self._velocity is not None:
+            directions.append(self._velocity)
         step = kc.integration.quadratic_step(
-            gradients, directions, curvature=curvature, damping=damping
+            gradients,
+            directions,
+            curvature=curvature(directions) / self.loss_factor,
+            damping=self.damping,
         )
         if loss is None:
-            return step.change(), damping, math.nan
+            return step.change(), math.nan
         before = float(loss()) / self.loss_factor
+        damping = self.damping
         for _ in range(ATTEMPTS):
             change = step.change()
             after = self._loss_after(change, loss) / self.loss_factor
             if kc.steps.is_accepted(before, after):
-                predicted = float(step.predicted)
                 adapted, ratio = self.rule.adapted(
-                    damping, before, after, predicted=predicted
+                    damping, before, after, predicted=float(step.predicted)
                 )
-                return change, float(adapted), float(ratio)
+                self.damping = float(adapted)
+                return change, float(ratio)
             damping = self.rule.raised(damping)
             step = step.shortened(SHORTER)
-        return kc.steps.linear_combination([0.0], [change]), damping, math.nan
+        self.damping = damping
+        return kc.steps.linear_combination([0.0], [change]), math.nan
 
     def _loss_after(self, change: Update, loss: Callable[[], float]) -> float:
         """Return the loss that a change would lead to; the parameters stay."""
@@ -567,31 +528,19 @@ class KFAC:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the parameters and the pending observations."""
-        state: dict[str, Any] = {
-            "velocity": self._velocity,
-            "steps": self.steps,
-            "loss_factor": self.loss_factor,
-        }
-        if not callable(self.damping):
-            state["damping"] = self.damping
-        return {"estimator": self.estimator.state_dict(), **state}
+        return {**super().state_dict(), "velocity": self._velocity}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state; raises `StateError`, changing nothing, if it does not match."""
         try:
-            steps, velocity = int(state["steps"]), state["velocity"]
-            loss_factor = float(state["loss_factor"])
-            damping = self.damping
-            if "damping" in state and not callable(damping):
-                damping = float(state["damping"])
+            velocity = state["velocity"]
             if velocity is not None:
                 self._require(velocity, "velocity")
-            self.estimator.load_state_dict(state["estimator"])
+            super().load_state_dict(state)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise kc.StateError(f"The state does not fit: {error}") from None
-        self._velocity, self.steps, self.damping = velocity, steps, damping
-        self.loss_factor = loss_factor
-        self._seen, self._rows, self._drawn = {}, 0, 0
+        self._velocity = velocity
+        self._observed, self._rows, self._drawn = {}, 0, 0
 
     def save(self, path: str | os.PathLike[str], /) -> None:
         """Write the state atomically to an ``.npz`` file."""

@@ -159,8 +159,6 @@ class KFAC(kc.integration.NaturalGradient):
         estimator = kc.Estimator(
             {name: site.block for name, site in self.sites.items()},
             reduction="sum",
-            damping=kc.integration.value_at(damping, 0),
-            decay=kc.integration.value_at(decay, 0),
             damping_rule=damping_rule,
             mode=fisher,
             sources=sources,
@@ -174,8 +172,8 @@ class KFAC(kc.integration.NaturalGradient):
             reduction=reduction,
             update_every=update_every,
             refresh_every=refresh_every,
-            damping=damping if callable(damping) else None,
-            decay=decay if callable(decay) else None,
+            damping=damping,
+            decay=decay,
             kl_clip=kl_clip,
         )
         self._calls: list[kc.integration.LayerCall] = []

@@ -215,8 +215,6 @@ class KFAC(Curvature):
         estimator = kc.Estimator(
             {n: kc.Block(found.sites[n].layer, kind) for n, kind in chosen.items()},
             reduction="sum",
-            damping=kc.integration.value_at(damping, 0),
-            decay=kc.integration.value_at(decay, 0),
             damping_rule=damping_rule,
             sources=kc.losses.source_reduction_of(fisher),
             mode=fisher,
@@ -239,8 +237,8 @@ class KFAC(Curvature):
             refresh_every=refresh_every,
             bases_every=bases_every,
             refresh_lag=refresh_lag,
-            damping=damping if callable(damping) else None,
-            decay=decay if callable(decay) else None,
+            damping=damping,
+            decay=decay,
             kl_clip=kl_clip,
             learning_rate=1.0 if lr is None else options.rate_of(lr),
             communicator=processes,
@@ -266,16 +264,6 @@ class KFAC(Curvature):
 
     def __deepcopy__(self, memo: Any) -> Any:
         self.__reduce__()
-
-    @property
-    def damping(self) -> Any:
-        """Damping of the next refresh; assigning a number or a schedule changes it."""
-        return self.estimator.damping
-
-    @damping.setter
-    def damping(self, damping: Any) -> None:
-        self.damping_schedule = damping if callable(damping) else None
-        self.estimator.damping = kc.integration.value_at(damping, self.steps)
 
     def step(self) -> None:
         """Replace ``.grad`` of parameters in a block by the natural gradient.
