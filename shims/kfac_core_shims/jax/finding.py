@@ -12,8 +12,9 @@ remembered by name, and the parameter is then of no block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import kfac_core as kc
@@ -114,7 +115,7 @@ class Site:
     x, y : Arrangement or None
         How inputs and outputs are rows; None where they are as the layer has them.
     make : callable
-        ``(parts) -> Layer`` for the parameters that it was found with.
+        ``(roles) -> Layer`` for the roles of its parameters.
     chain : list of Operation
         The operations from `inputs` to the outputs of a scale.
     loops : tuple of Loop
@@ -144,7 +145,7 @@ class Site:
     parts: dict[str, Part]
     operation: Operation
     inputs: Operand
-    make: Callable[[dict[str, Part]], kc.Layer]
+    make: Callable[[Collection[str]], kc.Layer]
     mask: Operand | None = None
     x: Arrangement | None = None
     y: Arrangement | None = None
@@ -290,20 +291,10 @@ class _Finder:
 
     def _tie_to_table(self, sites: list[Site], shape: tuple[int, ...]) -> None:
         """Make logits by the weight of an embedding uses of the embedding."""
-        vocabulary, features = shape
-
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            return kc.Dense(
-                in_features=vocabulary,
-                out_features=features,
-                bias=False,
-                weight_layout="io",
-            )
-
         for site in sites:
             if "bias" in site.parts:
                 self._make_shift(site)
-            site.tied, site.make = True, make
+            site.tied, site.make = True, partial(_dense_layer, shape[0], shape[1], "io")
 
     def _make_shift(self, site: Site) -> None:
         """Make a layer of its own of the bias of a product."""
@@ -311,16 +302,12 @@ class _Finder:
         assert arrangement is not None
         shape = self.trace.shape(site.operation.outputs[0])
         length = math.prod(shape[axis] for axis in arrangement.features)
-
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            return kc.ScaleShift(scale_shape=None, shift_shape=(length,))
-
         shift = Site(
             "scale_shift",
             {"shift": site.parts.pop("bias")},
             site.operation,
             site.operation.outputs[0],
-            make,
+            partial(_elementwise_layer, (length,)),
             loops=site.loops,
         )
         shift.x = shift.y = replace(arrangement, kept=len(arrangement.features) == 1)
@@ -456,7 +443,7 @@ class _Finder:
             parts,
             operation,
             x,
-            lambda parts: label.layer,
+            lambda roles: label.layer,
             mask=mask,
             name=label.name,
         )
@@ -533,15 +520,7 @@ class _Finder:
         wide = len(rows) if position == 1 else 0
         parts = {"weight": Part(view.source, view.sliced, order)}
         features = tuple(range(wide, wide + len(free)))
-
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            return kc.Dense(
-                in_features=n,
-                out_features=m,
-                bias="bias" in parts,
-                weight_layout=layout,
-            )
-
+        make = partial(_dense_layer, n, m, layout)
         site = Site("dense", parts, operation, x, make)
         site.x = Arrangement(tuple(rows), tuple(other))
         site.y = Arrangement(tuple(range(shift, shift + len(rows))), features)
@@ -608,19 +587,7 @@ class _Finder:
             spread = channels_first if data == "first" else channels_last
             padding = 0
 
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            layer = kc.integration.framework_conv(
-                shape,
-                strides=params["window_strides"],
-                padding=padding,
-                dilation=params["rhs_dilation"],
-                groups=params["feature_group_count"],
-                bias="bias" in parts,
-                channels=data,
-            )
-            assert layer is not None
-            return layer
-
+        make = partial(_conv_layer, shape, params, padding, data)
         parts = {"weight": Part(view.source, view.sliced)}
         site = Site("conv", parts, operation, operation.inputs[0], make, spread=spread)
         self._add_bias(site, (1 if data == "first" else d + 1,))
@@ -648,13 +615,12 @@ class _Finder:
             return None
         order, layout = part
         parts = {"weight": Part(view.source, view.sliced, order)}
-
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            return kc.Embedding(
-                num_embeddings=shape[0], features=shape[1], weight_layout=layout
-            )
-
-        site = Site("embedding", parts, operation, operation.inputs[1], make)
+        layer = kc.Embedding(
+            num_embeddings=shape[0], features=shape[1], weight_layout=layout
+        )
+        site = Site(
+            "embedding", parts, operation, operation.inputs[1], lambda roles: layer
+        )
         site.x = Arrangement(tuple(range(rows)), (), last=True)
         site.y = Arrangement(tuple(range(rows)), (rows,))
         return site
@@ -768,12 +734,7 @@ class _Finder:
         if site is None or not window:
             return site
         lengths = tuple(n for n in self._source_shape(view) if n > 1)
-        site.window = window
-
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            return kc.ScaleShift(scale_shape=None, shift_shape=lengths)
-
-        site.make = make
+        site.window, site.make = window, partial(_elementwise_layer, lengths)
         return site
 
     def _window(self, view: View) -> list[tuple[int, int]]:
@@ -805,17 +766,44 @@ class _Finder:
             return None
         features = tuple(i for i, pieces in enumerate(view.axes) if pieces)
         rows = tuple(i for i in range(len(shape)) if i not in features)
-        lengths = tuple(shape[i] for i in features)
-
-        def make(parts: dict[str, Part]) -> kc.Layer:
-            return kc.ScaleShift(
-                scale_shape=lengths if "scale" in parts else None,
-                shift_shape=lengths if "shift" in parts else None,
-            )
-
+        make = partial(_elementwise_layer, tuple(shape[i] for i in features))
         site = Site("scale_shift", parts, operation, x, make, chain=chain)
         site.x = site.y = Arrangement(rows, features, kept=True)
         return site
+
+
+def _dense_layer(n: int, m: int, layout: Any, roles: Collection[str]) -> kc.Layer:
+    return kc.Dense(
+        in_features=n, out_features=m, bias="bias" in roles, weight_layout=layout
+    )
+
+
+def _elementwise_layer(lengths: tuple[int, ...], roles: Collection[str]) -> kc.Layer:
+    """Return the layer of a scale, a shift, or both, of these lengths."""
+    return kc.ScaleShift(
+        scale_shape=lengths if "scale" in roles else None,
+        shift_shape=lengths if "shift" in roles else None,
+    )
+
+
+def _conv_layer(
+    shape: Sequence[int],
+    params: Mapping[str, Any],
+    padding: Any,
+    channels: Channels,
+    roles: Collection[str],
+) -> kc.Layer:
+    layer = kc.integration.framework_conv(
+        shape,
+        strides=params["window_strides"],
+        padding=padding,
+        dilation=params["rhs_dilation"],
+        groups=params["feature_group_count"],
+        bias="bias" in roles,
+        channels=channels,
+    )
+    assert layer is not None
+    return layer
 
 
 _END = Operation(mark, {"label": Label("", kc.Dense, (), False)}, (), ())  # type: ignore[arg-type]

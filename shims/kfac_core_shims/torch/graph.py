@@ -8,6 +8,7 @@ than its modules has used is either read there too (a matrix product), or left a
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -91,17 +92,10 @@ class RecordedCall(kc.integration.LayerCall):
                 "Keep its graph (retain_graph=True), or add the losses and differentiate "
                 "their sum."
             )
-        call = RecordedCall(
-            self.block,
-            self.inputs,
-            mask=self.mask,
-            grad_shape=self.grad_shape,
-            grad_scale=self.own_scale,
-            transposed=self.transposed,
-            examples=self.examples,
-            bias=self.bias,
-        )
-        call.version = self.version
+        call = copy.copy(self)
+        call.output_grads, call.is_taken = [], False
+        call.grad_scale, call.scaled_by, call.row_scale = self.own_scale, 1.0, 1.0
+        call.example_of, call.outputs, call.in_order = None, 0, False
         return call
 
     def require_unchanged(self) -> None:

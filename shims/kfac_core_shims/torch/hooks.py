@@ -101,40 +101,21 @@ class Around(Inert):
     def install(self, module: Any) -> list[Any]:
         """Set the hooks of a module, and return their handles."""
         return [
-            module.register_forward_pre_hook(_Before(self)),
-            module.register_forward_hook(_After(self), always_call=True),
+            module.register_forward_pre_hook(self),
+            module.register_forward_hook(self, always_call=True),
         ]
 
     @outside_compilers
-    def before(self, module: Any, arguments: Any) -> None:
-        """Enter the context, where statistics are due."""
+    def __call__(self, module: Any, arguments: Any, *outputs: Any) -> None:
+        """Enter the context before a call, where statistics are due, or leave it."""
         kfac = self.kfac()
-        if kfac is not None and torch.is_grad_enabled() and kfac.wants_statistics:
+        if outputs:  # None where the call raised.
+            if self.entered:
+                self.entered.pop().__exit__(None, None, None)
+        elif kfac is not None and torch.is_grad_enabled() and kfac.wants_statistics:
             entered = self.context()
             entered.__enter__()
             self.entered.append(entered)
-
-    @outside_compilers
-    def after(self, module: Any, arguments: Any, y: Any) -> None:
-        """Leave it, also where the call raised."""
-        if self.entered:
-            self.entered.pop().__exit__(None, None, None)
-
-
-class _Before(Inert):
-    def __init__(self, around: Around) -> None:
-        self.around = around
-
-    def __call__(self, module: Any, arguments: Any) -> None:
-        self.around.before(module, arguments)
-
-
-class _After(Inert):
-    def __init__(self, around: Around) -> None:
-        self.around = around
-
-    def __call__(self, module: Any, arguments: Any, y: Any) -> None:
-        self.around.after(module, arguments, y)
 
 
 def install(kfac: Any, blocks: Found, /) -> list[Any]:

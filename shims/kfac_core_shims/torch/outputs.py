@@ -18,6 +18,7 @@ import torch
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
+from kfac_core_shims.torch.hooks import Inert
 from kfac_core_shims.torch.likelihoods import CATEGORICAL
 from kfac_core_shims.torch.parallel import require_all_take_part
 from kfac_core_shims.torch.passes import Pass, PassRecorder
@@ -74,14 +75,11 @@ def rows_of(outputs: Any, likelihood: Any, /) -> Any:
     return outputs[:, None]
 
 
-class OutputHook:
+class OutputHook(Inert):
     """Forward hook of a model; its copies do nothing."""
 
     def __init__(self, recorder: PassRecorder) -> None:
         self.recorder = ref(recorder)
-
-    def __reduce__(self) -> Any:
-        return _Inert, ()
 
     @private.outside_compilers
     def __call__(self, module: Any, arguments: Any, options: Any, returned: Any) -> Any:
@@ -111,14 +109,11 @@ class OutputHook:
         return _viewed(returned, Pass(recorder, picked, returned, replay))
 
 
-class RandomHook:
+class RandomHook(Inert):
     """Forward pre-hook of a model, which keeps the state of the random numbers."""
 
     def __init__(self, recorder: PassRecorder) -> None:
         self.recorder = ref(recorder)
-
-    def __reduce__(self) -> Any:
-        return _Inert, ()
 
     @private.outside_compilers
     def __call__(self, module: Any, arguments: Any) -> None:
@@ -141,11 +136,6 @@ class RandomState:
         torch.random.set_rng_state(self._on_host)
         for device, state in self._on_devices.items():
             torch.cuda.set_rng_state(state, device)
-
-
-class _Inert:
-    def __call__(self, *arguments: Any) -> None:
-        """Do nothing, as a hook of a copied model."""
 
 
 def _item(returned: Any, place: int) -> Any:
