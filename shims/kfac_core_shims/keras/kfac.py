@@ -640,19 +640,20 @@ class KFAC(kc.integration.NaturalGradient):
 
         divisor: Any = 1.0
 
+        def in_form(new: Any) -> Any:
+            return jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
+
         def updated(state: Any) -> Any:
             nonlocal divisor
             # A number, known when this is traced.
             calls, rows, divisor = self._captured(x, y, weight, values, steps)
             batches = kc.integration.batches_of_calls(calls, rows=rows)
-            new = network.update(
-                state, batches, decay=self.estimator.decay, check="status"
-            )
-            return jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
+            decay = self.estimator.decay
+            return in_form(network.update(state, batches, decay=decay, check="status"))
 
         def refreshed(state: Any) -> Any:
-            new = network.refresh(state, damping=self.estimator.damping, check="status")
-            return jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
+            damping = self.estimator.damping
+            return in_form(network.refresh(state, damping=damping, check="status"))
 
         def unchanged(state: Any) -> Any:
             return state
@@ -660,15 +661,14 @@ class KFAC(kc.integration.NaturalGradient):
         if self.update_every == 1:
             state = updated(state)
         else:
-            state = jax.lax.cond(
-                steps % self.update_every == 0, updated, unchanged, state
-            )
+            due = steps % self.update_every == 0
+            state = jax.lax.cond(due, updated, unchanged, state)
         due = (steps % self.refresh_every == 0) & state.is_good()
         state = jax.lax.cond(due, refreshed, unchanged, state)
         vector = self._vector(gradients)
         if self.reduction == "sum":
             divisor *= self._counts(data)[0]
-        vector = {n: {k: g / divisor for k, g in p.items()} for n, p in vector.items()}
+        vector = jax.tree.map(lambda g: g / divisor, vector)
         directions = network.precondition(state, vector)
         if self.kl_clip is not None:
             nu = kc.steps.kl_clip(
@@ -678,9 +678,7 @@ class KFAC(kc.integration.NaturalGradient):
                 bound=self.kl_clip,
                 check="status",
             ).scale
-            directions = {
-                n: {k: g * nu for k, g in p.items()} for n, p in directions.items()
-            }
+            directions = jax.tree.map(lambda g: g * nu, directions)
         assigned = (steps + 1, *jax.tree.leaves(state))
         for variable, leaf in zip(self._variables, assigned, strict=True):
             variable.assign(leaf)

@@ -127,12 +127,13 @@ def tapped(names: dict[str, str], layer: Any, tape: Tape) -> dict[str, Any]:
         return call(x, *args, **options)
 
     act = layer.activation or (lambda z: z)
+    einsum = _einsum_sizes(layer) if kind is layers.EinsumDense else None
 
     def activation(z: Any) -> Any:
         x, mask = seen.pop()
-        if kind is layers.EinsumDense:
-            n, m = _einsum_sizes(layer)
-            x = ops.reshape(x, (*x.shape[: _einsum_rows(layer)], n))
+        if einsum is not None:
+            rows, n, m = einsum
+            x = ops.reshape(x, (*x.shape[:rows], n))
             flat = ops.reshape(z, (*x.shape[:-1], m))
             return act(ops.reshape(tape.tap(name, x, flat, mask), z.shape))
         return act(tape.tap(name, x, z, mask))
@@ -210,40 +211,25 @@ def _einsum_dense(layer: Any) -> dict[str, Site]:
     sizes = _einsum_sizes(layer)
     if sizes is None:
         return {}
-    n, m = sizes
-    bias = layer.bias
-    if bias is not None and math.prod(bias.shape) != m:
+    _, n, m = sizes
+    if layer.bias is not None and math.prod(layer.bias.shape) != m:
         return {}
-    return {"": _dense(layer, n, m, layer.kernel, bias)}
+    return {"": _dense(layer, n, m, layer.kernel, layer.bias)}
 
 
-def _einsum_sizes(layer: Any) -> Any:
-    """Return how many features go in and out; None if the equation is not dense."""
-    x, kernel, y = _einsum_letters(layer)
-    summed = [letter for letter in kernel if letter not in y]
-    outputs = [letter for letter in kernel if letter in y]
-    k = len(summed)
-    # The kernel is (summed, made), the inputs end in `summed` and the outputs in `made`.
-    rows = x[: len(x) - k]
-    if [*kernel] != summed + outputs or [*x[len(rows) :]] != summed:
-        return None
-    if [*y] != [*rows, *outputs]:
+def _einsum_sizes(layer: Any) -> tuple[int, int, int] | None:
+    """Return axes of rows, features in, and features out; None for other equations."""
+    # An ellipsis stands for axes before the others: one letter will do.
+    left, y = layer.equation.replace(" ", "").replace("...", ".").split("->")
+    x, kernel = left.split(",")
+    summed = "".join(letter for letter in kernel if letter not in y)
+    rows, k = len(x) - len(summed), len(summed)
+    # The kernel is (summed, outputs); inputs end in `summed`, and outputs in `outputs`.
+    outputs = kernel[k:]
+    if (kernel[:k], x[rows:], y) != (summed, summed, x[:rows] + outputs):
         return None
     shape = layer.kernel.shape
-    return math.prod(shape[:k]), math.prod(shape[k:])
-
-
-def _einsum_rows(layer: Any) -> int:
-    """Return how many axes of the inputs are those of rows."""
-    x, kernel, y = _einsum_letters(layer)
-    return len(x) - sum(letter not in y for letter in kernel)
-
-
-def _einsum_letters(layer: Any) -> tuple[str, str, str]:
-    left, y = layer.equation.replace(" ", "").split("->")
-    x, kernel = left.split(",")
-    # An ellipsis stands for axes before the others: one letter will do.
-    return x.replace("...", "."), kernel, y.replace("...", ".")
+    return rows, math.prod(shape[:k]), math.prod(shape[k:])
 
 
 def _recurrent(layer: Any) -> dict[str, Site]:
