@@ -18,17 +18,7 @@ import keras
 from keras import ops
 
 import kfac_core as kc
-from kfac_core_shims.keras import private
-from kfac_core_shims.keras.layers import Site, each_site, tapped
-from kfac_core_shims.keras.losses import (
-    OutputLoss,
-    layer_weights,
-    losses_of,
-    own_loss_of,
-    rows_of,
-    sample_weights,
-)
-from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
+from kfac_core_shims.keras import layers, losses, private, taps
 
 __all__ = ["KFAC"]
 
@@ -148,9 +138,9 @@ class KFAC(kc.integration.NaturalGradient):
         if reduction is None:
             summed = private.compiled_reductions(model) == {"sum"}
             reduction = "sum" if summed else "mean"
-        overrides = likelihood is None and own_loss_of(model)
+        overrides = likelihood is None and losses.own_loss_of(model)
         if overrides or getattr(model, "_compile_loss", None) is None:
-            losses_of(model, likelihood, reduction)  # raises now
+            losses.losses_of(model, likelihood, reduction)  # raises now
         if self._jax and execution is None:
             from kfac_core_shims.jax import compiled
 
@@ -297,12 +287,12 @@ class KFAC(kc.integration.NaturalGradient):
     # What is found in the model.
 
     def _find_sites(self) -> None:
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, layers.Site] = {}
         self._parts: dict[int, tuple[Any, dict[str, str]]] = {}
         self.skipped: dict[str, str] = {}
         count, covered = 0, set()
-        layers = list(each_site(self.model))
-        for layer, sites in layers:
+        pairs = list(layers.each_site(self.model))
+        for layer, sites in pairs:
             if not sites:
                 continue
             # Numbered here: Keras's own names go on counting in the next model.
@@ -315,7 +305,7 @@ class KFAC(kc.integration.NaturalGradient):
             count += 1
             for site in sites.values():
                 covered |= {id(place.variable) for place in site.places.values()}
-        for layer, _ in layers:
+        for layer, _ in pairs:
             trained = [v for v in private.own_variables(layer) if v.trainable]
             if any(id(v) not in covered for v in trained):
                 self.skipped[layer.name] = type(layer).__name__
@@ -325,8 +315,8 @@ class KFAC(kc.integration.NaturalGradient):
                 "it an Input, or call it on a batch."
             )
 
-    def _losses(self) -> list[OutputLoss]:
-        return losses_of(self.model, self.likelihood, self.reduction)
+    def _losses(self) -> list[losses.OutputLoss]:
+        return losses.losses_of(self.model, self.likelihood, self.reduction)
 
     # What a batch gives.
 
@@ -342,43 +332,45 @@ class KFAC(kc.integration.NaturalGradient):
         x = keras.tree.map_structure(ops.convert_to_tensor, x)
         state = [[ops.stop_gradient(v) for v in group] for group in state]
         training = private.training_option(self.model)
-        losses = self._losses()
+        output_losses = self._losses()
         weights: list[tuple[Any, Any]] = []
         of_samples: list[Any] = []
 
-        def run(tape: Tape) -> list[Any]:
-            taps = [
-                (layer, tapped(names, layer, tape))
+        def run(tape: taps.Tape) -> list[Any]:
+            tapped = [
+                (layer, layers.tapped(names, layer, tape))
                 for layer, names in self._parts.values()
             ]
             # A layer that is computed again in the backward pass would be tapped twice.
             once = private.recomputed_layers(self.model)
-            with shadowed(once), shadowed(taps):
+            with taps.shadowed(once), taps.shadowed(tapped):
                 outputs = self.model.stateless_call(*state, x, **training)[0]
             natural, weights[:], of_samples[:] = [], [], []
-            for loss in losses:
+            for loss in output_losses:
                 weight_here = sample_weight
                 if keras.tree.is_nested(weight_here):
                     weight_here = loss.at(weight_here)
                 output = loss.at(outputs)
-                z, weight, rows = rows_of(loss, output, weight_here)
+                z, weight, rows = losses.rows_of(loss, output, weight_here)
                 natural.append(z)
                 weights.append((weight, rows))
-                of_samples.append(sample_weights(weight_here, z))
+                of_samples.append(losses.sample_weights(weight_here, z))
             return natural
 
-        uses, outputs, pull = run_taped(run)
+        uses, outputs, pull = taps.run_taped(run)
         rows = weights[0][1]
         factors = [
-            loss.multiple(z.shape[-1]) for loss, z in zip(losses, outputs, strict=True)
+            loss.multiple(z.shape[-1])
+            for loss, z in zip(output_losses, outputs, strict=True)
         ]
         factor = max(factors)
+        # Outputs with fewer rows, or a smaller loss, weigh less beside the others.
         vectors = [
             self._vectors(
                 loss, z, weight, rows / rows_here * (own / factor), step, y, place
             )
             for place, (loss, z, (weight, rows_here), own) in enumerate(
-                zip(losses, outputs, weights, factors, strict=True)
+                zip(output_losses, outputs, weights, factors, strict=True)
             )
         ]
         calls = [
@@ -389,25 +381,32 @@ class KFAC(kc.integration.NaturalGradient):
         for together in _together(vectors, one_output=summed):
             for call, g in zip(calls, pull(together), strict=True):
                 call.add_source(g)
-        weighted = sample_weight is not None
         for use, call in zip(uses, calls, strict=True):
-            layer = self.sites[use.block].block.layer
-            if use.mask is None and not (weighted and layer.kind != "scale_shift"):
-                continue
-            g = ops.stack(call.output_grads)
-            if getattr(layer, "data_layout", "") == "channels_first":
-                g = ops.moveaxis(g, 2, -1)
-            reached = ops.any(g != 0, axis=(0, -1))
-            # Padding that what is above does not leave out is a row like others.
-            call.mask = None if use.mask is None else use.mask | reached
-            if weighted:
-                w = layer_weights(of_samples, reached, use.block)
-                call.mask = w if call.mask is None else ops.where(call.mask, w, 0.0)
+            call.mask = self._mask_of(
+                use, call, None if sample_weight is None else of_samples
+            )
         return calls, rows, factor
+
+    def _mask_of(self, use: taps.Use, call: Any, of_samples: list[Any] | None) -> Any:
+        """Return which rows of a call count, or how much where samples have weights."""
+        layer = self.sites[use.block].block.layer
+        weighted = of_samples is not None and layer.kind != "scale_shift"
+        if use.mask is None and not weighted:
+            return None
+        g = ops.stack(call.output_grads)
+        if getattr(layer, "data_layout", "") == "channels_first":
+            g = ops.moveaxis(g, 2, -1)
+        reached = ops.any(g != 0, axis=(0, -1))
+        # Padding that what is above does not leave out is a row like others.
+        mask = None if use.mask is None else use.mask | reached
+        if of_samples is None:
+            return mask
+        weight = losses.layer_weights(of_samples, reached, use.block)
+        return weight if mask is None else ops.where(mask, weight, 0.0)
 
     def _vectors(
         self,
-        loss: OutputLoss,
+        loss: losses.OutputLoss,
         z: Any,
         weight: Any,
         share: Any,
@@ -528,7 +527,7 @@ class KFAC(kc.integration.NaturalGradient):
                 natural = self._natural([*gradients], variables, data, values)
                 return apply(natural, variables)
 
-            with shadowed([(inner, {"apply": natural})]):
+            with taps.shadowed([(inner, {"apply": natural})]):
                 return step(*inputs)
 
         vars(model)["train_step"] = train_step
@@ -602,9 +601,9 @@ class KFAC(kc.integration.NaturalGradient):
         x, *_ = data
         inputs = keras.tree.map_structure(lambda x: tuple(x.shape), x)
         shapes = self.model.compute_output_shape(inputs)
-        losses = self._losses()
-        rows = math.prod(map(int, losses[0].at(shapes)[:-1]))
-        return rows, max(loss.multiple(loss.at(shapes)[-1]) for loss in losses)
+        output_losses = self._losses()
+        rows = math.prod(map(int, output_losses[0].at(shapes)[:-1]))
+        return rows, max(loss.multiple(loss.at(shapes)[-1]) for loss in output_losses)
 
     # The compiled step of JAX.
 
@@ -727,7 +726,7 @@ def _together(vectors: list[Any], *, one_output: bool) -> list[list[Any]]:
     ]
 
 
-def _targets(loss: OutputLoss, y: Any, z: Any) -> Any:
+def _targets(loss: losses.OutputLoss, y: Any, z: Any) -> Any:
     """Return targets as the likelihood reads them."""
     y = ops.convert_to_tensor(y)
     labels = isinstance(loss.row.likelihood, kc.losses.Categorical)
