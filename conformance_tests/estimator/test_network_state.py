@@ -191,7 +191,7 @@ USES = [
 
 def test_uses_with_the_same_parameters_are_one_block(rng):
     """The third use is a further one of the first, and both are captured together."""
-    wiring = kc.integration.Wiring(USES, LEAVES, rest="refuse")
+    wiring = kc.integration.Wiring(USES, LEAVES)
     seen = [(rng.normal(size=(4, n)), None) for _ in USES]
     grads = [rng.normal(size=(4, m)) for _ in USES]
 
@@ -206,43 +206,20 @@ def test_uses_with_the_same_parameters_are_one_block(rng):
     assert found.batches["two"].inputs is seen[1][0]
 
 
-def test_parameters_go_to_their_blocks_and_back(rng):
-    """What is put back has the leaves' own shapes; a leaf of no block is kept."""
-    shapes = LEAVES | {"rest": (2, 2)}
-    wiring = kc.integration.Wiring(USES, shapes, rest="keep")
-    flat = [rng.normal(size=shape).ravel() for shape in shapes.values()]
-
-    vectors = wiring.vectors(flat)
-    doubled = {
-        name: {role: 2.0 * x for role, x in parts.items()}
-        for name, parts in vectors.items()
-    }
-    back = wiring.replaced(flat, doubled)
-
-    assert vectors["two"]["weight"].shape == (n, m)
-    for i in range(4):
-        np.testing.assert_array_equal(back[i], 2.0 * flat[i])
-    assert back[4] is flat[4]
-
-
 def test_invalid_networks_raise():
-    """Parameters in no block or in two, names twice, sizes, and a block not used."""
+    """Parameters in two blocks, names twice, sizes, and a block not used."""
     other = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="oi")
-    with pytest.raises(kc.UnsupportedError, match="parameter extra"):
-        kc.integration.Wiring(USES, LEAVES | {"extra": (1,)}, rest="refuse")
     with pytest.raises(
         kc.UnsupportedError, match="parameter w to be in one block, not in 2"
     ):
-        kc.integration.Wiring(
-            [*USES, ("three", other, {"weight": 0})], LEAVES, rest="keep"
-        )
+        kc.integration.Wiring([*USES, ("three", other, {"weight": 0})], LEAVES)
     with pytest.raises(kc.ConventionError, match="'one'"):
         kc.integration.Wiring(
-            [USES[0], ("one", DENSE, {"weight": 2, "bias": 3})], LEAVES, rest="keep"
+            [USES[0], ("one", DENSE, {"weight": 2, "bias": 3})], LEAVES
         )
     with pytest.raises(kc.ShapeError, match="sizes"):
-        kc.integration.Wiring(USES[:1], LEAVES | {"w": (n, m + 1)}, rest="keep")
-    wiring = kc.integration.Wiring(USES, LEAVES, rest="refuse")
+        kc.integration.Wiring(USES[:1], LEAVES | {"w": (n, m + 1)})
+    wiring = kc.integration.Wiring(USES, LEAVES)
     with pytest.raises(kc.ConventionError, match=r"\['two'\] were not used"):
         wiring.names([USES[0], USES[2]])
 

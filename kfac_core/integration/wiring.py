@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from kfac_core import constraints, errors
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.second_moment import Full
 from kfac_core.array import Array
-from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.block import Block
 from kfac_core.conventions import LossReduction, SourceReduction
@@ -80,8 +79,6 @@ class Wiring:
         Each parameter's name and shape, in order.
     approximation : callable
         ``(name, layer) -> Approximation``; None leaves that use of a layer out.
-    rest : {"refuse", "keep"}
-        Whether parameters of no block are an error, or keep their gradients.
 
     Attributes
     ----------
@@ -95,7 +92,7 @@ class Wiring:
     ShapeError
         For parameters that are not of the layer's sizes.
     UnsupportedError
-        For a parameter of no block, or of two.
+        For a parameter of two blocks.
     """
 
     def __init__(
@@ -105,10 +102,8 @@ class Wiring:
         /,
         *,
         approximation: Callable[[str, Any], Any] = usual_approximation,
-        rest: Literal["refuse", "keep"],
     ) -> None:
         constraints.require_range("approximation", approximation, constraints.FUNCTION)
-        constraints.require_one_of("rest", rest, ("refuse", "keep"))
         self.blocks: dict[str, Block] = {}
         self.slots: dict[str, dict[str, int]] = {}
         self._names: dict[Any, str] = {}
@@ -131,11 +126,11 @@ class Wiring:
         for i, leaf in enumerate(leaves):
             # A gradient of a parameter in two blocks would be preconditioned twice.
             count = places.count(i)
-            if count > 1 or (count == 0 and rest == "refuse"):
+            if count > 1:
                 raise errors.UnsupportedError(
                     f"Expected the parameter {leaf} to be in one block, not in {count}. "
                     "Say what its layer is; or leave one of its uses out by "
-                    "`approximation`; or say rest='keep' for parameters in no block."
+                    "`approximation`."
                 )
 
     def names(self, uses: Sequence[Use], /) -> list[str | None]:
@@ -204,35 +199,10 @@ class Wiring:
             None if source_vectors is None else source_vectors.source_reduction,
         )
 
-    def vectors(self, leaves: Sequence[Array], /) -> dict[str, dict[str, Array]]:
-        """Return a list of gradients as `Estimator.precondition` takes them."""
-        return {
-            name: {
-                role: _reshaped(leaves[i], self.blocks[name].layer, role)
-                for role, i in slots.items()
-            }
-            for name, slots in self.slots.items()
-        }
-
-    def replaced(
-        self, leaves: Sequence[Array], vectors: Mapping[str, Mapping[str, Array]], /
-    ) -> list[Array]:
-        """Return the list with the blocks' vectors in their places."""
-        new = list(leaves)
-        for name, parts in vectors.items():
-            for role, i in self.slots[name].items():
-                xp, old = ns.namespace_of(leaf=leaves[i]), leaves[i]
-                new[i] = xp.astype(xp.reshape(parts[role], old.shape), old.dtype)
-        return new
-
 
 def _key(use: Use) -> Any:
     _, layer, slots = use
     return layer, tuple(sorted(slots.items()))
-
-
-def _reshaped(x: Array, layer: Layer, role: str) -> Array:
-    return ns.namespace_of(gradient=x).reshape(x, layer.parameter_shapes[role])
 
 
 def _require_sizes(

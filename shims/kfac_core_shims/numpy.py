@@ -526,17 +526,19 @@ class KFAC(kc.integration.ScheduledSteps):
                 for parameter, array in arrays.items():
                     array[...] = before[name][parameter]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
         """Return the state without the parameters and the pending observations."""
-        return {**super().state_dict(), "velocity": self._velocity}
+        return {**super().state_dict(owned=owned), "velocity": self._velocity}
 
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], /, *, owned: bool = False
+    ) -> None:
         """Restore a state; raises `StateError`, changing nothing, if it does not match."""
         try:
             velocity = state["velocity"]
             if velocity is not None:
                 self._require(velocity, "velocity")
-            super().load_state_dict(state)
+            super().load_state_dict(state, owned=owned)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise kc.StateError(f"The state does not fit: {error}") from None
         self._velocity = velocity

@@ -118,7 +118,6 @@ class Network:
             self.leaves.uses(used),
             self.leaves.shapes,
             approximation=chosen,
-            rest="keep",
         )
         self.blocks = self.wiring.blocks
         self.rest = self.leaves.require_all(self.wiring.slots, rest=rest)
