@@ -49,56 +49,23 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
         trained = dict(module.named_parameters(recurse=False))
         if prefix in skipped:
             _explain(blocks, prefix, trained, "it was asked for")
-            continue
-        if isinstance(module, torch.jit.ScriptModule):
+        elif isinstance(module, torch.jit.ScriptModule):
             why = (
                 "TorchScript hides its calls; leave it in Python, or take torch.compile"
             )
             _explain(blocks, prefix, trained, why)
-            continue
-        if is_parametrized(module):
-            site = _computed(prefix, module)
-            if isinstance(site, str):
-                _explain(blocks, prefix, dict(module.named_parameters()), site)
-            else:
-                blocks.sites[prefix] = site
-                blocks.users.append((module, [prefix], None))
-            continue
-        if not trained:
-            continue
-        parts = _parts(module, users)
-        if isinstance(parts, str):
-            _explain(blocks, prefix, trained, parts)
-            continue
-        names = []
-        for suffix, part in parts.of.items():
-            parameters = {r: getattr(module, n) for r, n in part.parameters.items()}
-            weight = next(iter(parameters.values()))
-            if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+        elif is_parametrized(module):
+            _add_computed(blocks, prefix, module)
+        elif trained:
+            parts = _parts(module, users)
+            if isinstance(parts, str):
+                _explain(blocks, prefix, trained, parts)
                 continue
-            key = id(weight), repr(next(iter(part.rows.values()), None))
-            if key not in of_key:
-                name = ".".join(filter(None, (prefix, suffix)))
-                of_key[key] = name
-                blocks.sites[name] = Site(
-                    name=name, part=part, parameters=parameters, module=module
-                )
-            elif (
-                "bias" in parameters
-                and "bias" not in blocks.sites[of_key[key]].parameters
-            ):
-                # Of tied modules one has the bias, and it is not the first.
-                first = blocks.sites[of_key[key]]
-                blocks.sites[of_key[key]] = replace(
-                    first, part=part, parameters=parameters, module=module
-                )
-            names.append(of_key[key])
-        if names:
-            blocks.users.append((module, names, parts.around))
-        for n, p in trained.items():
-            if not _has_block(p, blocks.sites):
-                why = _reason(module, n, covered=bool(names), users=users)
-                _explain(blocks, prefix, {n: p}, parts.reasons.get(n, why))
+            names = _add_parts(blocks, of_key, prefix, module, parts)
+            for n, p in trained.items():
+                if not _has_block(p, blocks.sites):
+                    why = _reason(module, n, covered=bool(names), users=users)
+                    _explain(blocks, prefix, {n: p}, parts.reasons.get(n, why))
     for site in blocks.sites.values():
         weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
         if weight is not None and bias is not None and not site.part.rows:
@@ -111,6 +78,45 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             f"{'; '.join(reasons) or 'the model has no parameters'}. See `register_layer`."
         )
     return blocks
+
+
+def _add_computed(blocks: Found, prefix: str, module: Any) -> None:
+    """Add the block of a parametrized module, or the reason why it has none."""
+    site = _computed(prefix, module)
+    if isinstance(site, str):
+        _explain(blocks, prefix, dict(module.named_parameters()), site)
+    else:
+        blocks.sites[prefix] = site
+        blocks.users.append((module, [prefix], None))
+
+
+def _add_parts(
+    blocks: Found, of_key: dict[Any, str], prefix: str, module: Any, parts: Parts
+) -> list[str]:
+    """Add the blocks of a module where they are new; return the names of all of them."""
+    names = []
+    for suffix, part in parts.of.items():
+        parameters = {r: getattr(module, n) for r, n in part.parameters.items()}
+        weight = next(iter(parameters.values()))
+        if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+            continue
+        key = id(weight), repr(next(iter(part.rows.values()), None))
+        if key not in of_key:
+            name = ".".join(filter(None, (prefix, suffix)))
+            of_key[key] = name
+            blocks.sites[name] = Site(
+                name=name, part=part, parameters=parameters, module=module
+            )
+        first = blocks.sites[of_key[key]]
+        if "bias" in parameters and "bias" not in first.parameters:
+            # Of tied modules one has the bias, and it is not the first.
+            blocks.sites[of_key[key]] = replace(
+                first, part=part, parameters=parameters, module=module
+            )
+        names.append(of_key[key])
+    if names:
+        blocks.users.append((module, names, parts.around))
+    return names
 
 
 def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
