@@ -325,6 +325,7 @@ class KFAC(kc.integration.ScheduledSteps):
         for use in uses:
             _refuse_masked(f"The batch of {name!r}", use.inputs, use.output_grads)
         rows = rows or self._rows or len(uses[0].inputs)
+        # A layer with N examples contributes to a mean over R rows; see the module.
         factor = math.sqrt(len(uses[0].inputs) / max(rows, 1))
         if self.fisher == "empirical":
             # Output gradients of the loop's own loss, which if a mean carry 1 / R.
@@ -498,6 +499,7 @@ class KFAC(kc.integration.ScheduledSteps):
         damping = self.damping
         for _ in range(ATTEMPTS):
             change = step.change()
+            # The parameters go back after each trial, also if `loss` raises.
             after = self._loss_after(change, loss) / self.loss_factor
             if kc.steps.is_accepted(before, after):
                 adapted, ratio = self.rule.adapted(

@@ -207,6 +207,7 @@ class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
         update_every: int = kc.integration.defaults.MODEL_UPDATE_EVERY,
         refresh_every: int = kc.integration.defaults.MODEL_REFRESH_EVERY,
     ) -> None:
+        # scikit-learn reads the parameters of an estimator from its signature.
         super().__init__(
             hidden_layer_sizes=hidden_layer_sizes,
             activation=activation,
@@ -274,6 +275,7 @@ class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
             activations[0] = X = dense.toarray()
         if sample_weight is not None and (sample_weight < 0).any():
             raise ValueError("Expected `sample_weight` >= 0, got negative values.")
+        # A batch of weight zero has no curvature, and scikit-learn goes on.
         if sample_weight is not None and not sample_weight.any():
             *_, coef_grads, intercept_grads = work
             return 0.0, coef_grads, intercept_grads

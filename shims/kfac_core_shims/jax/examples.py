@@ -210,6 +210,7 @@ def example_axes(
         if not doubled(twice, outputs, batch):
             continue  # A fixed order of the batch, for example, has as many rows as before.
         other = find(twice, outputs).sites
+        # A network that branches on the batch size has another program.
         same = len(twice.avals) == len(trace.avals) and [
             (site.kind, site.parts) for site in other
         ] == [(site.kind, site.parts) for site in sites]
@@ -276,6 +277,7 @@ def _by_doubling(
     grown = [
         row for row, axis in enumerate(row_axes(site)) if other[axis] != shape[axis]
     ]
+    # Outputs that did not grow have no examples yet.
     if other == shape and site.kind == "dense" and not site.loops:
         return _meetings(place, trace, twice, batch, found.consumers)
     if len(grown) != 1 or shape[row_axes(site)[grown[0]]] % batch.examples:
@@ -527,6 +529,7 @@ def reversed_lengths(trace: Trace, place: Operand, /) -> set[int]:
             operation = producers[place]
             shapes = [trace.shape(x) for x in operation.inputs]
             for length in _reversals(operation.name, operation.params, shapes):
+                # Reversed twice is in order again.
                 turned = turned ^ {length}
             waiting.extend((x, turned) for x in operation.inputs)
     return lengths

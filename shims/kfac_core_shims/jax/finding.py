@@ -232,6 +232,7 @@ class _Finder:
             for operation in operations:
                 if operation.primitive is mark:
                     self._add(self._marked(operation), loops)
+        # In this order: a bias must not be taken for a shift.
         for reader in (self._product, self._scaled, self._shifted):
             for _, operations, loops in self.live:
                 for operation in operations:
@@ -329,6 +330,7 @@ class _Finder:
                 continue
             live.append(operation)
             used = operation.inputs
+            # What lies between the inputs and outputs of a mark is the mark's.
             if operation.primitive is mark:
                 used = used[1 : 2 + operation.params["label"].masked]
             needed.update(x for x in used if isinstance(x, int))
@@ -503,6 +505,7 @@ class _Finder:
         contracted, batched = operation.params["dimension_numbers"]
         x = operation.inputs[1 - position]
         parameter = isinstance(x, int) and x in self.trace.views
+        # A batched product has many matrices, and two parameters have no rows.
         if batched[0] or not contracted[0] or parameter:
             return None
         mine, other = contracted[position], contracted[1 - position]
@@ -537,6 +540,7 @@ class _Finder:
             return None, "io"
         if joined([last, first]) == whole:
             return None, "oi"
+        # Neither layout as it lies: a permutation of whole axes makes it one.
         order = [axis for axis, *_ in (*first, *last)]
         if sorted([*first, *last]) != whole:
             return None

@@ -315,6 +315,7 @@ class KFAC:
             check="status",
             executor=executor,
         )
+        # A flagged batch leaves operators and bases as they were.
         good = state.is_good()
 
         def unchanged(state: kc.NetworkState) -> kc.NetworkState:

@@ -67,6 +67,7 @@ class Leaves:
             inner = shape[1:] if part.sliced else shape
             if part.order is not None:
                 inner = tuple(inner[axis] for axis in part.order)
+            # A loop over a stack of weights is a block for each turn.
             for turn in range(shape[0]) if part.sliced else (None,):
                 name = self.names[i] + ("" if turn is None else f"[{turn}]")
                 self.shapes[name] = inner

@@ -101,6 +101,7 @@ class Network:
             has_aux=constraints.FLAG,
         )
         self.function, self.has_aux = function, has_aux
+        # By batch and shapes: finding the axes traces the network once more.
         self._axes: dict[Any, list[Where]] = {}
         layers, axes, trace, batch = self._layers(params, inputs)
         self.leaves = Leaves(params, layers)
@@ -183,6 +184,7 @@ class Network:
             for site, axis in zip(layers.sites, axes, strict=True)
             if self.leaves.knows(site) and axis is not None
         ]
+        # The derivative by zeros that are added to an output is its output gradient.
         zeros = [_zeros(site, trace) for site, _ in sites]
         turned: list[set[int]] = [
             set() if mask is None else reversed_lengths(trace, site.inputs)
@@ -329,6 +331,7 @@ class Network:
             g = rows.output_grads(g, **how)
             from_mark = own_mask is not None
             own_mask = rows.mask(own_mask, x, mask, reverse)
+            # A mask that no layer reads would be passed over.
             masked = masked or not (from_mark or own_mask is None)
             if site.tied and site.kind == "dense":
                 x, g = rows.transposed(x, g, **how)

@@ -522,6 +522,7 @@ class Optimizer:
                 check="status",
             )
             rate = rate * clip.scale
+        # None is free, for the quadratic model to choose.
         fixed = [rate]
         if self.momentum is None or callable(self.momentum) or self.momentum:
             directions.append(state.last)

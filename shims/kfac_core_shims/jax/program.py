@@ -201,6 +201,7 @@ class _Writer:
             operands = tuple(place(atom) for atom in equation.invars)
             name, params = equation.primitive.name, equation.params
             inner = _inner(params) if name in CALLS or name == "scan" else None
+            # Calls without a parameter or a mark keep their own derivative rules.
             opened = inner is not None and (
                 any(x in self.views for x in operands if isinstance(x, int))
                 or _has_marks(inner[0])

@@ -105,6 +105,7 @@ class Rows:
         # Of the inputs only squares count, which may be summed over the sources.
         others = jnp.zeros((len(g) - 1, *x.shape), g.dtype)
         h = jnp.concatenate([x.astype(g.dtype)[None], others])
+        # The table's factor is diagonal: only squares of its inputs count.
         return jnp.sqrt(jnp.sum(g * g, axis=0)), h
 
     def mask(self, of_mark: Any, x: Any, mask: Any, turned: set[int]) -> Any:

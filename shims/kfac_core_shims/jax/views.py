@@ -166,6 +166,7 @@ def _regrouped(
             need, uneven = divmod(length, math.prod(n for *_, n in pieces_here))
             if uneven:
                 return None
+            # Split the piece: its outer part belongs to this axis.
             if size > need:
                 inner, uneven = divmod(size, need)
                 if uneven:

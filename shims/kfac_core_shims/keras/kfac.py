@@ -530,7 +530,9 @@ class KFAC(kc.integration.NaturalGradient):
             with taps.shadowed([(inner, {"apply": natural})]):
                 return step(*inputs)
 
+        # Past Keras's `__setattr__`, which would track it.
         vars(model)["train_step"] = train_step
+        # Keras compiled the former step into it.
         model.train_function = None
         if self._jax:
             self._make_variables()
@@ -662,6 +664,7 @@ class KFAC(kc.integration.NaturalGradient):
         else:
             due = steps % self.update_every == 0
             state = jax.lax.cond(due, updated, unchanged, state)
+        # Statistics that are not finite leave the last operators in use.
         due = (steps % self.refresh_every == 0) & state.is_good()
         state = jax.lax.cond(due, refreshed, unchanged, state)
         vector = self._vector(gradients)
@@ -694,6 +697,7 @@ class KFAC(kc.integration.NaturalGradient):
         import jax
 
         values = [variable.value for variable in self._variables]
+        # Within `fit` the program holds the buffers, which are donated.
         if any(x.is_deleted() for x in values) or int(values[0]) <= self._steps:
             return
         self._steps = int(values[0])

@@ -126,6 +126,7 @@ def tapped(names: dict[str, str], layer: Any, tape: Tape) -> dict[str, Any]:
         seen.append((x, private.mask_of(x)))
         return call(x, *args, **options)
 
+    # Tapped before the activation, where the output gradients are g.
     act = layer.activation or (lambda z: z)
     einsum = _einsum_sizes(layer) if kind is layers.EinsumDense else None
 

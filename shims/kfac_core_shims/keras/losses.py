@@ -313,6 +313,7 @@ def _likelihood(loss: Any) -> tuple[Any, Any]:
     """Return the likelihood of a loss's rows, and what takes outputs to its parameters."""
     function = getattr(loss, "fn", loss)
     options = private.loss_options(loss)
+    # A function or a class of somebody else may compute anything.
     custom = callable(loss) and type(loss).__module__.split(".")[0] not in (
         "keras",
         "builtins",

@@ -55,6 +55,7 @@ def recurrent_call(names: dict[str, str], layer: Any, tape: Tape) -> Callable[..
         product = ops.matmul(x, W)
         product = product if b is None else product + b
         product = tape.tap(names["kernel"], x, product, mask)
+        # One use for all time steps: its inputs, the states, come step by step.
         added = tape.begin(names["recurrent_kernel"], product)
         use = tape.uses[-1]
 

@@ -133,6 +133,7 @@ def _run_jax(run: Callable[[Tape], Any]) -> Any:
         shapes.append(jax.ShapeDtypeStruct(like.shape, like.dtype))
         return jnp.zeros_like(like)
 
+    # The zeros must be there before `vjp`: a first trace learns their shapes.
     jax.eval_shape(lambda: run(Tape(first)))
     zeros = [jnp.zeros(like.shape, like.dtype) for like in shapes]
     blocks: list[str] = []

@@ -80,6 +80,7 @@ class ComputedSite(Site):
         with torch.enable_grad():
             carried = self._carried(self.gradient)
         # Since it came, gradients may have been unscaled, clipped or averaged.
+        # Least squares for one factor: grad is about scale * carried.
         size = sum(float((c * c).sum()) for c in carried)
         pairs = zip(carried, self.originals, strict=True)
         scale = sum(float((c * p.grad).sum()) for c, p in pairs) / size if size else 1.0
@@ -115,6 +116,7 @@ class ComputedSite(Site):
         if gradient is None:
             with torch.no_grad():
                 gradient = torch.zeros_like(_computed_weight(self.module))
+        # A process without a pass takes part, with zeros.
         came = gradient.new_full((1,), self.gradient is not None)
         total = communicator.all_reduce(torch.cat([gradient.reshape(-1), came])).wait()
         if total[-1] > 0:

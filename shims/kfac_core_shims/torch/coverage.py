@@ -108,6 +108,7 @@ class Coverage:
             in_model = all(id(p) in live for p in site.trained)
             if not (in_model and site.is_in(site.module)):
                 self.replaced.add(name)
+        # The parameter itself may still be there, read by another module.
         known, moved = self._ids(self._sites), self._ids(self.replaced)
         for name, p in now.items():
             if id(p) in moved:
@@ -132,6 +133,7 @@ class Coverage:
         steps : int
             Steps taken; before the first, parameters without gradients count too.
         """
+        # A layer that drops out of a step is reported between refreshes too.
         fewer, self._preconditioned = (
             len(blocks) < self._preconditioned,
             len(blocks),

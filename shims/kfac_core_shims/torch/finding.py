@@ -100,6 +100,7 @@ def _add_parts(
         weight = next(iter(parameters.values()))
         if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
             continue
+        # Slices have no hash before Python 3.12.
         key = id(weight), repr(next(iter(part.rows.values()), None))
         if key not in of_key:
             name = ".".join(filter(None, (prefix, suffix)))

@@ -159,6 +159,7 @@ class Gradients:
         if is_drawn_through(self._model):
             return None
         task = private.backward_pass()
+        # Each hook of one backward pass comes here; only the first changes anything.
         if task != self._task:
             self._task, self._adds = task, True
             if self._division is None:
@@ -194,6 +195,7 @@ class Gradients:
     def _find_uncleared(self) -> None:
         """Find the parameters whose last direction this pass is about to add to."""
         written = [(grad(), version) for grad, version in self._written]
+        # Zeroed in place, the tensor is the same one at a later version.
         left = {
             id(g)
             for g, version in written

@@ -194,6 +194,7 @@ def calls_below(
     for name, site in sites.items():
         calls = recorded[name]
         uses = max(walk.uses_of(site, role) for role in site.roles)
+        # More reads of the weight than recorded calls: read the products in the graph.
         if site.part.rows or uses > len(calls):
             products = walk.products_of(site)
             if isinstance(products, str):
@@ -233,6 +234,7 @@ class _Walk:
                 if below in seen or below in stop:
                     continue
                 seen.add(below)
+                # Asked of the class: `variable` of a node is a call into C++.
                 kind: Any = type(below)
                 if _is_leaf(kind):
                     self._sources[id(below.variable)].append((below, 0))
@@ -299,6 +301,7 @@ class _Walk:
         values = self._values_of(operands)
         for (node, side, rows, upright), x in zip(readings, values, strict=True):
             # Whether rows are multiplied by W of shape (in, out), or by its transpose.
+            # x W reads the weight on the right; W^T x on the left, transposed.
             turned = upright == (side == 0)
             x = x.mT if side == 0 else x
             if turned and rows is not None:

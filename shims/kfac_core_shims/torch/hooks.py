@@ -44,6 +44,7 @@ class _CallHook(Inert):
         if not (y.requires_grad and kfac.wants_statistics):
             return
         edge = None
+        # A tied weight may have been replaced in this module only.
         for site in self.sites:
             if not site.is_in(module):
                 continue
@@ -69,6 +70,7 @@ class _CallHook(Inert):
                 bias=not site.some_biases or module.bias is not None,
             )
             edge = edge or get_gradient_edge(y)
+            # The graph holds the call, so that it goes when the graph goes.
             calls = edge.node.metadata.setdefault(id(kfac), [])
             calls.append((edge.output_nr, call))
 

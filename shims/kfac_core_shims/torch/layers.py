@@ -209,6 +209,7 @@ def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
     Parts, str or None
         Parts of a covered module.
     """
+    # A subclass that overrides `forward` may compute anything.
     forward = type(module).forward
     for kind in type(module).__mro__:
         if kind.__dict__.get("forward") is not forward:
@@ -317,6 +318,7 @@ def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
         channels="first",
     )
 
+    # PyTorch stores (in, out / groups, ...), and a convolution (out, in / groups, ...).
     def to_layer(w: Any) -> Any:
         split = w.reshape(groups, inputs // groups, out, *kernel).transpose(1, 2)
         return split.reshape(groups * out, inputs // groups, *kernel).flip(spatial)
@@ -329,6 +331,7 @@ def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
         x = arguments[0]
         strides, dilations = module.stride, module.dilation
         lengths = [(n - 1) * s + 1 for n, s in zip(x.shape[-d:], strides, strict=True)]
+        # A stride of the transposed convolution puts zeros between the inputs.
         z = x.new_zeros(*x.shape[:-d], *lengths)
         z[(..., *(slice(None, None, s) for s in strides))] = x
         widths: list[int] = []
@@ -463,6 +466,7 @@ def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
         ids, *others = arguments
         if ids.ndim != 2 or any(other is not None for other in others):
             return None
+        # The factor belongs to the output gradient: ids have no scale.
         scale = 1.0 / ids.shape[1] if module.mode == "mean" else 1.0
         return Reading(inputs=ids, grad_scale=scale)
 

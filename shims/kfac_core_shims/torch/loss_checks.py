@@ -101,6 +101,7 @@ class LossCheck:
             for o in passes
         ]
         largest = max(times, default=0.0)
+        # A factor on the gradient alone may be divided out after the step.
         is_linear = not (self.empirical or clips)
         if is_linear or self.grad_scaler is not None or largest <= _SCALED:
             return None
@@ -202,6 +203,7 @@ class LossCheck:
         is_good, is_clear = gradient is not None and z.shape[-1] > 1, True
         if is_good:
             sums, sizes = _sums(gradient, -1)
+            # Where one probability is nearly 1, the gradient is roundoff.
             clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
             # If the targets come from the model itself, the gradient is only roundoff.
             clear &= sizes > 64 * torch.finfo(gradient.dtype).eps / sizes.numel()

@@ -195,6 +195,7 @@ def _viewed(returned: Any, started: Pass) -> Any:
 def _mapped(returned: Any, function: Callable[[Any], Any]) -> Any:
     if _is_tensor(returned):
         return function(returned)
+    # In place: classes such as Hugging Face's `ModelOutput` cannot be rebuilt.
     if isinstance(returned, MutableMapping):
         for key in list(returned):
             new = function(returned[key])

@@ -164,6 +164,7 @@ class Pass:
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
         recorder = self.recorder()
+        # Vectors that K-FAC backpropagates itself come here too.
         if recorder is None or is_drawn_through(recorder.model):
             return
         if torch.is_grad_enabled():

@@ -114,6 +114,7 @@ class Site:
         """Put a direction into the place of the gradients."""
         for role, x in direction.items():
             parameter = self.parameters[role]
+            # The optimizer skips parameters without a gradient.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             target = self._own(role, parameter.grad)

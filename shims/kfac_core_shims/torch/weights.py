@@ -92,6 +92,7 @@ def weights_of_rows(
     unread = None if least > 0 else _unread_rows(criterion, z, sizes == 0)
     weight = None if unread is None else (~unread).to(z.dtype)
     scales = None
+    # A softmax over all rows of a large pass is expensive, and some rows suffice.
     every = z.numel() // _SAMPLED
     if were_uniform and every:
         some_z, some_g = (x.reshape(-1, x.shape[-1])[::every] for x in (z, g))
@@ -157,6 +158,7 @@ def _row_scales(criterion: Criterion, z: Any, g: Any) -> Any:
     if criterion.row.likelihood != CATEGORICAL or z.shape[-1] < 3 - (known is not None):
         return None
     g = g.to(torch.promote_types(g.dtype, torch.float32))
+    # In c (p - e_y) only the label's entry is negative.
     label = g.argmin(-1, keepdim=True)
     p = torch.softmax(z.to(g.dtype), -1).scatter(-1, label, 0.0)
     others = g.scatter(-1, label, 0.0)
@@ -233,6 +235,7 @@ def have_weights(numbers: Sequence[float], /) -> bool:
     rows, _, unknown, _, total, *_, squares, passes, coarse = numbers
     if unknown or not total:
         return False
+    # Relative variance of the scales, weighted by rows.
     variance = squares * rows / (total * total) - 1.0
     # No scale is farther from the mean than this.
     return bool(passes * variance > max((coarse / passes) ** 2, 1e-14 * passes))
@@ -292,6 +295,7 @@ def balance(
             weight, root = 1.0, processes**2 / (c * rows * total)
         elif loss.empirical:
             root = rows / (c * total)
+        # Passes whose scales differ by roundoff have equal weights.
         if max(abs(weight - 1), abs(root - 1)) > observation.coarse:
             observation.rows *= weight
             observation.share *= weight
