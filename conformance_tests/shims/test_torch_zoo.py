@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import register_layer  # noqa: E402
+from kfac_core_shims.torch import Part, Parts, register_layer  # noqa: E402
 
 from ..builders import torch_zoo  # noqa: E402
 from ..builders.torch_zoo import Program  # noqa: E402
@@ -150,6 +150,31 @@ class Columns(nn.Module):
         return x @ self.weight + self.bias
 
 
+class LowRank(nn.Module):
+    """A product of two matrices, of which only the graph shows what is between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_down = nn.Parameter(torch.randn(4, 2))
+        self.weight_up = nn.Parameter(torch.randn(2, 3))
+        self.bias_up = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return x @ self.weight_down @ self.weight_up + self.bias_up
+
+
+def low_rank(module, owns):
+    (n, r), m = module.weight_down.shape, module.weight_up.shape[1]
+    down = kc.Dense(in_features=n, out_features=r, bias=False, weight_layout="io")
+    up = kc.Dense(in_features=r, out_features=m, bias=True, weight_layout="io")
+    return Parts(
+        of={
+            "down": Part(layer=down, parameters={"weight": "weight_down"}),
+            "up": Part(layer=up, parameters={"weight": "weight_up", "bias": "bias_up"}),
+        }
+    )
+
+
 class OnePlusNorm(nn.Module):
     """An RMS norm whose scale is one plus its weight."""
 
@@ -162,6 +187,7 @@ class OnePlusNorm(nn.Module):
 
 
 register_layer(Columns, "linear", weight_layout="io")
+register_layer(LowRank, low_rank)
 register_layer(f"{OnePlusNorm.__module__}.OnePlus*", "norm")
 
 
@@ -320,6 +346,10 @@ PROGRAMS = {
             lambda m, x: m.inner(x[:, :3], x[:, 3:]), inner=lambda: nn.Bilinear(3, 2, 4)
         ),
         loop=squares(randn(12, 5)),
+    ),
+    "low rank": Program(
+        model=lambda: nn.Sequential(LowRank(), nn.Tanh(), nn.Linear(3, 2)),
+        loop=squares(randn(8, 4)),
     ),
     "embedding": Program(
         model=lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)),

@@ -17,7 +17,7 @@ kfac_core_shims.require("torch", extra="torch")
 from kfac_core_shims.torch.collecting import Factors, collect, read_factors
 from kfac_core_shims.torch.gauss_newton import GaussNewton
 from kfac_core_shims.torch.kfac import KFAC
-from kfac_core_shims.torch.layers import register_layer
+from kfac_core_shims.torch.layers import Part, Parts, Reading, register_layer
 from kfac_core_shims.torch.optimizer import KFACOptimizer
 from kfac_core_shims.torch.posterior import Posterior
 from kfac_core_shims.torch.saving import DistributedState
@@ -31,7 +31,10 @@ __all__ = [
     "Factors",
     "GaussNewton",
     "KFACOptimizer",
+    "Part",
+    "Parts",
     "Posterior",
+    "Reading",
     "Scores",
     "collect",
     "influence",

@@ -147,7 +147,8 @@ def register_layer(
         ``"linear"``: ``y = x W + b`` along the last axis.  ``"norm"``: the weight
         multiplies a normalized input, and the bias is added, along the last axes.  Or
         ``(module, owns) -> Parts`` for anything else, where ``owns(name)`` says whether a
-        parameter is trained and belongs to the weight.
+        parameter is trained and belongs to the weight.  A part without ``read`` is any
+        product with a matrix in the module's forward pass, wherever it stands there.
     weight, bias : str
         Attributes of the module that hold the parameters.
     weight_layout : {"oi", "io"}
