@@ -3,8 +3,11 @@
 Conventions.  PyTorch's tensors are exchanged where they are; arrays of other libraries go
 through the host's memory (and, with NCCL, to the current GPU).  Parts of similar lengths
 are padded to equal ones for ``all_gather_single`` and ``reduce_scatter_single``.  Other
-parts are broadcast by, or reduced to, each rank that has one.  So no rank holds or sends
-much more than all parts together.
+parts are broadcast by, or reduced to, each rank that has one with gloo, which copies what
+it gathers.  With NCCL, whose messages each pass all ranks, there are two: parts are divided
+into even shares by ``all_to_all_single``, which are gathered; or even shares are added up,
+and sent to the ranks whose parts they are.  So no rank holds or sends much more than all
+parts together, whoever has most of them.  All ranks wait for exchanges in the same order.
 
 Where an exchange fails or takes too long, the ranks that notice it leave a mark in the
 process group's store.  Those without a mark are named in the error.
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import itertools
 import os
 import sys
 import time
@@ -44,6 +48,11 @@ class TorchCommunicator(Communicator):
         Group of this process; by default all processes.
     timeout : float
         Seconds to wait for other ranks.
+
+    Attributes
+    ----------
+    by_shares : bool
+        Whether parts of unlike lengths are divided into even shares, as with NCCL.
     """
 
     name = "torch"
@@ -58,6 +67,7 @@ class TorchCommunicator(Communicator):
         self._members = dist.get_process_group_ranks(self._group)
         self.ranks = tuple(self._members)
         self._nccl = dist.get_backend(self._group) == "nccl"
+        self.by_shares = self._nccl
         self._calls = 0
 
     def _split(self, groups: Sequence[Sequence[int]], /) -> TorchCommunicator:
@@ -108,7 +118,7 @@ class TorchCommunicator(Communicator):
             with self._naming(call):
                 for work in works:
                     work.wait(_seconds(self.timeout))
-            return finish()
+                return finish()
 
         return wait
 
@@ -120,8 +130,11 @@ class TorchCommunicator(Communicator):
         return [work], lambda: total
 
     def _all_gather(self, values: Any, counts: Sequence[int]) -> Any:
+        similar = _are_similar(counts)
+        if not similar and self.by_shares:
+            return self._gather_shares(values, counts)
         total = values.new_empty(sum(counts))
-        if not _are_similar(counts):
+        if not similar:
             works = []
             for source, part in enumerate(total.split(list(counts))):
                 if source == self.rank:
@@ -147,6 +160,8 @@ class TorchCommunicator(Communicator):
     def _reduce_scatter(self, values: Any, counts: Sequence[int]) -> Any:
         length = counts[self.rank]
         if not _are_similar(counts):
+            if self.by_shares:
+                return self._reduce_shares(values, counts)
             return self._reduce_to_owners(values, counts)
         width = max(counts)
         if min(counts) < width:
@@ -173,6 +188,49 @@ class TorchCommunicator(Communicator):
         ]
         part = parts[self.rank]
         return works, lambda: part.clone() if part.numel() < total.numel() else part
+
+    def _gather_shares(self, values: Any, counts: Sequence[int]) -> Any:
+        """Divide all parts into even shares, and gather these."""
+        length, parts = sum(counts), _ranges(counts)
+        width = -(-length // self.size)
+        shares = _ranges([width] * self.size)
+        works, share = self._all_to_all(
+            *(values, _overlaps(parts[self.rank], shares)),
+            _overlaps(shares[self.rank], parts),
+        )
+
+        def gathered() -> Any:
+            total = values.new_zeros(self.size * width)
+            padded = values.new_zeros(width)
+            padded[: share().numel()] = share()
+            self._begin_gather(total, padded).wait(_seconds(self.timeout))
+            return total[:length]
+
+        return works, gathered
+
+    def _reduce_shares(self, values: Any, counts: Sequence[int]) -> Any:
+        """Add up even shares, and send these to the ranks whose parts they are."""
+        length, parts = values.numel(), _ranges(counts)
+        width = -(-length // self.size)
+        shares = [
+            (min(start, length), min(stop, length))
+            for start, stop in _ranges([width] * self.size)
+        ]
+        padded = values.new_zeros(self.size * width)
+        padded[:length] = values
+        total = values.new_empty(width)
+        start, stop = shares[self.rank]
+
+        def to_owners() -> Any:
+            works, part = self._all_to_all(
+                *(total[: stop - start], _overlaps(shares[self.rank], parts)),
+                _overlaps(parts[self.rank], shares),
+            )
+            for work in works:
+                work.wait(_seconds(self.timeout))
+            return part()
+
+        return [self._begin_scatter(total, padded)], to_owners
 
     def _begin_broadcast(self, sent: Any, source: int) -> Any:
         import torch.distributed as dist
@@ -325,6 +383,17 @@ def _are_similar(counts: Sequence[int]) -> bool:
     """Return whether padding parts to one length costs less than a message for each."""
     padded, total = len(counts) * max(counts), sum(counts)
     return total > 0 and (padded <= 1.25 * total or padded - total <= 1 << 12)
+
+
+def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the start and stop of each part."""
+    stops = itertools.accumulate(counts)
+    return [(stop - n, stop) for n, stop in zip(counts, stops, strict=True)]
+
+
+def _overlaps(one: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[int]:
+    """Return how many numbers a range has in common with each of others."""
+    return [max(0, min(one[1], stop) - max(one[0], start)) for start, stop in others]
 
 
 def _seconds(timeout: float) -> datetime.timedelta:

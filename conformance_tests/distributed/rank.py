@@ -251,6 +251,11 @@ def exchanges(communicator):
     for counts in ([3, 0, 5, 2], [9000, 0, 20, 300], [5000, 4900, 5000, 4800]):
         for dtype in ("float64", "float32", "int64"):
             compare_exchanges(communicator, counts[:p], dtype)
+        if communicator.name == "torch":
+            # As with NCCL, of which no hardware is here.
+            communicator.by_shares = True
+            compare_exchanges(communicator, counts[:p], "float64")
+            communicator.by_shares = False
     half = [[k for k in range(p) if k % 2 == parity] for parity in (0, 1)]
     group = communicator.split(half)
     assert group.rank == communicator.rank // 2
