@@ -43,6 +43,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "auto_gallery",
     "filename_pattern": "/never/",
+    "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "min_reported_time": 1e9,
     "show_signature": False,
