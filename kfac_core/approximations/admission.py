@@ -126,8 +126,7 @@ def flags_of_update(
     # Inf - inf cannot occur among traces, so that one sum shows all of them.
     if not (arguments and known_finite(traces, xp=xp)):
         arguments, names = set(), set()
-    reading: dict[str, Any] = {"stacked": stacked} if stacked else {}
-    flags = rows.status(xp=xp, known=frozenset(arguments), **reading)
+    flags = rows.status(xp=xp, known=frozenset(arguments), stacked=stacked)
     return overflow_flags(earlier | flags, approximation, new, options, known=names)
 
 

@@ -160,18 +160,6 @@ class Eigen(Approximation):
             self, moment_decay=constraints.optional(constraints.DECAY)
         )
 
-    @property
-    def decays(self) -> Mapping[str, float]:
-        """Decays of averages that differ from the decay of updates."""
-        return {} if self.moment_decay is None else {"block": self.moment_decay}
-
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why a layer is not supported, or None if it is."""
-        problem = self.factors.problem_with(layer)
-        if problem is not None and layer.kind == "embedding":
-            return problem.replace("Kronecker", "Eigen")
-        return problem
-
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics, in the coordinate basis."""
         factors = self.factors.initial(layer, place)
@@ -328,6 +316,18 @@ class Eigen(Approximation):
         return replaced(operator, flags=operator.flags | flags)
 
     @property
+    def decays(self) -> Mapping[str, float]:
+        """Decays of averages that differ from the decay of updates."""
+        return {} if self.moment_decay is None else {"block": self.moment_decay}
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return why a layer is not supported, or None if it is."""
+        problem = self.factors.problem_with(layer)
+        if problem is not None and layer.kind == "embedding":
+            return problem.replace("Kronecker", "Eigen")
+        return problem
+
+    @property
     def factors(self) -> Kronecker:
         """The approximation of the same factors without moments."""
         return Kronecker(input=self.input, output=self.output, sharing=self.sharing)
@@ -346,6 +346,7 @@ class Eigen(Approximation):
         in_basis = rows.in_basis(*bases, statistics.dtype, xp=xp)
         squares = in_basis.squares(statistics.dtype, xp=xp)
         squares = split_groups(squares, old.sum.shape[:-2], xp=xp)
+        # E <- decay E + weight c / N sum_mn (Q_A^T D Q_G)^2
         return old.plus(squares, options.decay, scale, shares.example_weight)
 
     def _kronecker_moments(

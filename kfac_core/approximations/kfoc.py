@@ -116,20 +116,6 @@ class KFOC(Approximation):
     def __post_init__(self) -> None:
         constraints.require_options(self, iterations=constraints.COUNT)
 
-    @property
-    def reduction_problem(self) -> str:
-        """Why fitted products are not reduced."""
-        return (
-            "the best product of a sum is not made of the best products of its parts; take "
-            "Kronecker"
-        )
-
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why a layer is not supported, or None if it is."""
-        if layer.kind in ("dense", "conv"):
-            return None
-        return "needs pairs of inputs and output gradients, so a dense or conv layer"
-
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics: a `RunningProduct` named ``"block"``."""
         n, m = layer.matrix_shape
@@ -164,6 +150,7 @@ class KFOC(Approximation):
         # The old product keeps this share of the new weight, and starts the iteration.
         past = old.weight * decay / unit
         A = unit_norm(_input_moment(rows, statistics.dtype, xp), xp=xp)
+        # A (x) G <- best product of decay A (x) G + weight c / N sum_mn vec(D) vec(D)^T
         fit = kronecker_fit(
             [
                 ProductTerm(old.input, old.output, decay),
@@ -195,6 +182,20 @@ class KFOC(Approximation):
         return _KRONECKER.operator(
             Statistics(averages, statistics.status), layer, debiased
         )
+
+    @property
+    def reduction_problem(self) -> str:
+        """Why fitted products are not reduced."""
+        return (
+            "the best product of a sum is not made of the best products of its parts; take "
+            "Kronecker"
+        )
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return why a layer is not supported, or None if it is."""
+        if layer.kind in ("dense", "conv"):
+            return None
+        return "needs pairs of inputs and output gradients, so a dense or conv layer"
 
 
 def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> FitTerm:

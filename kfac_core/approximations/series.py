@@ -119,12 +119,6 @@ class Series(Approximation):
                 f"The variant {self.variant!r} knows no `steps`; leave it out."
             )
 
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why a layer is not supported, or None if it is."""
-        if layer.kind == "dense":
-            return None
-        return "needs time steps in order, so a dense layer with one shared axis"
-
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`.
 
@@ -143,21 +137,6 @@ class Series(Approximation):
         if self.steps is not None:
             averages["lengths"] = Average(place.zeros(self.steps), place.zeros())
         return Statistics(averages, base.status)
-
-    def rows(self, layer: Layer, batch: Any, /) -> Rows:
-        """Return a batch as rows, in the order of time.
-
-        Raises
-        ------
-        ShapeError
-            For several shared axes: the time axis is ambiguous (but for the
-            independent variant, where none is).
-        """
-        rows: Rows = layer.rows(batch)
-        if self.variant != "independent" and batch.inputs.ndim > 3:
-            hint = "The time steps are one shared axis: move others into that of sequences."
-            constraints.require_shape("inputs", batch.inputs, ("N", "T", "n"), hint)
-        return rows
 
     def updated(
         self,
@@ -225,3 +204,24 @@ class Series(Approximation):
             return _LAG_0.operator(statistics, layer, options)
         options.require_factored(f"The {self.variant} series")
         return series_operator(statistics, options)
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return why a layer is not supported, or None if it is."""
+        if layer.kind == "dense":
+            return None
+        return "needs time steps in order, so a dense layer with one shared axis"
+
+    def rows(self, layer: Layer, batch: Any, /) -> Rows:
+        """Return a batch as rows, in the order of time.
+
+        Raises
+        ------
+        ShapeError
+            For several shared axes: the time axis is ambiguous (but for the
+            independent variant, where none is).
+        """
+        rows: Rows = layer.rows(batch)
+        if self.variant != "independent" and batch.inputs.ndim > 3:
+            hint = "The time steps are one shared axis: move others into that of sequences."
+            constraints.require_shape("inputs", batch.inputs, ("N", "T", "n"), hint)
+        return rows

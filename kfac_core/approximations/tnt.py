@@ -98,21 +98,6 @@ class TNT(Approximation):
     def __post_init__(self) -> None:
         constraints.require_options(self)
 
-    def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes of both factors; empty for a bare array."""
-        return {} if layer.kind == "parameters" else kronecker_shapes(layer)
-
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why a layer is not supported, or None if it is."""
-        if layer.kind in ("dense", "conv"):
-            return None
-        if layer.kind == "parameters" and len(layer.parameter_shapes) == 1:
-            return None
-        return (
-            "needs a gradient with axes, so a dense or conv layer, or `Parameters` of one "
-            "array"
-        )
-
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""
         if layer.kind == "parameters":
@@ -141,6 +126,7 @@ class TNT(Approximation):
         old, full = statistics.averages, FullFactor()
         step = decay, shares.scale * shares.outer_products, shares.weight
         weight = shares.example_weight
+        # A <- decay A + weight c / N sum D D^T, and G with D^T D
         averages = {
             "input": full.updated(old["input"], columns, *step, xp=xp),
             "output": full.updated(old["output"], across, *step, xp=xp),
@@ -164,6 +150,21 @@ class TNT(Approximation):
         averages = {**statistics.averages, "repeats": scale}
         return _KRONECKER.operator(
             Statistics(averages, statistics.status), layer, options
+        )
+
+    def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
+        """Return the sizes of both factors; empty for a bare array."""
+        return {} if layer.kind == "parameters" else kronecker_shapes(layer)
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return why a layer is not supported, or None if it is."""
+        if layer.kind in ("dense", "conv"):
+            return None
+        if layer.kind == "parameters" and len(layer.parameter_shapes) == 1:
+            return None
+        return (
+            "needs a gradient with axes, so a dense or conv layer, or `Parameters` of one "
+            "array"
         )
 
 

@@ -89,17 +89,6 @@ class BlockTridiagonal(Approximation):
     reduction = "sum"
     unsupported_products = TRIDIAGONAL_LACKS
 
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why a layer is not supported, or None if it is."""
-        if layer.kind == "chain":
-            return None
-        return "one layer has no neighbors; name several in `Sharing(chains=...)`"
-
-    def rows(self, layer: Layer, batch: Any, /) -> ChainRows:
-        """Return what the layers saw as rows."""
-        rows: ChainRows = layer.rows(batch)
-        return rows
-
     def initial(self, layer: Any, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
         averages: dict[str, Average] = {}
@@ -179,6 +168,17 @@ class BlockTridiagonal(Approximation):
         return applied_in(
             operator, options.apply, check=options.check, name=options.name, xp=xp
         )
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return why a layer is not supported, or None if it is."""
+        if layer.kind == "chain":
+            return None
+        return "one layer has no neighbors; name several in `Sharing(chains=...)`"
+
+    def rows(self, layer: Layer, batch: Any, /) -> ChainRows:
+        """Return what the layers saw as rows."""
+        rows: ChainRows = layer.rows(batch)
+        return rows
 
 
 def _of_layer(statistics: Statistics, i: int) -> Statistics:

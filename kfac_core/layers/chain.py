@@ -44,7 +44,7 @@ class ChainRows(NamedTuple):
         return self.layers[0].like
 
     def status(
-        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+        self, *, xp: Namespace, known: frozenset[str] = frozenset(), stacked: int = 0
     ) -> Array | int:
         """Return the flags of all layers' rows; see `Rows.status`."""
         flags: Array | int = 0

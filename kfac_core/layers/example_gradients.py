@@ -103,7 +103,7 @@ class ExampleGradients:
         return ns.cast(xp, self.gradients, dtype)
 
     def status(
-        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+        self, *, xp: Namespace, known: frozenset[str] = frozenset(), stacked: int = 0
     ) -> Array | int:
         """Return whether the gradients are not finite; see `Rows.status`."""
         if "gradients" in known:

@@ -35,7 +35,6 @@ __all__ = [
     "CurvatureOperator",
     "MatrixPower",
     "entering",
-    "leaving",
     "log_sum",
     "products_without",
     "raise_for",
@@ -594,14 +593,7 @@ def entering(
     return ns.cast(xp, vector, like.dtype), xp
 
 
-def leaving(result: Array, vector: Array, /) -> Array:
-    """Return a result in the dtype of the vector that it was computed from."""
-    return ns.cast(ns.own_namespace(result), result, vector.dtype)
-
-
-def raise_for(
-    flags: Array, name: str, /, *, remedy: str = "Increase `damping`."
-) -> None:
+def raise_for(flags: Array, name: str, /) -> None:
     """Raise for the flags of a damped block; this synchronizes with the device.
 
     Parameters
@@ -610,8 +602,6 @@ def raise_for(
         `Status` flags.
     name : str
         Name of the block in error messages.
-    remedy : str
-        Advice in the message for an eigenvalue that is not positive.
 
     Raises
     ------
@@ -621,9 +611,9 @@ def raise_for(
     reasons = {
         Status.MATRIX_NOT_FINITE: "the block holds NaN or infinity.",
         Status.NOT_POSITIVE: "the damped block has an eigenvalue that is not positive. "
-        f"{remedy}",
+        "Increase `damping`.",
         Status.INACCURATE: "the damping is so small beside the block that roundoff changes "
-        f"a damped eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
+        f"a damped eigenvalue by more than {RESIDUAL_LIMIT} of it. Increase `damping`.",
     }
     raise_flagged(int(flags), name, reasons)
 
