@@ -519,14 +519,8 @@ def penalty_on_gradients(model, kfac, x, y):
     kfac.step()
 
 
-def residual(model, kfac, x, y):
-    z, slope = with_slope(model, x)
-    (z.sum(1) + slope.sum(1)).square().mean().backward()
-    kfac.step()
-
-
-def residual_of_slope(model, kfac, x, y):
-    with_slope(model, x)[1].square().mean().backward()
+def of_each_row(model, kfac, x, y):
+    fn.cross_entropy(torch.vmap(model)(x), y).backward()
     kfac.step()
 
 
@@ -640,7 +634,6 @@ def observed_too_late(model, kfac, x, y):
 
 
 DERIVATIVES = r"\['0', '2'\].*observe\(residuals\).*observe\(outputs\)"
-SQUARES = {"likelihood": "gaussian"}
 NOT_READY, CONVENTION = kc.NotReadyError, kc.ConventionError
 UNSUPPORTED = kc.UnsupportedError
 LATE = {**BY_HAND, "fisher": "empirical"}
@@ -648,8 +641,7 @@ REFUSED = {
     "penalty": (penalty, {}, UNSUPPORTED, DERIVATIVES),
     "penalty elsewhere": (penalty_elsewhere, {}, UNSUPPORTED, DERIVATIVES),
     "penalty on gradients": (penalty_on_gradients, {}, UNSUPPORTED, DERIVATIVES),
-    "residual": (residual, SQUARES, UNSUPPORTED, DERIVATIVES),
-    "residual of slope": (residual_of_slope, SQUARES, UNSUPPORTED, DERIVATIVES),
+    "vmap": (of_each_row, {}, NOT_READY, "torch.vmap called it"),
     "graph of gradients": (graph_of_gradients, {}, NOT_READY, "create_graph=True"),
     "after zero_grad": (after_zero_grad, {}, NOT_READY, "before zero_grad"),
     "no backward": (without_backward, {}, NOT_READY, r"^Call kfac.step\(\) after"),

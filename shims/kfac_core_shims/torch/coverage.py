@@ -198,7 +198,7 @@ class Coverage:
             )
         return (
             f"{message} No gradient came back to what the model returned, as where its "
-            "outputs were modified in place."
+            "outputs were modified in place, or torch.vmap called it: give it a batch."
         )
 
     def _names(self, site: Any) -> list[str]:
