@@ -104,6 +104,25 @@ def test_the_operators_are_those_of_curvlinops(
         assert_same(ours.KFACInverseLinearOperator(here, **own) @ v, expected)
 
 
+def test_collected_factors_are_an_operator_of_curvlinops(shim):
+    """Products of lists of tensors, as those of SciPy's operator of the same factors."""
+    ours = shim("curvlinops")
+    from kfac_core_shims.torch import collect, scipy_operator
+
+    model = network("conv")
+    factors = collect(model, [x for x, _ in batches("conv", nn.MSELoss())])
+    for inverse in (False, True):
+        options = {"damping": 0.1, "inverse": inverse}
+        here = ours.FactorsLinearOperator(factors, **options)
+        v = torch.randn(here.shape[1], 3, dtype=torch.float64)
+        expected = scipy_operator(factors, **options) @ v.numpy()
+        np.testing.assert_allclose((here @ v).numpy(), expected)
+        parts = [torch.randn_like(p) for p in model.parameters()]
+        flat = torch.cat([p.flatten() for p in parts])
+        products = torch.cat([p.flatten() for p in here @ parts])
+        torch.testing.assert_close(products, here @ flat)
+
+
 def test_determinants_are_those_of_curvlinops(shim):
     """Of factors of full rank; of singular ones the logarithm is minus infinity."""
     ours = shim("curvlinops")

@@ -11,6 +11,7 @@ from kfac_core.linalg.factorizations import Eigendecomposition, Factorization, S
 from kfac_core.linalg.gram import HomogeneousRows
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
+from kfac_core.linalg.rounding import rounded_weight
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "kronecker_dense",
     "kronecker_multiply",
     "damped_matrix",
+    "rounded_weight",
 ]

@@ -15,18 +15,21 @@ from kfac_core.posterior.functional import (
     variance_of_coordinates,
     variance_of_rows,
 )
+from kfac_core.posterior.merging import MergedWeight, merged_weight
 from kfac_core.posterior.network import Posterior
 from kfac_core.posterior.spectra import spectral_blocks
 
 __all__ = [
     "BlockPosterior",
     "Evidence",
+    "MergedWeight",
     "Posterior",
     "block_posterior",
     "covariance_of_coordinates",
     "covariance_of_rows",
     "functional_covariance",
     "functional_variance",
+    "merged_weight",
     "spectral_blocks",
     "variance_of_coordinates",
     "variance_of_rows",

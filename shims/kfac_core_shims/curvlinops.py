@@ -12,6 +12,7 @@ from typing import Any
 
 import curvlinops
 import torch
+from curvlinops._torch_base import PyTorchLinearOperator
 from curvlinops.kfac import FisherType
 from torch import nn
 
@@ -19,14 +20,56 @@ import kfac_core as kc
 from kfac_core.operators import kronecker_operator
 from kfac_core_shims.torch import KFAC
 from kfac_core_shims.torch.gradients import differentiate
+from kfac_core_shims.torch.merging import FactorProducts
 
-__all__ = ["KFACInverseLinearOperator", "KFACLinearOperator"]
+__all__ = [
+    "FactorsLinearOperator",
+    "KFACInverseLinearOperator",
+    "KFACLinearOperator",
+]
 
 MODES: dict[Any, Any] = {
     FisherType.TYPE2: "exact",
     FisherType.MC: "gradients",
     FisherType.EMPIRICAL: "empirical",
 }
+
+
+class FactorsLinearOperator(PyTorchLinearOperator):
+    """Collected factors of a model, or the inverse of their damped curvature.
+
+    Parameters
+    ----------
+    factors : kfac_core_shims.torch.Factors
+        From `collect`, or from its file by `read_factors`.
+    damping : float
+        lambda in ``F + lambda I``.
+    inverse : bool
+        Whether it is the inverse.
+    """
+
+    SELF_ADJOINT = True
+
+    def __init__(
+        self, factors: Any, *, damping: float = 0.0, inverse: bool = False
+    ) -> None:
+        self._products = FactorProducts(factors, damping=damping, inverse=inverse)
+        shapes = [tuple(p.shape) for p in self._products.parameters]
+        super().__init__(shapes, shapes)
+
+    @property
+    def device(self) -> Any:
+        """Device of the parameters."""
+        return self._products.parameters[0].device
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameters."""
+        return self._products.parameters[0].dtype
+
+    def _matmat(self, X: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = self._products([x.movedim(-1, 0) for x in X])
+        return [x.movedim(0, -1) for x in found]
 
 
 class KFACLinearOperator(curvlinops.KFACLinearOperator):

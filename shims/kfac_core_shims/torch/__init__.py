@@ -18,6 +18,7 @@ from kfac_core_shims.torch.collecting import Factors, collect, read_factors
 from kfac_core_shims.torch.gauss_newton import GaussNewton
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import Part, Parts, Reading, register_layer
+from kfac_core_shims.torch.merging import Merged, merge, scipy_operator
 from kfac_core_shims.torch.optimizer import KFACOptimizer
 from kfac_core_shims.torch.posterior import Posterior
 from kfac_core_shims.torch.saving import DistributedState
@@ -31,6 +32,7 @@ __all__ = [
     "Factors",
     "GaussNewton",
     "KFACOptimizer",
+    "Merged",
     "Part",
     "Parts",
     "Posterior",
@@ -38,7 +40,9 @@ __all__ = [
     "Scores",
     "collect",
     "influence",
+    "merge",
     "read_factors",
     "register_layer",
+    "scipy_operator",
     "self_influence",
 ]

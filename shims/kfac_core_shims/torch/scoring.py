@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kfac_core as kc
 from kfac_core.influence import Influence, Queries
 from kfac_core.influence.queries import stored_queries
-from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core_shims.torch.collecting import Factors, outputs_of
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.likelihoods import criterion_of
+from kfac_core_shims.torch.stacks import ParameterStacks
 
 __all__ = ["Scores", "covered_blocks", "influence", "output_rows", "self_influence"]
 
@@ -293,59 +294,37 @@ class _Taken:
             losses = self.loss(self.model, batch)
         rows = [
             torch.autograd.grad(
-                x, self.parameters, retain_graph=True, allow_unused=True
+                x, self.stacks.parameters, retain_graph=True, allow_unused=True
             )
             for x in losses
         ]
+        columns = zip(self.stacks.parameters, zip(*rows, strict=True), strict=True)
         gradients = [
-            torch.stack([p.new_zeros(p.shape) if g is None else g for g in column])
-            for p, column in zip(self.parameters, zip(*rows, strict=True), strict=True)
+            torch.stack([torch.zeros_like(p) if g is None else g for g in column])
+            for p, column in columns
         ]
         return self._to_matrices(gradients)
 
-    @property
-    def parameters(self) -> list[Any]:
-        """The parameters of the blocks, each once."""
-        sites = (self.factors.sites[name] for name in self.inverse.blocks)
-        return [*{id(p): p for site in sites for p in site.trained}.values()]
+    @cached_property
+    def stacks(self) -> ParameterStacks:
+        """Vectors by parameter and by block."""
+        return ParameterStacks({n: self.factors.sites[n] for n in self.inverse.blocks})
 
     def _to_matrices(self, stacks: list[Any]) -> dict[str, Any]:
-        """Return stacks of parameters as the blocks' matrices, (Q, in + 1, out)."""
-        by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}
-        found = {}
-        for name, curvature in self.inverse.curvatures.items():
-            site = self.factors.sites[name]
-            parts = {}
-            for role, shape in site.layer.parameter_shapes.items():
-                x, rows = by_id[id(site.parameters[role])], site.rows_of(role)
-                x = x if rows is None else x[:, rows]
-                if role == "weight":
-                    x = torch.stack([site.part.to_layer(one) for one in x])
-                parts[role] = x.reshape(len(x), *shape).to(curvature.dtype)
-            found[name] = stack_to_matrices(site.layer, parts)
-        return found
-
-    def _to_parameters(self, matrices: Mapping[str, Any]) -> list[Any]:
-        """Return the blocks' matrices as stacks of parameters; undoes `_to_matrices`."""
-        count = len(next(iter(matrices.values())))
-        stacks = [p.new_zeros(count, *p.shape) for p in self.parameters]
-        by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}
-        for name, V in matrices.items():
-            site = self.factors.sites[name]
-            for role, x in matrices_to_stack(site.layer, V).items():
-                target, rows = by_id[id(site.parameters[role])], site.rows_of(role)
-                target = target if rows is None else target[:, rows]
-                for place, one in zip(target, x, strict=True):
-                    one = site.part.to_module(one) if role == "weight" else one
-                    place.copy_(one.reshape(place.shape))
-        return stacks
+        curvature = next(iter(self.inverse.curvatures.values()))
+        return self.stacks.matrices(stacks, dtype=curvature.dtype)
 
     def product(self, train: Iterable[Any], run: Any, criterion: Any) -> Any:
         """Return the product with the Gauss-Newton matrix, averaged over the examples."""
         likelihood = criterion.row.likelihood
 
         def product(matrices: Mapping[str, Any]) -> dict[str, Any]:
-            V = self._to_parameters(matrices)
+            V = [
+                x.to(p.dtype)
+                for p, x in zip(
+                    self.stacks.parameters, self.stacks.stacks(matrices), strict=True
+                )
+            ]
             total, examples = [torch.zeros_like(v) for v in V], 0
             for batch in train:
                 # Fused attention has no second derivative.
@@ -353,12 +332,12 @@ class _Taken:
                     outputs = run(self.model, batch)
                 z, weight = outputs if isinstance(outputs, tuple) else (outputs, None)
                 curved = []
-                for forward_product in _forward_products(z, self.parameters, V):
+                for forward_product in _forward_products(z, self.stacks.parameters, V):
                     v = likelihood.ggn_multiply(z.detach(), forward_product.to(z.dtype))
                     curved.append(v if weight is None else v * weight[..., None])
                 parts = torch.autograd.grad(
                     z,
-                    self.parameters,
+                    self.stacks.parameters,
                     torch.stack(curved),
                     is_grads_batched=True,
                     allow_unused=True,

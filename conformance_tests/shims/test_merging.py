@@ -1,0 +1,75 @@
+"""Merged models and operators of models, by dense matrices."""
+
+import numpy as np
+import pytest
+
+from kfac_core.posterior import spectral_blocks
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn.utils import parameters_to_vector  # noqa: E402
+
+from kfac_core_shims.torch import collect, merge, scipy_operator  # noqa: E402
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    layers = [
+        nn.Conv2d(1, 2, 2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3),
+    ]
+    return nn.Sequential(*layers).double().eval()
+
+
+def data(seed, count=12):
+    torch.manual_seed(seed)
+    return torch.randn(count, 1, 3, 3, dtype=torch.float64).split(5)
+
+
+def test_operators_are_the_dense_blocks_in_the_models_order():
+    """Of a convolution, a norm and a linear layer; of the inverse, the dense inverse."""
+    pytest.importorskip("scipy")
+    one = model(0)
+    factors = collect(one, data(0))
+    spectra = spectral_blocks(factors.blocks, factors.statistics)
+    parameters = [*one.parameters()]
+    size = len(parameters_to_vector(parameters))
+    F = scipy_operator(factors, damping=0.1) @ np.eye(size)
+    np.testing.assert_allclose(F, F.T, atol=1e-12)
+    inverse = scipy_operator(factors, damping=0.1, inverse=True) @ np.eye(size)
+    np.testing.assert_allclose(F @ inverse, np.eye(size), atol=1e-10)
+    head = spectra["4"].to_dense(damped=False).numpy()
+    # (out, in) of PyTorch and then the bias, of rows (in + 1, out).
+    order = [i * 3 + o for o in range(3) for i in range(8)] + [24 + o for o in range(3)]
+    expected = head[np.ix_(order, order)] + 0.1 * np.eye(27)
+    np.testing.assert_allclose(F[-27:, -27:], expected, atol=1e-12)
+    v = np.random.default_rng(0).normal(size=size)
+    np.testing.assert_allclose(scipy_operator(factors, damping=0.1) @ v, F @ v)
+
+
+def test_a_merged_model_solves_the_system_of_its_layers(tmp_path):
+    models, files = [model(1), model(2)], []
+    for number, one in enumerate(models):
+        files.append(tmp_path / f"{number}.npz")
+        collect(one, data(number, 10 + 10 * number), path=files[-1])
+    merged = merge(models, files, damping_fraction=1e-2, tolerance=1e-10)
+    assert max(merged.residuals.values()) <= 1e-9
+    factors = [collect(one, data(k, 10 + 10 * k)) for k, one in enumerate(models)]
+    dense, thetas = [], []
+    for f in factors:
+        F = spectral_blocks(f.blocks, f.statistics)["4"].to_dense(damped=False)
+        dense.append(f.examples * F)
+        layer = f.model[4]
+        thetas.append(torch.cat([layer.weight.T, layer.bias[None]]).detach().flatten())
+    eye = torch.eye(27, dtype=torch.float64)
+    lam = 1e-2 * sum(torch.trace(F) for F in dense) / 27
+    b = sum((F + lam / 2 * eye) @ t for F, t in zip(dense, thetas, strict=True))
+    expected = torch.linalg.solve(sum(dense) + lam * eye, b).reshape(9, 3)
+    torch.testing.assert_close(merged.parameters["4.weight"], expected[:8].T)
+    torch.testing.assert_close(merged.parameters["4.bias"], expected[8])
+    same = merge([models[0], models[0]], [files[0], files[0]])
+    for name, p in models[0].named_parameters():
+        torch.testing.assert_close(same.parameters[name], p.detach())
