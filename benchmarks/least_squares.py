@@ -313,7 +313,7 @@ PROBLEMS: dict[str, Case] = {
             start=0,
             source=False,
         ),
-        10.0,
+        5.0,
     ),
     "heat": Case(
         lambda: Equation(
@@ -323,13 +323,13 @@ PROBLEMS: dict[str, Case] = {
             high=(1.0,) * 5,
             start=4,
         ),
-        10.0,
+        5.0,
     ),
     "inverse": Case(
         lambda: Equation(
             operator=absorption, exact=(warmth, coefficient), everywhere=True, **SQUARE
         ),
-        10.0,
+        5.0,
     ),
     "products": Case(lambda: Regression(target=products, d=6), 4.0),
     "ridges": Case(lambda: Regression(target=ridges, d=10), 4.0),

@@ -30,7 +30,14 @@ from kfac_core_conformance.records.checks import Check, Factor, ToDense
 from kfac_core_conformance.records.container import HostArray
 from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
 
-__all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key"]
+__all__ = [
+    "Answer",
+    "DampingKey",
+    "Place",
+    "Recomputation",
+    "damping_key",
+    "sample_answers",
+]
 
 Answer: TypeAlias = Mapping[str, HostArray]
 """Arrays by parameter, or one under ``""`` if the answer is no vector."""
@@ -185,6 +192,52 @@ class Recomputation:
         result = _VECTORS[check.tag()](self.operator(check), V, check)
         found = block.matrix_to_parameters(result)
         return {name: place.host(found[name]) for name in vector}
+
+
+def sample_answers(record: Record, place: Place, /) -> dict[str, Answer]:
+    """Compute ``J J^T`` and the direction of a record's blocks together.
+
+    Parameters
+    ----------
+    record : Record
+        One with `samples`.
+    place : Place
+        Backend, device and dtype.
+
+    Returns
+    -------
+    dict of str to mapping of str to numpy.ndarray
+        In float64, by the names of the answers.
+    """
+    samples = record.samples
+    assert samples is not None
+    layers = {name: recorded.block.layer for name, recorded in record.blocks.items()}
+    batches: dict[str, Any] = {
+        name: _batch(recorded.updates[-1], place)
+        for name, recorded in record.blocks.items()
+    }
+    J = kc.samples.Jacobian.of(layers, batches)
+    F = kc.samples.sample_curvature(J, damping=samples.description.damping)
+    last = None
+    if samples.last:
+        last = {
+            block: {key: place.floats(x) for key, x in vector.items()}
+            for block, vector in samples.last.items()
+        }
+    direction = F.direction(
+        place.floats(samples.residuals),
+        last=last,
+        momentum=samples.description.momentum,
+    )
+    flat = {
+        f"{block}.{key}": place.host(x)
+        for block, vector in direction.items()
+        for key, x in vector.items()
+    }
+    return {
+        "gram": {"": place.host(kc.samples.sample_gram(J).full())},
+        "direction": flat,
+    }
 
 
 def damping_key(check: Check, /) -> DampingKey:

@@ -24,11 +24,13 @@ from kfac_core_conformance.records.answers import (
     Place,
     Recomputation,
     damping_key,
+    sample_answers,
 )
 from kfac_core_conformance.records.checks import Check
 from kfac_core_conformance.records.condition import condition_bound
 from kfac_core_conformance.records.diagnosis import diagnosis
 from kfac_core_conformance.records.record import Record, norm_of
+from kfac_core_conformance.records.samples import condition_of
 from kfac_core_conformance.records.text import one_line
 
 __all__ = ["CheckDtype", "Verdict", "check_record"]
@@ -124,7 +126,49 @@ def check_record(
     verdicts: dict[int, Verdict] = {}
     for name, asked in record.document.checks_by_block().items():
         verdicts.update(_check_block(record, name, asked, place))
-    return tuple(verdicts[index] for index in sorted(verdicts))
+    of_checks = tuple(verdicts[index] for index in sorted(verdicts))
+    return of_checks + _check_samples(record, place)
+
+
+def _check_samples(record: Record, place: Place) -> tuple[Verdict, ...]:
+    """Return the verdicts on the Gram matrix and the direction of all blocks together."""
+    samples = record.samples
+    if samples is None:
+        return ()
+    expected: dict[str, Answer] = {
+        "gram": {"": samples.gram},
+        "direction": {
+            f"{block}.{key}": x
+            for block, vector in samples.direction.items()
+            for key, x in vector.items()
+        },
+    }
+    problem, got = None, None
+    try:
+        got = sample_answers(record, place)
+    except _FAILURES as failure:
+        problem = one_line(f"{failure}" or type(failure).__name__)
+    verdicts: list[Verdict] = []
+    for name, answer in expected.items():
+        tolerance = DOUBLE_TOLERANCE
+        if place.dtype == "float32":
+            roundoff = float(np.finfo(np.float32).eps)
+            condition = condition_of(samples) if name == "direction" else 1.0
+            tolerance = max(SINGLE_TOLERANCE, roundoff * condition)
+        verdicts.append(
+            Verdict(
+                len(record.document.checks) + len(verdicts),
+                "all blocks",
+                f"samples.{name}",
+                "",
+                samples.description.damping if name == "direction" else None,
+                "exact" if name == "direction" else None,
+                math.inf if got is None else _relative_error(got[name], answer),
+                tolerance,
+                problem,
+            )
+        )
+    return tuple(verdicts)
 
 
 def _check_block(

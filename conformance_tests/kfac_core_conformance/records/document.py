@@ -28,6 +28,7 @@ from kfac_core_conformance.records.approximations import APPROXIMATIONS
 from kfac_core_conformance.records.block import BlockDescription
 from kfac_core_conformance.records.checks import CHECKS, AnyCheck
 from kfac_core_conformance.records.layers import LAYERS
+from kfac_core_conformance.records.samples import Samples
 from kfac_core_conformance.records.schema import (
     NAME_PATTERN,
     NAME_WORDS,
@@ -63,6 +64,7 @@ class Document(Part, frozen=True):
     checks: tuple[AnyCheck, ...]
     damping: NonNegative | None = None
     damping_rule: DampingRule | None = None
+    samples: Samples | None = None
     producer: str = ""
     note: str = ""
 
@@ -93,7 +95,7 @@ def parse_document(source: str, /) -> Document:
         With the place, what was expected and what was found.
     """
     document: Document = _converted(_parse_json(source), Document)
-    if not document.checks:
+    if not document.checks and document.samples is None:
         raise RecordError("checks: expected at least one, got none")
     checks = []
     for index, check in enumerate(document.checks):

@@ -32,6 +32,7 @@ from kfac_core_conformance.records.memory import (
     memory_limit_of,
     require_affordable,
 )
+from kfac_core_conformance.records.samples import RecordedSamples, read_samples
 from kfac_core_conformance.records.text import one_line
 
 __all__ = ["Record", "RecordedBlock", "Seen", "assemble", "norm_of", "read_record"]
@@ -88,6 +89,8 @@ class Record:
     vectors, answers : tuple of mapping of str to numpy.ndarray
         For each check, the vector by parameter (empty if the check takes none), and the
         expected answer: by parameter, or under ``""`` if it is no vector.
+    samples : RecordedSamples or None
+        Gauss-Newton of all blocks together, if the document has it.
     """
 
     path: str
@@ -95,6 +98,7 @@ class Record:
     blocks: Mapping[str, RecordedBlock]
     vectors: tuple[Mapping[str, HostArray], ...]
     answers: tuple[Mapping[str, HostArray], ...]
+    samples: RecordedSamples | None = None
 
 
 def read_record(
@@ -167,7 +171,10 @@ def assemble(
         if found:
             _require_tolerance(f"checks[{index}]", check, found, vectors[-1])
         answers.append(found)
-    return Record(path, document, blocks, tuple(vectors), tuple(answers))
+    samples = None
+    if document.samples is not None:
+        samples = read_samples(document.samples, blocks, container, limit)
+    return Record(path, document, blocks, tuple(vectors), tuple(answers), samples)
 
 
 @dataclass(frozen=True)
