@@ -117,4 +117,5 @@ def _address(array: _Matrix) -> int:
 
 def _part(a: _Matrix) -> tuple[int, Any]:
     """Return the address and the leading dimension of a matrix or a part of one."""
-    return _address(a), _int(max(a.strides[1] // a.itemsize, a.shape[0], 1))
+    leading = ctypes.c_int(max(a.strides[1] // a.itemsize, a.shape[0], 1))
+    return a.__array_interface__["data"][0], ctypes.byref(leading)

@@ -10,7 +10,7 @@ import array_api_compat
 from kfac_core.array import Array, Namespace, Place, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
-from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
+from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.gram import HomogeneousRows
 
 __all__ = ["DiagonalFactor"]
@@ -21,6 +21,7 @@ class DiagonalFactor:
     """A factor of n numbers; see `kfac_core.factors.factor.Factor`."""
 
     kind = "diagonal"
+    damped = staticmethod(damped_diagonal)
 
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average."""
@@ -49,12 +50,6 @@ class DiagonalFactor:
         """Return ``tr / n``, shape (...)."""
         xp = array_api_compat.array_namespace(value)
         return xp.sum(value, axis=-1) / value.shape[-1]
-
-    def damped(
-        self, value: Array, shift: Scalar, /, *, apply_dtype: Any = None
-    ) -> DampedDiagonal:
-        """Return ``diag(a) + shift I``."""
-        return damped_diagonal(value, shift, apply_dtype=apply_dtype)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace

@@ -8,7 +8,7 @@ from typing import Any
 from kfac_core.array import Array, Namespace, Place, Scalar, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
-from kfac_core.linalg.damped import DampedMatrix, damped_matrix
+from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
@@ -20,6 +20,7 @@ class FullFactor:
     """A factor of n x n numbers; see `kfac_core.factors.factor.Factor`."""
 
     kind = "full"
+    damped = staticmethod(damped_matrix)
 
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average."""
@@ -68,9 +69,3 @@ class FullFactor:
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""
         return value.trace() / value.matrix.array.shape[-1]
-
-    def damped(
-        self, value: ScaledMatrix, shift: Scalar, /, *, apply_dtype: Any = None
-    ) -> DampedMatrix:
-        """Return ``A + shift I``."""
-        return damped_matrix(value, shift, apply_dtype=apply_dtype)
