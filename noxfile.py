@@ -391,7 +391,7 @@ def types_of_pages(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
     session.install("-e", ".[records,scipy]", *group("docs"))
-    strict = ["-nTW", "--keep-going", "-b", "html"]
+    strict = ["-nTW", "--keep-going", "-j", "auto", "-b", "html"]
     session.run("sphinx-build", *strict, "docs", "docs/_build/html", *session.posargs)
 
 

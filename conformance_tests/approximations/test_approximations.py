@@ -10,6 +10,7 @@ from kfac_core.operators import kronecker_operator
 
 from ..builders import reference
 from ..builders.dense_functions import assert_functions_are
+from ..builders.layers import dense_layer
 from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -58,7 +59,7 @@ def operator_of(block, batch, **options):
 def test_a_scaled_identity_is_a_number(backend, dtype, rng):
     """Every function is that of ``(scale + damping) I``, whatever the batch."""
     x, g = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
-    layer = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io")
+    layer = dense_layer(3, 2, bias=False)
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
 
     operator = operator_of(kc.Block(layer, kc.ScaledIdentity(scale=2.0)), batch)
@@ -71,7 +72,7 @@ def test_eigen_is_the_best_diagonal_in_its_basis(backend, rng):
     """Its trace is that of the exact block, and no Kronecker fit is nearer (A25)."""
     x, g = rng.normal(size=(15, 3)), rng.normal(size=(15, 2))
     g = g * (1 + x[:, :1] ** 2)
-    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    layer = dense_layer(3, 2)
     eigen, batch = kc.Eigen(), kc.Batch(backend.asarray(x), backend.asarray(g))
     block = kc.Block(layer, eigen)
     statistics = learn(block, batch)
@@ -224,13 +225,9 @@ def test_ids_of_a_sparse_gradient_are_validated(rng, ids, error):
 
 def test_a_sparse_gradient_needs_a_diagonal_input_factor(backend, rng):
     """A block with a full input factor refuses it, with what to do instead."""
-    layer = kc.Dense(in_features=4, out_features=2, bias=False, weight_layout="io")
+    layer = dense_layer(4, 2, bias=False)
     estimator = kc.Estimator(
-        {"d": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.3,
-        damping_rule="factored",
-        reduction="sum",
+        {"d": kc.Block(layer, kc.Kronecker())}, decay=0.9, damping=0.3, reduction="sum"
     )
     x, g = rng.normal(size=(9, 4)), rng.normal(size=(9, 2))
     estimator.update({"d": kc.Batch(backend.asarray(x), backend.asarray(g))})
@@ -248,7 +245,6 @@ def test_an_id_out_of_range_is_refused(backend, bad):
         {"e": kc.Block(embedding(), kc.Kronecker(input="diagonal"))},
         decay=0.9,
         damping=0.1,
-        damping_rule="factored",
         reduction="sum",
     )
     batch = kc.Batch(

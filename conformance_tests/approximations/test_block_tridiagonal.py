@@ -29,6 +29,7 @@ from ..builders.chain_reference import (
     moments_of,
     tridiagonal_matrix,
 )
+from ..builders.layers import dense_layer
 from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -179,9 +180,7 @@ def test_undamped_it_is_invariant(backend, rng):
     xs, gs = draw(rng)
     bare = chain_of(
         {
-            name: kc.Dense(
-                in_features=n, out_features=m, bias=False, weight_layout="io"
-            )
+            name: dense_layer(n, m, bias=False)
             for name, (n, m) in zip(NAMES, SHAPES, strict=True)
         }
     )
@@ -324,7 +323,7 @@ def test_float64_is_the_fallback_of_float32(backend, dtype, rng, monkeypatch):
 def test_chains_of_layers_of_width_one(backend, rng):
     """Neighbors of different shapes, of one input and of one output among them."""
     layers = {
-        "wide": kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io"),
+        "wide": dense_layer(3, 1, bias=False),
         "thin": kc.Dense(in_features=1, out_features=2, bias=True, weight_layout="oi"),
     }
     pair = chain_of(layers)

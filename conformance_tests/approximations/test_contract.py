@@ -191,11 +191,7 @@ def test_equal_blocks_in_one_stack_are_as_one_by_one(backend, dtype, rng, name):
     case, names, counting = CASES[name], "abc", Counting()
     rows = {key: case.drawn(rng, False) for key in names}
     batches = {key: case.placed(backend, dtype, r) for key, r in rows.items()}
-    network = kc.Network(
-        dict.fromkeys(names, case.block),
-        conventions=SUM,
-        damping_rule="factored",
-    )
+    network = kc.Network(dict.fromkeys(names, case.block), conventions=SUM)
     V = matrices(case, rng, names)
     gradients = parameters_of(case, backend, dtype, V)
 
@@ -217,13 +213,7 @@ def test_a_state_and_a_file_are_read_back(backend, dtype, rng, tmp_path, name):
     V = matrices(case, rng, "a")
     gradients = parameters_of(case, backend, dtype, V)
     first, second, third = (
-        make_estimator(
-            {"a": case.block},
-            reduction="sum",
-            decay=0.9,
-            damping=DAMPING,
-            damping_rule="factored",
-        )
+        make_estimator({"a": case.block}, reduction="sum", decay=0.9, damping=DAMPING)
         for _ in range(3)
     )
     first.update({"a": case.placed(backend, dtype, rows["a"])})

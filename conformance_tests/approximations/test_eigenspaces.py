@@ -5,6 +5,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.tolerances import assert_close
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
@@ -13,22 +14,13 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-4}
 
 
 def dense(n, m):
-    layer = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+    layer = dense_layer(n, m, bias=False)
     return kc.Block(layer, kc.Eigen())
 
 
 def grouped_conv(n, m):
     """Return two groups of 1x1 convolutions, whose statistics are stacks."""
-    layer = kc.Conv(
-        in_channels=2 * n,
-        out_channels=2 * m,
-        kernel_size=(1,),
-        padding="valid",
-        bias=False,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-        groups=2,
-    )
+    layer = conv_layer(2 * n, 2 * m, (1,), bias=False, groups=2)
     return kc.Block(layer, kc.Eigen())
 
 

@@ -11,11 +11,12 @@ import kfac_core as kc
 from kfac_core.approximations.kfoc import KFOC
 
 from ..builders import reference
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 N, IN, OUT = 14, 3, 2
-LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
+LAYER = dense_layer(IN, OUT)
 CONVERGED = 25
 
 
@@ -217,7 +218,7 @@ def test_an_update_is_the_best_product_of_past_fit_and_batch(backend, dtype, rng
 
 def test_new_input_directions_enter_the_fit(backend, rng):
     """A new direction with most of the weight is taken, though the past fit is 0 there."""
-    layer = kc.Dense(in_features=4, out_features=OUT, bias=False, weight_layout="io")
+    layer = dense_layer(4, OUT, bias=False)
     x, g = draw(rng, layer=layer)
     x[:, 2:] = 0.0
     y, h = draw(rng, layer=layer)
@@ -253,16 +254,7 @@ def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
 
 def test_groups_of_a_convolution_are_fitted_apart(backend, rng):
     """Each group of channels has its own best product."""
-    layer = kc.Conv(
-        in_channels=4,
-        out_channels=4,
-        kernel_size=(1, 1),
-        padding="valid",
-        bias=False,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-        groups=2,
-    )
+    layer = conv_layer(4, 4, (1, 1), bias=False, groups=2)
     x, g = rng.normal(size=(N, 2, 1, 4)), rng.normal(size=(1, N, 2, 1, 4))
     g = g * (1 + x[..., :1] ** 2)
 

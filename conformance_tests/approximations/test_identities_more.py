@@ -13,11 +13,12 @@ from kfac_core.array.structure import replaced
 from kfac_core.losses import Categorical, Gaussian, SquaredError, noise_spec, vectors
 
 from ..builders import network
+from ..builders.layers import dense_layer
 from ..builders.one_block import SUM, learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 N, IN, OUT = 12, 4, 3
-LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=False, weight_layout="io")
+LAYER = dense_layer(IN, OUT, bias=False)
 EIGEN = kc.Eigen()
 
 
@@ -150,9 +151,7 @@ def test_signs_and_order_of_eigenvectors_do_not_change_ekfac(backend, rng):
     }
 
     first, second = (
-        backend.to_numpy(
-            eigen_operator(backend, some, x, g).multiply_inverse(V),
-        )
+        backend.to_numpy(eigen_operator(backend, some, x, g).multiply_inverse(V))
         for some in (statistics, replaced(statistics, bases=bases))
     )
 

@@ -106,7 +106,6 @@ def test_an_estimator_serves_it(backend, dtype, rng):
             reduction="sum",
             decay=0.9,
             damping=DAMPING,
-            damping_rule="factored",
             refreshing=kc.Refreshing(solving=solving),
         )
         estimator.update(batches)

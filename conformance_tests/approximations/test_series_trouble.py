@@ -5,15 +5,13 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.approximations.series import Series
-from kfac_core.errors import (
-    FactorizationError,
-    UnsupportedError,
-)
+from kfac_core.errors import FactorizationError, UnsupportedError
 from kfac_core.linalg import series_chain
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.series_infinite import stein_solve
 from kfac_core.operators import series as series_blocks
 
+from ..builders.layers import dense_layer
 from ..builders.one_block import SUM, operator_for
 from ..builders.series_reference import (
     damped,
@@ -25,7 +23,7 @@ from ..builders.series_reference import (
 from ..builders.tolerances import assert_close
 
 N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
-LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+LAYER = dense_layer(n, m, bias=False)
 BLOCKS = {
     "symmetric": kc.Block(LAYER, Series(variant="symmetric", steps=T)),
     "infinite": kc.Block(LAYER, Series(variant="infinite")),

@@ -7,6 +7,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import dense_layer
 from ..builders.states import arrays_of
 from ..builders.tolerances import assert_close
 
@@ -15,13 +16,9 @@ N, n, m = 6, 4, 3
 
 def estimator():
     """Return an estimator of one dense block."""
-    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    layer = dense_layer(n, m)
     return kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.9, damping=0.1, reduction="sum"
     )
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import kfac_core as kc
 
 from ..builders import reference
+from ..builders.layers import dense_layer
 from ..builders.tolerances import assert_close
 
 
@@ -13,13 +14,9 @@ def test_precondition_is_the_dense_solve(backend, dtype, rng):
     N, n, m = 20, 5, 4
     x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
     V = rng.normal(size=(n + 1, m))
-    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    layer = dense_layer(n, m)
     estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.9, damping=0.1, reduction="sum"
     )
     estimator.update(
         {"fc": kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))}

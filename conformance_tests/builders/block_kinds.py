@@ -6,16 +6,10 @@ import functools
 
 import kfac_core as kc
 
-DENSE = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
-CONV = kc.Conv(
-    in_channels=2,
-    out_channels=3,
-    kernel_size=(2,),
-    padding="valid",
-    bias=True,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+from .layers import conv_layer, dense_layer
+
+DENSE = dense_layer(4, 3, bias=False)
+CONV = conv_layer(2, 3, (2,))
 
 PAIRS = {
     "kronecker": (DENSE, kc.Kronecker()),

@@ -27,6 +27,8 @@ import numpy as np
 
 import kfac_core as kc
 
+from .layers import dense_layer
+
 STEP = 1e-30
 
 
@@ -263,15 +265,7 @@ def batches(
 def blocks_of(net: Network, *, sharing: str = "expand") -> list[kc.Block]:
     """Return the library's block of each layer."""
     approximation = kc.Kronecker(sharing=sharing)
-    layers = [
-        kc.Dense(
-            in_features=W.shape[0] - 1,
-            out_features=W.shape[1],
-            bias=True,
-            weight_layout="io",
-        )
-        for W in net.weights
-    ]
+    layers = [dense_layer(W.shape[0] - 1, W.shape[1]) for W in net.weights]
     return [kc.Block(layer, approximation) for layer in layers]
 
 

@@ -15,20 +15,14 @@ import kfac_core as kc
 from kfac_core.losses import Gaussian, SquaredError
 from kfac_core.stages import plain
 
-DENSE = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+from .layers import conv_layer, dense_layer
+
+DENSE = dense_layer(4, 3)
 BLOCK = kc.Block(DENSE, kc.Kronecker())
 # A good instance of each class of options.
 OPTIONS: dict[type, Any] = {
     kc.Dense: DENSE,
-    kc.Conv: kc.Conv(
-        in_channels=2,
-        out_channels=4,
-        kernel_size=(2,),
-        padding=((0, 1),),
-        bias=True,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    ),
+    kc.Conv: conv_layer(2, 4, (2,), padding=((0, 1),)),
     kc.Embedding: kc.Embedding(num_embeddings=5, features=2, weight_layout="io"),
     kc.ScaleShift: kc.ScaleShift(scale_shape=(2,), shift_shape=None),
     kc.Parameters: kc.Parameters(shapes={"w": (2, 3)}),

@@ -9,21 +9,15 @@ import numpy as np
 
 import kfac_core as kc
 
+from .layers import conv_layer, dense_layer
+
 POSITIONS = 4
-CONV = kc.Conv(
-    in_channels=2,
-    out_channels=3,
-    kernel_size=(2,),
-    padding="valid",
-    bias=True,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+CONV = conv_layer(2, 3, (2,))
 
 
 def dense(n: int, m: int, bias: bool = True) -> kc.Dense:
     """Return a dense layer."""
-    return kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
+    return dense_layer(n, m, bias=bias)
 
 
 def every_block() -> dict[str, kc.Block]:

@@ -16,6 +16,8 @@ import numpy as np
 
 import kfac_core as kc
 
+from .layers import conv_layer
+
 EXAMPLES, OUTPUTS = 6, 2
 SUM = kc.Conventions(reduction="sum", sources="sum")
 
@@ -141,16 +143,7 @@ def _layer(kind: str, rng: np.random.Generator) -> tuple[Any, np.ndarray, np.nda
     """Return a layer, its inputs, and the rows x that they make: (Q, N, S, n)."""
     if kind == "grouped":
         x = rng.normal(size=(EXAMPLES, 3, 4))
-        layer = kc.Conv(
-            in_channels=4,
-            out_channels=4,
-            kernel_size=(2,),
-            padding="valid",
-            groups=2,
-            bias=True,
-            weight_layout="oi_spatial",
-            data_layout="channels_last",
-        )
+        layer = conv_layer(4, 4, (2,), groups=2, weight_layout="oi_spatial")
         patches = [
             [
                 [np.append(x[i, s : s + 2, 2 * q : 2 * q + 2], 1.0) for s in range(2)]

@@ -19,6 +19,7 @@ import pytest
 import kfac_core as kc
 from kfac_core.cli import commands, main
 
+from ..builders.layers import dense_layer
 from ..conformance.test_records import path_of
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +44,7 @@ BAD = {
     "inspect": ("RECORD",),
     "conformance": ("--adapter", "no_such_module:x"),
 }
-NEEDS = {
-    "demo": ("sklearn", "matplotlib"),
-    "verify": ("safetensors", "msgspec"),
-}
+NEEDS = {"demo": ("sklearn", "matplotlib"), "verify": ("safetensors", "msgspec")}
 
 
 def run(name, *arguments):
@@ -80,13 +78,9 @@ def name(request):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """The file of a small estimator."""
-    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    layer = dense_layer(3, 2)
     estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.9, damping=0.1, reduction="sum"
     )
     estimator.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
     path = tmp_path_factory.mktemp("state") / "state.npz"
@@ -215,12 +209,7 @@ def test_conformance_has_an_exit_code_for_each_end(capsys, tmp_path, monkeypatch
     code, out, err = ends("Raising", "--only", "B1", "--json")
     found = json.loads(out)
     assert (code, err, found["exit_code"]) == (1, "", 1)
-    assert found["counts"] == {
-        "holds": 0,
-        "differs": 0,
-        "raised": 4,
-        "not offered": 0,
-    }
+    assert found["counts"] == {"holds": 0, "differs": 0, "raised": 4, "not offered": 0}
     code, out, err = ends("Raising", "--only", "B1")
     assert CONTROL.findall(out) == []
     code, out, err = ends("Nothing", "--only", "B1")

@@ -28,6 +28,8 @@ from kfac_core_conformance.records.block import describe  # noqa: E402
 from kfac_core_conformance.records.condition import SLACK  # noqa: E402
 from kfac_core_conformance.records.document import parse_document  # noqa: E402
 
+from ..builders.layers import dense_layer  # noqa: E402
+
 FOLDER = Path(__file__).parents[1] / "records"
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 
@@ -172,11 +174,7 @@ def test_gradients_of_a_mean_loss_are_scaled(problem, tmp_path):
     expected = expected_inverse(problem, expected_block(problem, decay=0.9))
 
     path = written(
-        problem,
-        tmp_path / "r.safetensors",
-        expected,
-        loss="mean",
-        scale=1 / examples,
+        problem, tmp_path / "r.safetensors", expected, loss="mean", scale=1 / examples
     )
 
     assert check_record(read_record(path))[0].agrees
@@ -291,7 +289,7 @@ def ill_conditioned(rng, tmp_path):
     n, m = 5, 2
     A = reference.spd(rng, n, condition=1e5)
     x = np.sqrt(n) * np.linalg.cholesky(A).T
-    layer = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+    layer = dense_layer(n, m, bias=False)
     writer = RecordWriter(
         {"fc": kc.Block(layer, kc.Kronecker())},
         decay=0.9,
@@ -336,7 +334,7 @@ def test_the_bound_does_not_excuse_a_wrong_answer(ill_conditioned):
 
 def test_a_check_without_an_answer_differs(problem, tmp_path):
     """Where the library raises, the reason stands in the verdict."""
-    layer = kc.Dense(in_features=4, out_features=1, bias=False, weight_layout="io")
+    layer = dense_layer(4, 1, bias=False)
     writer = RecordWriter({"fc": kc.Block(layer, kc.Kronecker())}, decay=0, loss="sum")
     writer.update({"fc": kc.Batch(np.ones((1, 4)), np.ones((1, 1)))})
     vector = {"weight": np.ones((4, 1))}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from conformance_tests.builders.layers import conv_layer
 from conformance_tests.builders.shards import (
     Schedule,
     batch_of,
@@ -462,15 +463,7 @@ def test_statistics_that_cannot_be_reduced_raise():
     class Undeclared(kc.Diagonal):
         reduction = kc.Approximation.reduction
 
-    conv = kc.Conv(
-        in_channels=2,
-        out_channels=3,
-        kernel_size=(2,),
-        padding="valid",
-        bias=True,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
+    conv = conv_layer(2, 3, (2,))
     pairs = {
         "best product": (dense(3, 2), kc.KFOC(iterations=2)),
         "centered": (conv, kc.Kronecker(input="uncorrelated")),

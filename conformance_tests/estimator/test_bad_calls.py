@@ -10,19 +10,12 @@ from kfac_core import layers, linalg, losses, roots, steps
 from kfac_core.approximations.series import Series
 
 from ..builders import chain_reference
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.one_block import SUM, learn, operator_for
 
 RNG = np.random.default_rng(7)
-DENSE = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
-CONV = kc.Conv(
-    in_channels=2,
-    out_channels=2,
-    kernel_size=(2,),
-    padding="same",
-    bias=True,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+DENSE = dense_layer(4, 3)
+CONV = conv_layer(2, 2, (2,), padding="same")
 NORM = kc.ScaleShift(scale_shape=(3,), shift_shape=None)
 IMAGES, PIXELS = np.ones((2, 6, 2)), np.ones((2, 6, 2))
 WEIGHT = np.ones((2, 2, 2))

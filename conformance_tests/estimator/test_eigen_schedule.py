@@ -9,6 +9,7 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.estimators import make_estimator
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.tolerances import assert_close, assert_differs
 
 N, IN, OUT, STEPS = 9, 3, 2, 4
@@ -18,22 +19,13 @@ SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def dense(**options):
-    layer = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
+    layer = dense_layer(IN, OUT)
     return kc.Block(layer, kc.Eigen(**options))
 
 
 def grouped_conv():
     """Return two groups of 1x1 convolutions: dense layers on the pixels."""
-    layer = kc.Conv(
-        in_channels=2 * IN,
-        out_channels=2 * OUT,
-        kernel_size=(1,),
-        padding="valid",
-        bias=False,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-        groups=2,
-    )
+    layer = conv_layer(2 * IN, 2 * OUT, (1,), bias=False, groups=2)
     return kc.Block(layer, kc.Eigen())
 
 
@@ -307,7 +299,7 @@ def test_gradients_of_the_examples_are_never_all_formed():
     rng = np.random.default_rng(0)
     n = m = 128
     x, g = rng.normal(size=(64, 2, n)), rng.normal(size=(64, 2, m))
-    layer = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+    layer = dense_layer(n, m, bias=False)
     block = kc.Block(layer, kc.Eigen())
     batch = kc.Batch(x, g)
     statistics = block.initial(x)
@@ -326,7 +318,7 @@ def test_gradients_of_the_examples_are_never_all_formed():
 
 def test_parts_of_a_batch_have_their_moments_in_the_bases(backend, rng):
     """They were taken in the coordinates, and added to moments in eigenbases."""
-    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    layer = dense_layer(4, 3, bias=False)
     block = kc.Block(layer, kc.Eigen())
     estimator = kc.Estimator(
         {"a": block}, reduction="sum", damping=0.1, damping_rule="exact", decay=0.0

@@ -13,6 +13,7 @@ from kfac_core.array import namespaces
 from kfac_core.array.structure import fields_of
 
 from ..builders.estimators import make_estimator
+from ..builders.layers import dense_layer
 from ..builders.options import BLOCK, DENSE, FUNCTIONS, OPTIONS, VECTOR
 from ..builders.states import differences, frozen
 
@@ -130,10 +131,7 @@ def test_bad_numbers_are_named():
 def test_numbers_and_strings_of_numpy_are_accepted():
     """A size may be an integer of NumPy, a damping a scalar of it, a name its string."""
     layer = kc.Dense(
-        in_features=np.int64(n),
-        out_features=m,
-        bias=True,
-        weight_layout=np.str_("io"),
+        in_features=np.int64(n), out_features=m, bias=True, weight_layout=np.str_("io")
     )
     made = kc.Estimator(
         {"fc": kc.Block(layer, kc.Kronecker(sharing=np.str_("reduce")))},
@@ -192,7 +190,7 @@ def test_a_mapping_of_dampings_is_a_copy():
 
 def moments_of_another_size():
     """Return statistics of a block of other sizes."""
-    layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
+    layer = dense_layer(2, 2)
     batch = kc.Batch(np.ones((N, 2)), np.ones((N, 2)))
     return kc.batch_moments(kc.Block(layer, kc.Kronecker()), batch, conventions=SUMMED)
 

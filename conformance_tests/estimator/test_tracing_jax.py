@@ -9,13 +9,11 @@ import kfac_core as kc
 from kfac_core.array import namespaces
 from kfac_core.array.structure import leaves, replaced
 
+from ..builders.layers import dense_layer
 from ..builders.tolerances import assert_close
 
 N, n, m = 12, 4, 3
-BLOCK = kc.Block(
-    kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io"),
-    kc.Kronecker(),
-)
+BLOCK = kc.Block(dense_layer(n, m), kc.Kronecker())
 SUMMED = kc.Conventions(reduction="sum", sources="sum")
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 RULES = ["factored", "exact"]

@@ -8,6 +8,8 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import dense_layer
+
 reused_memory = pytest.importorskip(
     "kfac_core_backends.reused_memory",
     reason="a test of an adapter, where all are hidden",
@@ -116,13 +118,9 @@ def test_threads_do_not_share_memory():
 def test_returned_arrays_are_never_overwritten(rng):
     """Statistics, operators and directions, while later ones are computed."""
     n = 200
-    layer = kc.Dense(in_features=n, out_features=n, bias=True, weight_layout="io")
+    layer = dense_layer(n, n)
     estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.9, damping=0.1, reduction="sum"
     )
     V = rng.normal(size=(n + 1, n))
     gradient = {"weight": rng.normal(size=(n, n)), "bias": rng.normal(size=n)}

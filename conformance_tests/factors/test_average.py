@@ -111,31 +111,6 @@ def test_a_plain_mean_needs_no_debiasing_by_the_paper(backend, dtype, rng):
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("cuts", [(5,), (1, 4, 5), (11,)])
-def test_shards_of_any_size_are_the_whole(backend, dtype, rng, cuts, masked, sharing):
-    """C1: merged moments of unequal shards are those of the whole batch."""
-    made, (x, g) = block(sharing=sharing), data(rng)
-    mask = rng.uniform(size=(N, S)) < 0.6 if masked else np.ones((N, S), bool)
-    mask[:, 0] |= ~mask.any(axis=1)
-    parts = [
-        batch(backend, dtype, *part)
-        for part in zip(*(np.split(a, cuts) for a in (x, g, mask)), strict=True)
-    ]
-
-    merged = kc.batch_moments(made, parts[0], conventions=SUM)
-    for part in parts[1:]:
-        merged = merged.merged(kc.batch_moments(made, part, conventions=SUM))
-    absorbed = kc.absorb_block(made, made.initial(parts[0].inputs), merged, 0.9, 3.0)
-
-    expected = reference.kronecker_factors(
-        x, g[None], bias=True, mask=mask, sharing=sharing
-    )
-    assert_same(values(backend, merged), expected, dtype)
-    assert_same(values(backend, absorbed), expected, dtype)
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_shard_of_padding_counts_its_examples(backend, dtype, rng, sharing):
     """C1 holds where a shard is masked throughout: its examples are part of the N."""
     made, (x, g) = block(sharing=sharing), data(rng)

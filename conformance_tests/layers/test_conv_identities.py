@@ -10,6 +10,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer
 from ..builders.tolerances import assert_close, assert_differs
 
 N, SIZE, CHANNELS, OUT = 4, 4, 2, 3
@@ -31,15 +32,7 @@ def patches_of(x, *, bias):
 
 def block_of(backend, x, g, *, bias, sharing):
     """Return the library's undamped block for sources g."""
-    layer = kc.Conv(
-        in_channels=CHANNELS,
-        out_channels=OUT,
-        kernel_size=(2, 2),
-        padding="valid",
-        bias=bias,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
+    layer = conv_layer(CHANNELS, OUT, (2, 2), bias=bias)
     block = kc.Block(layer, kc.Kronecker(sharing=sharing))
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), sources=len(g))
     statistics = kc.update_block(

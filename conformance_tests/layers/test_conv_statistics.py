@@ -79,7 +79,6 @@ def test_an_estimator_keeps_to_its_budget(rng):
             {"conv": kc.Block(conv, kc.Kronecker())},
             decay=0.9,
             damping=0.1,
-            damping_rule="factored",
             reduction="sum",
             execution=kc.Execution(max_patch_elements=budget),
         )

@@ -64,15 +64,3 @@ def test_absorbed_parts_are_one_update(backend, dtype, rng, burn_in):
     assert state.updates == 3
 
 
-def test_an_unknown_block_changes_nothing(rng):
-    """Not even the blocks beside it."""
-    estimator = made()
-    x, g = rng.normal(size=(9, 4)), rng.normal(size=(9, 3))
-    moments = kc.batch_moments(
-        estimator.blocks["fc"], kc.Batch(x, g), conventions=estimator.conventions
-    )
-
-    with pytest.raises(kc.UnknownBlockError):
-        estimator.absorb({"fc": moments, "cf": moments})
-
-    assert estimator.state["fc"].updates == 0

@@ -6,6 +6,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders import reference
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.tolerances import assert_close, assert_differs
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
@@ -28,7 +29,7 @@ def factors_of(backend, block, batch):
 
 
 def dense_block():
-    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    layer = dense_layer(3, 2)
     return kc.Block(layer, kc.Kronecker())
 
 
@@ -98,15 +99,7 @@ def test_a_recurrent_convolution_is_fed_step_by_step(backend, rng, sources):
     x = rng.normal(size=(3, 4, 2, 2, 3))
     g = rng.normal(size=(sources or 1, 3, 4, 2, 2, 2))
     mask = np.arange(4) < np.array([4, 1, 3])[:, None]
-    conv = kc.Conv(
-        in_channels=3,
-        out_channels=2,
-        kernel_size=(1, 1),
-        padding="valid",
-        bias=True,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
+    conv = conv_layer(3, 2, (1, 1))
     batch = kc.Batch(
         backend.asarray(x),
         backend.asarray(g if sources else g[0]),

@@ -7,6 +7,8 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer, dense_layer
+
 LAMBDA = 0.1
 N, S = 4, 3
 WEIGHTS = np.array(
@@ -48,7 +50,7 @@ def dense(rng):
 def test_kronecker_factors_are_means_with_the_weights(backend, dense):
     """``A = sum w x x^T / sum w``, and the block is that of the sum over weighted rows."""
     x, g, V = dense
-    layer = kc.Dense(in_features=2, out_features=3, bias=True, weight_layout="io")
+    layer = dense_layer(2, 3)
     found = direction(backend, layer, kc.Kronecker(), (x, g, WEIGHTS), V)
     rows = np.concatenate([np.nan_to_num(x), np.ones((N, S, 1))], axis=2).reshape(-1, 3)
     A = (rows.T * WEIGHTS.ravel()) @ rows / WEIGHTS.sum()
@@ -59,7 +61,7 @@ def test_kronecker_factors_are_means_with_the_weights(backend, dense):
 def test_exact_blocks_have_each_weight_once(backend, dense):
     """It comes with the output gradients alone."""
     x, g, V = dense
-    layer = kc.Dense(in_features=2, out_features=3, bias=True, weight_layout="io")
+    layer = dense_layer(2, 3)
     found = direction(backend, layer, kc.Full(), (x, g, WEIGHTS), V)
     rows = np.concatenate([np.nan_to_num(x), np.ones((N, S, 1))], axis=2)
     D = np.einsum("nsi,nsj->nij", rows, g).reshape(N, -1)
@@ -82,15 +84,7 @@ def test_ids_are_counted_by_their_weights(backend, rng):
 
 def test_patches_have_the_weights_of_their_places(backend, rng):
     """A convolution, whose rows are also read in chunks."""
-    layer = kc.Conv(
-        in_channels=2,
-        out_channels=3,
-        kernel_size=(2,),
-        padding="valid",
-        bias=False,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
+    layer = conv_layer(2, 3, (2,), bias=False)
     x = rng.normal(size=(N, S + 1, 2))
     g = rng.normal(size=(N, S, 3)) * np.sqrt(WEIGHTS)[..., None]
     V = {"weight": rng.normal(size=(2, 2, 3))}
@@ -104,7 +98,7 @@ def test_patches_have_the_weights_of_their_places(backend, rng):
 def test_the_gradient_of_weighted_rows(dense):
     """``sum w x g^T`` of the rows alone."""
     x, g, _ = dense
-    layer = kc.Dense(in_features=2, out_features=3, bias=True, weight_layout="io")
+    layer = dense_layer(2, 3)
     estimator = estimator_of(layer, kc.Kronecker())
     found = estimator.blocks["a"].mean_gradient(
         kc.Batch(x, g, mask=WEIGHTS), conventions=estimator.conventions
@@ -117,7 +111,7 @@ def test_the_gradient_of_weighted_rows(dense):
 def test_reduced_positions_take_no_weights(dense):
     """Refused: one row an example would need one weight an example."""
     x, g, _ = dense
-    layer = kc.Dense(in_features=2, out_features=3, bias=True, weight_layout="io")
+    layer = dense_layer(2, 3)
     estimator = estimator_of(layer, kc.Kronecker(sharing="reduce"))
     with pytest.raises(kc.UnsupportedError, match="sharing='expand'"):
         estimator.update({"a": kc.Batch(x, g, mask=WEIGHTS)})

@@ -9,6 +9,7 @@ from kfac_core.linalg.cholesky import damped_cholesky
 from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
+from ..builders.layers import dense_layer
 from ..builders.tolerances import assert_close
 
 n = 5
@@ -84,13 +85,9 @@ def test_every_product_of_a_scaled_matrix_is_that_of_the_product(backend, dtype,
 def test_an_operator_holds_the_sum_and_no_copy_of_it(requires_backend, rng):
     """A refresh on NumPy adds factorizations to the memory, and nothing else."""
     requires_backend("numpy", adapter=True)
-    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    layer = dense_layer(4, 3, bias=False)
     estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.9,
-        damping=0.1,
-        damping_rule="factored",
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.9, damping=0.1, reduction="sum"
     )
     for _ in range(2):
         batch = kc.Batch(rng.normal(size=(8, 4)), rng.normal(size=(8, 3)))

@@ -10,21 +10,13 @@ import kfac_core as kc
 from kfac_core.operators import LinearMap
 
 from ..builders.block_kinds import DENSE, KINDS, PAIRS, fed
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.tolerances import assert_close
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
 PREPARED = ("inverse", "cholesky", "eigenbasis")
 LAMBDA = 0.3
-GROUPED = kc.Conv(
-    in_channels=4,
-    out_channels=6,
-    kernel_size=(1,),
-    padding="valid",
-    groups=2,
-    bias=True,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+GROUPED = conv_layer(4, 6, (1,), groups=2)
 
 OTHERS = {
     "grouped": (GROUPED, kc.Kronecker()),
@@ -61,7 +53,7 @@ def operator_of(backend, rng, kind, rule, *, dtype="float64", prepared=PREPARED)
 
 def chain_operator(backend, rng):
     """Return the operator of a chain of two layers."""
-    layer = kc.Dense(in_features=3, out_features=3, bias=True, weight_layout="io")
+    layer = dense_layer(3, 3)
     estimator = kc.Estimator(
         {name: kc.Block(layer, kc.Kronecker()) for name in ("one", "two")},
         reduction="sum",

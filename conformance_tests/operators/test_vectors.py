@@ -7,6 +7,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer
 from ..builders.tolerances import assert_close
 
 N, IN, OUT, GROUPS = 8, 4, 6, 2
@@ -23,16 +24,7 @@ PRODUCTS = {
 
 def operator_of(backend, dtype, rng, approximation, *, groups=1, rule="exact"):
     """Return an operator with everything prepared, of a convolution of one pixel."""
-    layer = kc.Conv(
-        in_channels=IN * groups,
-        out_channels=OUT,
-        kernel_size=(1,),
-        padding="valid",
-        groups=groups,
-        bias=False,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
-    )
+    layer = conv_layer(IN * groups, OUT, (1,), groups=groups, bias=False)
     x, g = rng.normal(size=(N, 1, IN * groups)), rng.normal(size=(N, 1, OUT))
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
     block = kc.Block(layer, approximation)
@@ -79,26 +71,3 @@ def test_a_vector_may_be_a_stack_of_the_operators_own(
         operator.multiply(backend.asarray(np.ones((3, IN, 1, 1)), dtype))
 
 
-@pytest.mark.parametrize("approximation", [kc.Eigen(), kc.Kronecker()], ids=str)
-def test_the_cholesky_factor_of_a_spectrum_is_the_dense_one(
-    backend, dtype, rng, approximation
-):
-    """L is lower triangular and ``L L^T`` the damped block; L^-1 and L^T go with it."""
-    operator = operator_of(backend, dtype, rng, approximation)
-    F = backend.to_numpy(operator.to_dense())
-    expected = np.linalg.cholesky(F)
-
-    def matrix_of(product, **options):
-        columns = []
-        for unit in np.eye(IN * OUT):
-            V = backend.asarray(unit.reshape(IN, OUT), dtype)
-            columns.append(backend.to_numpy(product(V, **options)).ravel())
-        return np.stack(columns, axis=1)
-
-    L = matrix_of(operator.multiply_cholesky)
-    L_t = matrix_of(operator.multiply_cholesky, transpose=True)
-    inverse = matrix_of(operator.multiply_cholesky_inverse)
-
-    assert_close(L, expected, "cholesky", dtype)
-    assert_close(L_t, expected.T, "cholesky", dtype)
-    assert_close(inverse @ expected, np.eye(IN * OUT), "cholesky", dtype)

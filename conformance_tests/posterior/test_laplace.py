@@ -12,6 +12,7 @@ import kfac_core as kc
 from kfac_core.posterior import Posterior
 
 from ..builders import network, reference
+from ..builders.layers import dense_layer
 from ..builders.tolerances import assert_close, assert_differs
 
 NOISE, TAU = 0.25, 0.8
@@ -151,13 +152,9 @@ class Net:
         self.x = rng.normal(size=(9, 3))
         vectors = network.type2_vectors(kind, self.net.outputs(self.x))
         fed = dict(
-            zip(
-                NAMES,
-                network.batches(backend, self.net, self.x, vectors),
-                strict=True,
-            )
+            zip(NAMES, network.batches(backend, self.net, self.x, vectors), strict=True)
         )
-        layer = kc.Dense(in_features=3, out_features=3, bias=True, weight_layout="io")
+        layer = dense_layer(3, 3)
         self.blocks = {name: kc.Block(layer, approximation) for name in names}
         self.statistics = statistics_of(self.blocks, fed)
         self.dense = {

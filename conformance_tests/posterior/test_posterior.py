@@ -18,6 +18,7 @@ from kfac_core.posterior import (
     variance_of_rows,
 )
 
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.spectral_cases import EXAMPLES, KINDS, OUTPUTS, SUM, case_of, make_case
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -85,15 +86,7 @@ def test_other_blocks_have_the_basis_of_their_dense_form(backend, rng, request, 
     if name == "uncorrelated":
         request.getfixturevalue("compiles_long")
         shape, kind = (EXAMPLES, 2), kc.Kronecker(input="uncorrelated")
-        layer = kc.Conv(
-            in_channels=3,
-            out_channels=3,
-            kernel_size=(2,),
-            padding="same",
-            bias=True,
-            weight_layout="spatial_io",
-            data_layout="channels_last",
-        )
+        layer = conv_layer(3, 3, (2,), padding="same")
     block = kc.Block(layer, kind)
     batch = kc.Batch(
         backend.asarray(rng.normal(size=(*shape, 3))),
@@ -221,7 +214,7 @@ def test_masked_rows_add_nothing(backend):
 
 def test_a_block_of_rank_one_has_a_posterior(backend, dtype):
     """One example: the curvature is singular, and the prior makes up for it."""
-    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    layer = dense_layer(4, 3, bias=False)
     x, g = np.array([[1.0, 2.0, -1.0, 0.0]]), np.array([[0.5, 0.0, -1.0]])
     block = kc.Block(layer, kc.Kronecker())
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
@@ -282,16 +275,14 @@ def test_a_status_tells_of_bad_numbers(plain):
 
 @pytest.mark.parametrize(
     "approximation",
-    [
-        kc.Series(variant="infinite"),
-    ],
+    [kc.Series(variant="infinite")],
     ids=lambda approximation: type(approximation).__name__,
 )
 def test_a_block_without_such_a_basis_is_refused_for_that_reason(
     backend, rng, approximation
 ):
     """It was a factorization that failed, with the advice to increase the damping."""
-    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    layer = dense_layer(4, 3)
     block = kc.Block(layer, approximation)
     rows = [backend.asarray(rng.normal(size=(6, 2, width))) for width in (4, 3)]
     summed = kc.Conventions(reduction="sum", sources="sum")

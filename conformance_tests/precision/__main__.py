@@ -23,6 +23,7 @@ from kfac_core.damping import DampingRule
 from kfac_core.linalg import factorize
 from kfac_core.operators import spectral
 
+from ..builders.layers import dense_layer
 from . import compiled, grid
 
 QUICK: dict[str, Any] = {"scales": (1.0,), "dampings": (1e-40, 1e-14, 1e-6, 1.0, 1e30)}
@@ -167,9 +168,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 def print_cost(size: int = 1000) -> None:
     """Print the share of a refresh that the checks of the block take, on NumPy."""
-    layer = kc.Dense(
-        in_features=size, out_features=size, bias=False, weight_layout="io"
-    )
+    layer = dense_layer(size, size, bias=False)
     block = kc.Block(layer, kc.Kronecker())
     rng = np.random.default_rng(0)
     x, g = (rng.normal(size=(2 * size, size)).astype(np.float32) for _ in range(2))

@@ -16,11 +16,13 @@ import numpy as np
 import kfac_core as kc
 from kfac_core import linalg, roots, steps
 
+from ..builders.layers import dense_layer
+
 N, n, m = 7, 3, 2
 RNG = np.random.default_rng(5)
 X, G, V = RNG.normal(size=(N, n)), RNG.normal(size=(N, m)), RNG.normal(size=(n, m))
 SYMMETRIC = X.T @ X / N
-LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+LAYER = dense_layer(n, m, bias=False)
 STATUS: Any = {"check": "status"}
 
 
@@ -201,10 +203,7 @@ FUNCTIONS = {
 }
 """By what is differentiated."""
 
-REPEATED = {
-    "damped_matrix, power": 2.0 * np.eye(n),
-    "inverse_root": 2.0 * np.eye(n),
-}
+REPEATED = {"damped_matrix, power": 2.0 * np.eye(n), "inverse_root": 2.0 * np.eye(n)}
 """Points with equal eigenvalues, where eigenvectors have no derivative."""
 
 

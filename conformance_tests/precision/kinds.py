@@ -16,6 +16,7 @@ import numpy as np
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer
 from . import references
 from .references import Curvature, Product, Rows, Series, Side, Tridiagonal
 
@@ -264,15 +265,7 @@ def _tridiagonal(rows: Rows) -> Tridiagonal:
 
 _LAYER = _dense(n, m)
 _TENSOR = kc.Parameters(shapes={"w": (n, m)})
-_CONV = kc.Conv(
-    in_channels=2,
-    out_channels=2,
-    kernel_size=(2,),
-    padding="valid",
-    bias=True,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+_CONV = conv_layer(2, 2, (2,))
 
 
 def _of_layer(approximation: Any, rules: tuple[str, ...], curvature: Any) -> Kind:

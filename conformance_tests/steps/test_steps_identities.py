@@ -14,6 +14,7 @@ from kfac_core.steps import (
 )
 
 from ..builders import reference
+from ..builders.layers import dense_layer
 from ..builders.steps_reference import BLOCKS, SIZE, flat, put
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -120,13 +121,9 @@ def regression(rng):
 def test_linear_regression_takes_one_step(backend, dtype, regression, rng):
     """B16: without damping, one step of K-FAC is least squares, and alpha is one."""
     x, y, solution = regression
-    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    layer = dense_layer(3, 2)
     estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.0,
-        damping=0.0,
-        damping_rule="factored",
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.0, damping=0.0, reduction="sum"
     )
     W = rng.normal(size=(4, 2))
     residual = np.concatenate([x, np.ones((20, 1))], axis=1) @ W - y

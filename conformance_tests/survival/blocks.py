@@ -9,18 +9,12 @@ import numpy as np
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer, dense_layer
+
 N, S = 4, 3
-DENSE = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+DENSE = dense_layer(3, 2)
 PLAIN = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="oi")
-CONV = kc.Conv(
-    in_channels=2,
-    out_channels=2,
-    kernel_size=(2,),
-    padding="valid",
-    bias=True,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+CONV = conv_layer(2, 2, (2,))
 EMBEDDING = kc.Embedding(num_embeddings=5, features=2, weight_layout="io")
 ARRAY = kc.Parameters(shapes={"w": (2, 3, 2)})
 SCALE = kc.ScaleShift(scale_shape=(3,), shift_shape=(3,))
@@ -61,7 +55,7 @@ def made(case: str, /, **options: Any) -> kc.Estimator:
     block = kc.Block(layer, approximation)
     if case != "chain":
         return kc.Estimator({"a": block}, **settings)
-    first = kc.Dense(in_features=3, out_features=3, bias=True, weight_layout="io")
+    first = dense_layer(3, 3)
     blocks = {"fc1": kc.Block(first, approximation), "fc2": block}
     return kc.Estimator(
         blocks, **settings, sharing=kc.Sharing(chains={"a": ("fc1", "fc2")})

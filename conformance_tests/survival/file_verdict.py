@@ -14,19 +14,12 @@ import numpy as np
 import kfac_core as kc
 
 from ..builders.estimators import make_estimator
+from ..builders.layers import conv_layer, dense_layer
 from ..builders.states import arrays_of, differences, frozen
 from .container import opened
 
-DENSE = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
-CONV = kc.Conv(
-    in_channels=2,
-    out_channels=2,
-    kernel_size=(2,),
-    padding="valid",
-    bias=False,
-    weight_layout="spatial_io",
-    data_layout="channels_last",
-)
+DENSE = dense_layer(2, 2)
+CONV = conv_layer(2, 2, (2,), bias=False)
 KINDS: dict[str, tuple[Any, Any, str]] = {
     "kronecker": (DENSE, kc.Kronecker(), "factored"),
     "exact": (DENSE, kc.Kronecker(), "exact"),

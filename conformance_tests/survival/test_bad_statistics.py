@@ -12,10 +12,11 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.estimators import make_estimator
+from ..builders.layers import dense_layer
 from ..builders.states import differences, frozen
 
 N, S, n, m = 8, 3, 5, 4
-LAYER = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+LAYER = dense_layer(n, m)
 TENSOR = kc.Parameters(shapes={"w": (n, m)})
 EPS = {"float64": 1.1e-16, "float32": 6e-8}
 
@@ -71,11 +72,7 @@ BAD = {
 ORDINARY = ("zero", "one constant feature", "rank one", "duplicated", "1e-30")
 """Where a damped block always has a finite answer."""
 
-RULES = {
-    "kronecker": "factored",
-    "unit pi": "factored_unit_pi",
-    "exact": "exact",
-}
+RULES = {"kronecker": "factored", "unit pi": "factored_unit_pi", "exact": "exact"}
 COUNTS: collections.Counter[str] = collections.Counter()
 
 
@@ -164,7 +161,7 @@ def test_bad_statistics_are_answered_or_refused(kind, bad, dtype):
 
 def test_one_nan_in_a_million_is_detected():
     """Among 10^6 good numbers, in either argument; the block stays as it was."""
-    layer = kc.Dense(in_features=1000, out_features=1, bias=True, weight_layout="io")
+    layer = dense_layer(1000, 1)
     estimator = make_estimator(
         {"a": kc.Block(layer, kc.Diagonal())},
         **{"decay": 0.9, "damping": 0.1, "damping_rule": "exact", "reduction": "sum"},
