@@ -6,6 +6,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders.layers import conv_layer, dense_layer
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
@@ -41,12 +42,7 @@ def statistics_of(backend, block, first, second, dtype="float64"):
         kc.Batch(*(backend.asarray(array.astype(dtype)) for array in rows))
         for rows in (first, second)
     )
-    statistics = kc.update_block(
-        block,
-        block.initial(one.inputs),
-        one,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, one)
     statistics = kc.rebase_block(block, statistics, "zero", "raise")
     return block.approximation.corrected(
         statistics, block.layer.rows(two), conventions=SUM, decay=0.0, weight=1.0
@@ -54,9 +50,7 @@ def statistics_of(backend, block, first, second, dtype="float64"):
 
 
 def operator(block, statistics):
-    return kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.1, rule="exact")
-    )
+    return operator_for(block, statistics, damping=0.1, rule="exact")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import kfac_core as kc
 from kfac_core.operators import kronecker_operator
 
 from ..builders import reference
-from ..builders.one_block import operator_for
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 INPUTS, GRADS = 4, 5
@@ -57,13 +57,8 @@ def kronecker_block(
         mask=None if mask is None else backend.asarray(mask),
         sources=M,
     )
-    statistics = kc.update_block(
-        block,
-        block.initial(fed.inputs),
-        fed,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction=loss, sources=sources), decay=0.0
-        ),
+    statistics = learn(
+        block, fed, conventions=kc.Conventions(reduction=loss, sources=sources)
     )
     operator = operator_for(
         block, statistics, damping=0.0, rule="exact", factorizations=("eigenbasis",)
@@ -194,12 +189,7 @@ def test_eigenvalue_correction_changes_nothing_on_a_factorial_design(backend, rn
     block = kc.Block(layer, eigen)
     fed = kc.Batch(backend.asarray(x), backend.asarray(g))
     conventions = kc.Conventions(reduction="sum", sources="sum")
-    start = kc.update_block(
-        block,
-        block.initial(fed.like),
-        fed,
-        kc.UpdateOptions(conventions=conventions, decay=0.0),
-    )
+    start = learn(block, fed)
 
     statistics = eigen.corrected(
         kc.rebase_block(block, start, "zero", "raise"),
@@ -254,13 +244,6 @@ def other_block(backend, approximation, x, g, *, bias):
     layer = kc.Dense(in_features=IN, out_features=OUT, bias=bias, weight_layout="io")
     block = kc.Block(layer, approximation)
     fed = kc.Batch(backend.asarray(x), backend.asarray(g))
-    statistics = kc.update_block(
-        block,
-        block.initial(fed.like),
-        fed,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
-        ),
-    )
+    statistics = learn(block, fed)
     operator = operator_for(block, statistics, damping=0.0, factorizations=())
     return backend.to_numpy(operator.to_dense(damped=False))

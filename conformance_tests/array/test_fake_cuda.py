@@ -16,9 +16,9 @@ import pytest
 import kfac_core as kc
 
 from ..builders.estimators import make_estimator
+from ..builders.one_block import learn, operator_for
 
 N, n, m = 6, 4, 3
-SUMMED = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 KINDS = {
@@ -128,18 +128,14 @@ def test_pure_functions_stay_on_the_device(torch, dtype, rule, kind, masked):
     with fake_cuda(torch):
         rows, V = batch(torch, dtype, masked=masked)
         start = block(kind).initial(rows.inputs)
-        statistics = kc.update_block(
-            block(kind),
-            start,
-            rows,
-            kc.UpdateOptions(conventions=SUMMED, decay=0.9, check="status"),
-        )
-        op = kc.operator_of(
+        statistics = learn(block(kind), rows, start, decay=0.9, check="status")
+        op = operator_for(
             block(kind),
             statistics,
-            kc.RefreshOptions(
-                damping=0.1, rule=rule, factorizations=EVERYTHING, check="status"
-            ),
+            damping=0.1,
+            rule=rule,
+            factorizations=EVERYTHING,
+            check="status",
         )
         found = [
             op.multiply(V),

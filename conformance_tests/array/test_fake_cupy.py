@@ -15,6 +15,7 @@ from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import fake_cupy
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close
 
 N, n, m = 12, 4, 3
@@ -56,22 +57,21 @@ def arrays(rng, dtype):
 
 def products(kind, rule, x, g, mask, V):
     """Return every product after one update, without looking at a value."""
-    statistics = kc.update_block(
+    statistics = learn(
         block(kind),
-        block(kind).initial(x),
         kc.Batch(x, g, mask),
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction="mean", sources="sum"),
-            decay=0.9,
-            check="status",
-        ),
+        block(kind).initial(x),
+        conventions=kc.Conventions(reduction="mean", sources="sum"),
+        decay=0.9,
+        check="status",
     )
-    op = kc.operator_of(
+    op = operator_for(
         block(kind),
         statistics,
-        kc.RefreshOptions(
-            damping=0.1, rule=rule, factorizations=EVERYTHING, check="status"
-        ),
+        damping=0.1,
+        rule=rule,
+        factorizations=EVERYTHING,
+        check="status",
     )
     return {
         "status": op.status() | statistics.status,
@@ -179,15 +179,12 @@ def test_factorizations_are_native(to_cupy, rng, factorization):
     )
     fake_cupy.CALLS.clear()
 
-    kc.operator_of(
+    operator_for(
         block("full"),
         statistics,
-        kc.RefreshOptions(
-            damping=0.1,
-            rule="factored",
-            factorizations=(factorization,),
-            check="status",
-        ),
+        damping=0.1,
+        factorizations=(factorization,),
+        check="status",
     )
 
     every = set().union(*NATIVE.values())

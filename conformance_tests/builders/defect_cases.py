@@ -2,7 +2,7 @@
 
 import kfac_core as kc
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
+from .one_block import learn
 
 
 def dense_data(rng, N=12, n=4, m=3):
@@ -18,12 +18,7 @@ def dense_block(**options):
 
 def fed(block, batch):
     """Return statistics after one update."""
-    return kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.9, weight=1.0),
-    )
+    return learn(block, batch, decay=0.9, weight=1.0)
 
 
 def small_conv(**options):

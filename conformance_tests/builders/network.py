@@ -28,6 +28,7 @@ import numpy as np
 import kfac_core as kc
 
 from .layers import dense_layer
+from .one_block import learn, operator_for
 
 STEP = 1e-30
 
@@ -284,17 +285,8 @@ def feed(
     conventions = kc.Conventions(reduction=loss, sources=sources)
     fed = batches(backend, net, x, reduced(vectors, loss, net.outputs(x)))
     for block, batch in zip(blocks_of(net, sharing=sharing), fed, strict=True):
-        statistics = kc.update_block(
-            block,
-            block.initial(batch.inputs),
-            batch,
-            kc.UpdateOptions(conventions=conventions, decay=0.0),
-        )
-        operator = kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
-        )
+        statistics = learn(block, batch, conventions=conventions)
+        operator = operator_for(block, statistics, damping=0.0, factorizations=())
         arrays = (
             operator.to_dense(damped=False),
             operator.input.dense(shifted=False),

@@ -17,6 +17,7 @@ import numpy as np
 import kfac_core as kc
 
 from .layers import conv_layer
+from .one_block import operator_for
 
 EXAMPLES, OUTPUTS = 6, 2
 SUM = kc.Conventions(reduction="sum", sources="sum")
@@ -52,10 +53,8 @@ class Case:
 
     def operator(self) -> Any:
         """Return the operator with a damping that must not matter."""
-        return kc.operator_of(
-            self.block,
-            self.statistics,
-            kc.RefreshOptions(damping=0.3, rule="exact", factorizations=()),
+        return operator_for(
+            self.block, self.statistics, damping=0.3, rule="exact", factorizations=()
         )
 
     def batch(self, output_grads: np.ndarray, *, sources: int | None = None) -> Any:

@@ -10,12 +10,12 @@ import kfac_core as kc
 from ..builders import reference
 from ..builders.estimators import make_estimator
 from ..builders.layers import conv_layer, dense_layer
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close, assert_differs
 
 N, IN, OUT, STEPS = 9, 3, 2, 4
 DECAY = 0.7
 DAMPING = 0.2
-SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def dense(**options):
@@ -303,13 +303,9 @@ def test_gradients_of_the_examples_are_never_all_formed():
     block = kc.Block(layer, kc.Eigen())
     batch = kc.Batch(x, g)
     statistics = block.initial(x)
-    kc.update_block(
-        block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=0.0)
-    )
+    learn(block, batch, statistics)
     tracemalloc.start()
-    kc.update_block(
-        block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=0.0)
-    )
+    learn(block, batch, statistics)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 

@@ -13,6 +13,7 @@ from kfac_core.operators import kronecker_operator
 
 from ..builders import reference
 from ..builders.defect_cases import dense_block, dense_data, fed
+from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 
@@ -60,9 +61,7 @@ def test_kfacjax_6_5_a_diagonal_blocks_sums_are_sums(backend, rng):
     v = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     batch = kc.GradientBatch({name: backend.asarray(x) for name, x in v.items()}, 2)
 
-    operator = kc.operator_of(
-        block, fed(block, batch), kc.RefreshOptions(damping=0.5, rule="exact")
-    )
+    operator = operator_for(block, fed(block, batch), damping=0.5, rule="exact")
 
     entries = np.concatenate([x.ravel() for x in v.values()]) ** 2 / 2 + 0.5
     assert_close(float(operator.trace()), entries.sum(), "product", "float64")

@@ -13,13 +13,8 @@ import kfac_core as kc
 from kfac_core.operators import kronecker_operator
 
 from ..builders import reference
-from ..builders.defect_cases import (
-    conv_batch,
-    dense_block,
-    dense_data,
-    fed,
-    small_conv,
-)
+from ..builders.defect_cases import conv_batch, dense_block, dense_data, fed, small_conv
+from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 
@@ -29,10 +24,8 @@ def test_tfkfac_9_2_uncorrelated_input_is_in_the_weights_order(backend, rng, bia
     block = kc.Block(small_conv(bias=bias), kc.Kronecker(input="uncorrelated"))
     x, g, batch = conv_batch(backend, rng)
 
-    operator = kc.operator_of(
-        block,
-        fed(block, batch),
-        kc.RefreshOptions(damping=0.3, rule="factored", factorizations=("inverse",)),
+    operator = operator_for(
+        block, fed(block, batch), damping=0.3, factorizations=("inverse",)
     )
 
     pixels = x.reshape(-1, 2)
@@ -86,9 +79,7 @@ def test_tfkfac_9_12_a_python_damping_keeps_its_64_bits(backend, rng, rule):
     block = dense_block()
     statistics = fed(block, kc.Batch(backend.asarray(x), backend.asarray(g)))
 
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.1, rule=rule)
-    )
+    operator = operator_for(block, statistics, damping=0.1, rule=rule)
 
     A, G, S = reference.kronecker_factors(x, g[None], bias=True)
     F = reference.damped_block(A, G, S, damping=0.1, rule=rule)
@@ -107,9 +98,7 @@ def test_tfkfac_9_16_several_parameters_make_one_block(backend, rng, approximati
     batch = kc.GradientBatch(
         {name: backend.asarray(v) for name, v in gradients.items()}, 4
     )
-    operator = kc.operator_of(
-        block, fed(block, batch), kc.RefreshOptions(damping=0.5, rule="exact")
-    )
+    operator = operator_for(block, fed(block, batch), damping=0.5, rule="exact")
 
     v = np.concatenate([gradients["w"].ravel(), gradients["b"]])
     F = np.outer(v, v) / 4
@@ -147,9 +136,7 @@ def test_tfkfac_9_20_depthwise_powers_are_consistent(backend, rng, rule):
     layer = small_conv(in_channels=3, out_channels=6, groups=3, bias=True)
     block = kc.Block(layer, kc.Kronecker())
     _, _, batch = conv_batch(backend, rng, out=6, channels=3)
-    operator = kc.operator_of(
-        block, fed(block, batch), kc.RefreshOptions(damping=0.3, rule=rule)
-    )
+    operator = operator_for(block, fed(block, batch), damping=0.3, rule=rule)
     V = rng.normal(size=layer.matrix_shape)
 
     there = operator.multiply(backend.asarray(V))

@@ -7,6 +7,7 @@ import kfac_core as kc
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import reference
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close, assert_differs
 
 N, S, IN, OUT = 12, 2, 4, 3
@@ -69,11 +70,12 @@ def test_updates_are_the_decayed_sum(backend, dtype, rng, debias):
     for decay, w in steps:
         x, g = data(rng)
         fed = batch(backend, dtype, x, g)
-        statistics = kc.update_block(
+        statistics = learn(
             made,
-            made.initial(fed.inputs) if statistics is None else statistics,
             fed,
-            kc.UpdateOptions(conventions=SUM, decay=decay, weight=w),
+            made.initial(fed.inputs) if statistics is None else statistics,
+            decay=decay,
+            weight=w,
         )
         new_A, new_G, _ = reference.kronecker_factors(x, g[None], bias=True)
         A, G = decay * A + w * new_A, decay * G + w * new_G
@@ -93,11 +95,12 @@ def test_a_plain_mean_needs_no_debiasing_by_the_paper(backend, dtype, rng):
         x, g = data(rng, 2)
         fed = batch(backend, dtype, x, g)
         decay = min(1.0 - 1.0 / k, 0.95)
-        statistics = kc.update_block(
+        statistics = learn(
             made,
-            made.initial(fed.inputs) if statistics is None else statistics,
             fed,
-            kc.UpdateOptions(conventions=SUM, decay=decay, weight=1.0 - decay),
+            made.initial(fed.inputs) if statistics is None else statistics,
+            decay=decay,
+            weight=1.0 - decay,
         )
         seen.append(reference.kronecker_factors(x, g[None], bias=True))
         if k == 20:
@@ -172,20 +175,16 @@ def test_the_order_of_micro_batches_does_not_matter(backend, dtype, rng):
 def test_a_batch_of_padding_adds_nothing(backend, dtype, rng, sharing, debias):
     """A batch that is masked throughout leaves averages as they were, with decay 1."""
     made, (x, g) = block(sharing=sharing), data(rng)
-    start = kc.update_block(
+    start = learn(
         made,
-        made.initial(backend.asarray(x, dtype)),
         batch(backend, dtype, x, g),
-        kc.UpdateOptions(conventions=SUM, decay=1.0),
+        made.initial(backend.asarray(x, dtype)),
+        decay=1.0,
     )
     padding = batch(backend, dtype, x * np.nan, g * np.nan, np.zeros((N, S), bool))
 
-    once = kc.update_block(
-        made, start, padding, kc.UpdateOptions(conventions=SUM, decay=1.0)
-    )
-    decayed = kc.update_block(
-        made, start, padding, kc.UpdateOptions(conventions=SUM, decay=0.5)
-    )
+    once = learn(made, padding, start, decay=1.0)
+    decayed = learn(made, padding, start, decay=0.5)
 
     expected = values(backend, start, debias=debias)
     assert_same(values(backend, once, debias=debias), expected, dtype)

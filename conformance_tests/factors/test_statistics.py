@@ -7,6 +7,7 @@ import kfac_core as kc
 from kfac_core.array.structure import leaves, static_fields
 
 from ..builders import reference
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close
 
 N, IN, OUT = 5, 4, 3
@@ -40,15 +41,13 @@ def statistics_of(
 ):
     """Return the statistics of one update with arrays of the backend."""
     batch = kc.Batch(x, g, mask, sources)
-    return kc.update_block(
+    return learn(
         made,
-        made.initial(x),
         batch,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction=loss, sources=combine),
-            decay=decay,
-            weight=weight,
-        ),
+        made.initial(x),
+        conventions=kc.Conventions(reduction=loss, sources=combine),
+        decay=decay,
+        weight=weight,
     )
 
 
@@ -157,14 +156,7 @@ def test_the_storage_dtype_is_the_one_asked_for(backend, rng, data_dtype, storag
     fed = kc.Batch(backend.asarray(x, data_dtype), backend.asarray(g[0], data_dtype))
     precision = kc.Precision(storage=storage)
 
-    got = kc.update_block(
-        made,
-        made.initial(fed.inputs, precision=precision),
-        fed,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
-        ),
-    )
+    got = learn(made, fed, made.initial(fed.inputs, precision=precision))
 
     rounded = [np.asarray(a, data_dtype).astype(np.float64) for a in (x, g)]
     expected = reference.kronecker_factors(*rounded, bias=True)
@@ -194,5 +186,3 @@ def test_the_last_row_is_the_mean_and_one(backend, dtype, rng, sharing, masked):
         mean = np.mean([x[i][mask[i]].mean(axis=0) for i in range(N)], axis=0)
     A = factor(backend, got, "input")
     assert_close(A[-1], [*mean, 1.0], "gram", dtype)
-
-

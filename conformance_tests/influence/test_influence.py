@@ -12,7 +12,8 @@ from kfac_core.array.structure import replaced
 from kfac_core.influence import Influence, mean_eigenvalue_damping
 from kfac_core.posterior.spectra import spectral_blocks
 
-from ..builders.spectral_cases import EXAMPLES, KINDS, SUM, case_of, make_case
+from ..builders.one_block import learn
+from ..builders.spectral_cases import EXAMPLES, KINDS, case_of, make_case
 from ..builders.tolerances import assert_close, assert_differs
 
 DAMPING = 0.2
@@ -155,12 +156,7 @@ def test_the_budget_is_kept(requires_backend, rng, positions, storage):
     batch = kc.Batch(
         rng.normal(size=(count, *shared, n)), rng.normal(size=(count, *shared, m))
     )
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch)
     influence = Influence.of_statistics({"0": block}, {"0": statistics}, damping=0.5)
     asked = {"0": kc.Batch(batch.inputs[:30], batch.output_grads[:30])}
     queries = precondition(influence, asked, storage=storage)
@@ -287,12 +283,7 @@ def test_the_damping_is_a_fraction_of_the_mean_eigenvalue(case):
 def test_a_block_that_saw_nothing_is_refused(plain):
     """Zero curvature and no damping has no inverse; a status says so instead."""
     block, nothing = plain.block, plain.batch(np.zeros((EXAMPLES, 3)))
-    zero = kc.update_block(
-        block,
-        block.initial(nothing.like),
-        nothing,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    zero = learn(block, nothing)
     given = {"0": block}, {"0": zero}
 
     with pytest.raises(kc.FactorizationError, match="damping"):

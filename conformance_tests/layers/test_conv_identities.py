@@ -11,6 +11,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders.layers import conv_layer
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 N, SIZE, CHANNELS, OUT = 4, 4, 2, 3
@@ -35,19 +36,8 @@ def block_of(backend, x, g, *, bias, sharing):
     layer = conv_layer(CHANNELS, OUT, (2, 2), bias=bias)
     block = kc.Block(layer, kc.Kronecker(sharing=sharing))
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), sources=len(g))
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
-        ),
-    )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=0.0, rule="factored", factorizations=()),
-    )
+    statistics = learn(block, batch)
+    operator = operator_for(block, statistics, damping=0.0, factorizations=())
     return backend.to_numpy(operator.to_dense(damped=False))
 
 

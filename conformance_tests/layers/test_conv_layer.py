@@ -13,6 +13,7 @@ from kfac_core.layers.conv import Conv
 
 from ..builders import conv_reference as naive
 from ..builders import reference
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
 C, OUT, N, M = 4, 8, 2, 2
@@ -169,17 +170,8 @@ def test_block_is_that_of_the_patches(backend, dtype, groups, masked, rng):
     batch = batch_of(backend, x, g, "channels_last", dtype, mask)
     V = rng.normal(size=block.layer.matrix_shape)
 
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.inputs),
-        batch,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.5
-        ),
-    )
-    operator = kc.operator_of(
-        block, statistics, kc.RefreshOptions(damping=0.3, rule="factored")
-    )
+    statistics = learn(block, batch, decay=0.5)
+    operator = operator_for(block, statistics, damping=0.3)
     got = backend.to_numpy(operator.multiply_inverse(backend.asarray(V, dtype)))
 
     A, G, S = naive.kronecker_factors(x, g, geometry, bias=True, mask=mask)

@@ -7,6 +7,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close
 
 
@@ -101,16 +102,7 @@ def test_a_budget_below_one_example_is_refused(backend, rng):
     )
 
     with pytest.raises(kc.ShapeError, match=r"`max_patch_elements`.*72"):
-        kc.update_block(
-            block,
-            block.initial(batch.like),
-            batch,
-            kc.UpdateOptions(
-                conventions=kc.Conventions(reduction="sum", sources="sum"),
-                decay=0.9,
-                max_patch_elements=71,
-            ),
-        )
+        learn(block, batch, decay=0.9, max_patch_elements=71)
 
 
 def test_gradients_of_examples_have_no_patches_to_bound():

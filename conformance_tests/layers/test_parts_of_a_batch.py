@@ -62,5 +62,3 @@ def test_absorbed_parts_are_one_update(backend, dtype, rng, burn_in):
         got = backend.to_numpy(factor.full())
         assert_close(got, expected / weight, "gram", dtype, condition=10.0)
     assert state.updates == 3
-
-

@@ -7,19 +7,13 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.layers import conv_layer, dense_layer
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close, assert_differs
-
-SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def factors_of(backend, block, batch):
     """Return A, G and S after one update with a batch, or several uses."""
-    statistics = kc.update_block(
-        block,
-        block.initial(block.rows(batch).like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
+    statistics = learn(block, batch, block.initial(block.rows(batch).like))
     averages = statistics.averages
     values = [averages[side].value(debias=True).full() for side in ("input", "output")]
     return [

@@ -10,6 +10,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders import reference
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close
 
 RULES = ["factored", "factored_unit_pi", "exact"]
@@ -72,14 +73,7 @@ def make_case(backend, dtype, *, S=1, kinds=("full", "full"), n=3, m=3, bias=Tru
     layer = kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
     block = kc.Block(layer, kc.Kronecker(input=kinds[0], output=kinds[1]))
     fed = kc.Batch(backend.asarray(x, dtype), backend.asarray(g[0], dtype))
-    statistics = kc.update_block(
-        block,
-        block.initial(fed.inputs),
-        fed,
-        kc.UpdateOptions(
-            conventions=kc.Conventions(reduction="sum", sources="sum"), decay=0.0
-        ),
-    )
+    statistics = learn(block, fed)
     A, G, count = reference.kronecker_factors(x, g, bias=bias)
     A = np.diag(np.diag(A)) if kinds[0] == "diagonal" else A
     G = np.diag(np.diag(G)) if kinds[1] == "diagonal" else G

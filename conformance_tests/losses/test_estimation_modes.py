@@ -26,6 +26,7 @@ from kfac_core.losses import (
     with_random_signs,
 )
 
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
 from ..builders.tracing import compiler_of
 from .test_losses import (
@@ -80,21 +81,16 @@ def output_factor(backend, made, *, sources=None):
     block = kc.Block(layer, kc.Kronecker())
     dtype = "float32" if made.vectors.dtype == backend.xp.float32 else "float64"
     inputs = backend.asarray(np.ones((*rows, 1)), dtype)
-    statistics = kc.update_block(
+    statistics = learn(
         block,
-        block.initial(inputs),
         kc.Batch(inputs, made.vectors, sources=made.sources),
-        kc.UpdateOptions(
-            conventions=kc.Conventions(
-                reduction="sum", sources=sources or made.source_reduction
-            ),
-            decay=0.0,
+        block.initial(inputs),
+        conventions=kc.Conventions(
+            reduction="sum", sources=sources or made.source_reduction
         ),
     )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=1.0, rule="exact", factorizations=()),
+    operator = operator_for(
+        block, statistics, damping=1.0, rule="exact", factorizations=()
     )
     return backend.to_numpy(operator.to_dense(damped=False))
 

@@ -12,6 +12,7 @@ from kfac_core.steps import reduction_ratio
 
 from ..builders.adapters import looks_at_values
 from ..builders.estimators import make_estimator
+from ..builders.one_block import learn, operator_for
 
 n, m = 4, 3
 BLOCKS = {
@@ -96,21 +97,13 @@ def test_half_precision_rows_of_a_scale_are_widened_first(backend):
         for _ in range(2)
     )
     block = kc.Block(kc.ScaleShift(scale_shape=(n,), shift_shape=(n,)), kc.Full())
-    conventions = kc.Conventions(reduction="sum", sources="sum")
 
-    statistics = kc.update_block(
-        block,
-        block.initial(x),
-        kc.Batch(x, g),
-        kc.UpdateOptions(conventions=conventions, decay=0.0),
-    )
+    statistics = learn(block, kc.Batch(x, g), block.initial(x))
 
     X, G = (backend.to_numpy(a).astype(np.float64) for a in (x, g))
     rows = np.concatenate([X * G, G], axis=1)
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=1.0, rule="exact", factorizations=()),
+    operator = operator_for(
+        block, statistics, damping=1.0, rule="exact", factorizations=()
     )
     got = backend.to_numpy(operator.to_dense(damped=False))
     expected = rows.T @ rows / len(rows)

@@ -9,6 +9,7 @@ import kfac_core as kc
 
 from ..builders.adapters import looks_at_values
 from ..builders.estimators import make_estimator
+from ..builders.one_block import learn, operator_for
 
 N, n, m = 12, 4, 3
 LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
@@ -122,18 +123,10 @@ def test_a_spectrum_beyond_the_range_is_refused(backend):
     x, g = (1e10 * rng.normal(size=(N, size)) for size in (n, m))
     batch = kc.Batch(backend.asarray(x, "float32"), backend.asarray(g, "float32"))
     block = kc.Block(LAYER, kc.Kronecker())
-    summed = kc.Conventions(reduction="sum", sources="sum")
     with np.errstate(all="ignore"):
-        statistics = kc.update_block(
-            block,
-            block.initial(batch.inputs),
-            batch,
-            kc.UpdateOptions(conventions=summed, decay=0.0),
-        )
-        operator = kc.operator_of(
-            block,
-            statistics,
-            kc.RefreshOptions(damping=1.0, rule="exact", check="status"),
+        statistics = learn(block, batch)
+        operator = operator_for(
+            block, statistics, damping=1.0, rule="exact", check="status"
         )
 
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(operator.status()))

@@ -11,9 +11,9 @@ from kfac_core.operators import LinearMap
 
 from ..builders.block_kinds import DENSE, KINDS, PAIRS, fed
 from ..builders.layers import conv_layer, dense_layer
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close
 
-SUM = kc.Conventions(reduction="sum", sources="sum")
 PREPARED = ("inverse", "cholesky", "eigenbasis")
 LAMBDA = 0.3
 GROUPED = conv_layer(4, 6, (1,), groups=2)
@@ -36,18 +36,12 @@ def operator_of(backend, rng, kind, rule, *, dtype="float64", prepared=PREPARED)
         batch = fed(backend, rng, layer)
     block = kc.Block(layer, approximation)
     like = backend.asarray(np.ones(1), dtype)
-    statistics = kc.update_block(
-        block, block.initial(like), batch, kc.UpdateOptions(conventions=SUM, decay=0.0)
-    )
+    statistics = learn(block, batch, block.initial(like))
     if approximation.has_bases:
         statistics = kc.rebase_block(block, statistics, "kronecker")
-        statistics = kc.update_block(
-            block, statistics, batch, kc.UpdateOptions(conventions=SUM, decay=0.5)
-        )
-    return kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=LAMBDA, rule=rule, factorizations=prepared),
+        statistics = learn(block, batch, statistics, decay=0.5)
+    return operator_for(
+        block, statistics, damping=LAMBDA, rule=rule, factorizations=prepared
     )
 
 

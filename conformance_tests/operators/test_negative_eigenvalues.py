@@ -13,6 +13,8 @@ import kfac_core as kc
 from kfac_core.array.structure import replaced
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
+from ..builders.one_block import learn, operator_for
+
 n, m = 4, 3
 DENSE = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
 TENSOR = kc.Parameters(shapes={"w": (n, m)})
@@ -76,14 +78,8 @@ def operator_of(backend, kind, smallest):
     if layer is TENSOR:
         D = np.einsum("ki,ko->kio", backend.to_numpy(x), backend.to_numpy(g))
         batch = kc.GradientBatch({"w": backend.asarray(D)}, batch_size=9, sources=9)
-    summed = kc.Conventions(reduction="sum", sources="sum")
     like = x if layer is DENSE else batch.gradients["w"]
-    statistics = kc.update_block(
-        block,
-        block.initial(like),
-        batch,
-        kc.UpdateOptions(conventions=summed, decay=0.0),
-    )
+    statistics = learn(block, batch, block.initial(like))
     matrices, averages = {}, dict(statistics.averages)
     for seed, (name, average) in enumerate(averages.items()):
         if not isinstance(average.sum, SymmetricMatrix):
@@ -95,12 +91,12 @@ def operator_of(backend, kind, smallest):
         array = backend.asarray(weight * matrices[name])
         averages[name] = replaced(average, sum=SymmetricMatrix(array, True))
     made = replaced(statistics, averages=averages)
-    operator = kc.operator_of(
+    operator = operator_for(
         block,
         made,
-        kc.RefreshOptions(
-            damping=DAMPING, rule=rule, factorizations=("inverse", "eigenbasis")
-        ),
+        damping=DAMPING,
+        rule=rule,
+        factorizations=("inverse", "eigenbasis"),
     )
     return operator, matrices
 

@@ -7,12 +7,10 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.structure import replaced
-from kfac_core.errors import (
-    FactorizationError,
-    MixedArraysError,
-)
+from kfac_core.errors import FactorizationError, MixedArraysError
 
 from ..builders import reference
+from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close, assert_differs
 from ..linalg.test_operators import ALL, RULES, make_case
 
@@ -176,10 +174,8 @@ def test_wide_factorizations_applied_narrow_are_accurate(backend, rule, apply):
     V = np.random.default_rng(1).normal(size=(4, 3))
     precision = kc.Precision(compute="float64", apply=apply)
 
-    operator = kc.operator_of(
-        case.block,
-        statistics,
-        kc.RefreshOptions(damping=1e-8, rule=rule, precision=precision),
+    operator = operator_for(
+        case.block, statistics, damping=1e-8, rule=rule, precision=precision
     )
     got = operator.multiply_inverse(backend.asarray(V, "float64"))
 
@@ -196,12 +192,8 @@ def test_nothing_to_invert_is_an_error_that_names_the_block(backend, dtype, rule
     V = np.ones((4, 3))
 
     with pytest.raises(FactorizationError, match=r"fc1.*Increase `damping`"):
-        kc.operator_of(
-            case.block, empty, kc.RefreshOptions(damping=0.0, rule=rule), name="fc1"
-        )
-    operator = kc.operator_of(
-        case.block, empty, kc.RefreshOptions(damping=0.5, rule=rule)
-    )
+        operator_for(case.block, empty, damping=0.0, rule=rule, name="fc1")
+    operator = operator_for(case.block, empty, damping=0.5, rule=rule)
 
     case.close(operator.multiply_inverse(case.vector(V)), 2.0 * np.eye(12), V)
 

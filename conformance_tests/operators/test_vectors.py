@@ -8,10 +8,10 @@ import pytest
 import kfac_core as kc
 
 from ..builders.layers import conv_layer
+from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close
 
 N, IN, OUT, GROUPS = 8, 4, 6, 2
-SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "exact"]
 PRODUCTS = {
     "multiply": {},
@@ -28,18 +28,13 @@ def operator_of(backend, dtype, rng, approximation, *, groups=1, rule="exact"):
     x, g = rng.normal(size=(N, 1, IN * groups)), rng.normal(size=(N, 1, OUT))
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
     block = kc.Block(layer, approximation)
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.inputs),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
-    return kc.operator_of(
+    statistics = learn(block, batch)
+    return operator_for(
         block,
         statistics,
-        kc.RefreshOptions(
-            damping=0.5, rule=rule, factorizations=("inverse", "cholesky", "eigenbasis")
-        ),
+        damping=0.5,
+        rule=rule,
+        factorizations=("inverse", "cholesky", "eigenbasis"),
     )
 
 
@@ -69,5 +64,3 @@ def test_a_vector_may_be_a_stack_of_the_operators_own(
         assert_close(backend.to_numpy(stacked)[q], own, "identity", dtype)
     with pytest.raises(kc.ShapeError, match=r"shape \(4, 6\)"):
         operator.multiply(backend.asarray(np.ones((3, IN, 1, 1)), dtype))
-
-

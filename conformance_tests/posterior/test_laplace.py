@@ -13,6 +13,7 @@ from kfac_core.posterior import Posterior
 
 from ..builders import network, reference
 from ..builders.layers import dense_layer
+from ..builders.one_block import learn
 from ..builders.tolerances import assert_close, assert_differs
 
 NOISE, TAU = 0.25, 0.8
@@ -22,23 +23,12 @@ NAMES = ("hidden", "last")
 
 def statistics_of(blocks, batches):
     """Return the statistics of one batch for each block."""
-    conventions = kc.Conventions(reduction="sum", sources="sum")
     found = {}
     for name, block in blocks.items():
-        found[name] = kc.update_block(
-            block,
-            block.initial(batches[name].like),
-            batches[name],
-            kc.UpdateOptions(conventions=conventions, decay=0.0),
-        )
+        found[name] = learn(block, batches[name])
         if isinstance(block.approximation, kc.Eigen):
             rebased = kc.rebase_block(block, found[name], "zero", "raise")
-            found[name] = kc.update_block(
-                block,
-                rebased,
-                batches[name],
-                kc.UpdateOptions(conventions=conventions, decay=0.0),
-            )
+            found[name] = learn(block, batches[name], rebased)
     return found
 
 

@@ -19,7 +19,8 @@ from kfac_core.posterior import (
 )
 
 from ..builders.layers import conv_layer, dense_layer
-from ..builders.spectral_cases import EXAMPLES, KINDS, OUTPUTS, SUM, case_of, make_case
+from ..builders.one_block import learn, operator_for
+from ..builders.spectral_cases import EXAMPLES, KINDS, OUTPUTS, case_of, make_case
 from ..builders.tolerances import assert_close, assert_differs
 
 N, TAU = 50.0, 0.2
@@ -92,17 +93,8 @@ def test_other_blocks_have_the_basis_of_their_dense_form(backend, rng, request, 
         backend.asarray(rng.normal(size=(*shape, 3))),
         backend.asarray(rng.normal(size=(*shape, 3))),
     )
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=0.4, rule="factored", factorizations=()),
-    )
+    statistics = learn(block, batch)
+    operator = operator_for(block, statistics, damping=0.4, factorizations=())
 
     posterior = block_posterior(operator, examples=3.0, prior_precision=0.5)
 
@@ -218,16 +210,9 @@ def test_a_block_of_rank_one_has_a_posterior(backend, dtype):
     x, g = np.array([[1.0, 2.0, -1.0, 0.0]]), np.array([[0.5, 0.0, -1.0]])
     block = kc.Block(layer, kc.Kronecker())
     batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
-    statistics = kc.update_block(
-        block,
-        block.initial(batch.like),
-        batch,
-        kc.UpdateOptions(conventions=SUM, decay=0.0),
-    )
-    operator = kc.operator_of(
-        block,
-        statistics,
-        kc.RefreshOptions(damping=0.0, rule="exact", factorizations=()),
+    statistics = learn(block, batch)
+    operator = operator_for(
+        block, statistics, damping=0.0, rule="exact", factorizations=()
     )
 
     posterior = block_posterior(operator, examples=1, prior_precision=0.5)
