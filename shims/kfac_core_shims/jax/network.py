@@ -252,7 +252,6 @@ class Network:
         return replace(layers, sites=sites), axes, trace, batch
 
     def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
-        _require_arrays(params)
         trace = traced(self.function, params, inputs)
         result = trace.outputs
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
@@ -519,16 +518,6 @@ def _of_tied(name: str, layer: kc.Layer, approximation: Callable[..., Any]) -> A
             f"{expected!r} or None from `approximation`, got {chosen!r}."
         )
     return chosen
-
-
-def _require_arrays(params: Any) -> None:
-    """Raise for a parameter that is no array, such as a number."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(leaf, "shape"):
-            raise kc.ArgumentError(
-                f"Expected `params` of arrays, got a {type(leaf).__name__} at "
-                f"{jax.tree_util.keystr(path)}. Make it one by jnp.asarray."
-            )
 
 
 def _require_structure(vectors: Any, outputs: Any) -> None:

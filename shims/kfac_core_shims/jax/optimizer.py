@@ -333,10 +333,14 @@ class Optimizer:
         ------
         DtypeError
             For a parameter of integers.
-        UnsupportedError
-            For one array in two places, which a step could donate only once.
         """
-        _require_steps(params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                raise kc.DtypeError(
+                    "Expected `params` of floating-point arrays, got "
+                    f"{jnp.result_type(leaf)} at {jax.tree_util.keystr(path)}. Pass what "
+                    "is not trained as an input of the network."
+                )
         return started(self._initial, params)
 
     def _initial(self, params: Any) -> OptimizerState:
@@ -374,11 +378,6 @@ class Optimizer:
         params, state, progress : pytree, OptimizerState, Progress
             New parameters and state, and what was done.
         """
-        if not isinstance(state, OptimizerState):
-            raise kc.ArgumentError(
-                f"Expected `state` to be an OptimizerState, got a {type(state).__name__}. "
-                "Make the first by `init(params)`, and give it after `params`."
-            )
         # A named tuple is one input, as other pytrees are.
         inputs = inputs if type(inputs) is tuple else (inputs,)
         result, pull = self.network.vjp(params, *inputs)
@@ -571,22 +570,3 @@ def _rows(z: Any) -> int:
 def _vector(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a pytree as a vector of `kfac_core.steps`."""
     return {"": {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}}
-
-
-def _require_steps(params: Any) -> None:
-    """Raise for parameters that a step cannot move, or not on their own."""
-    places: dict[int, str] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        place = jax.tree_util.keystr(path)
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise kc.DtypeError(
-                f"Expected `params` of floating-point arrays, got {jnp.result_type(leaf)} "
-                f"at {place}. Pass what is not trained as an input of the network."
-            )
-        other = places.setdefault(id(leaf), place)
-        if other != place and isinstance(leaf, jax.Array):
-            raise kc.UnsupportedError(
-                f"The parameters {other} and {place} are one array, which a step would "
-                "move in both places. Give a weight that is shared once, or copy it for "
-                "two weights: jax.tree.map(jnp.copy, params)."
-            )
