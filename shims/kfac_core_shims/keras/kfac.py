@@ -139,7 +139,7 @@ class KFAC(kc.integration.NaturalGradient):
             summed = private.compiled_reductions(model) == {"sum"}
             reduction = "sum" if summed else "mean"
         overrides = likelihood is None and losses.own_loss_of(model)
-        if overrides or getattr(model, "_compile_loss", None) is None:
+        if overrides or not private.is_compiled(model):
             losses.losses_of(model, likelihood, reduction)  # raises now
         if self._jax and execution is None:
             from kfac_core_shims.jax import compiled

@@ -15,6 +15,7 @@ from keras.src.backend import get_keras_mask
 __all__ = [
     "compiled_losses",
     "compiled_reductions",
+    "is_compiled",
     "layers_of",
     "loss_options",
     "mask_of",
@@ -60,6 +61,11 @@ def optimizer_variables(optimizer: Any, /) -> list[Any]:
     """Return the list in which an optimizer holds its variables."""
     variables: list[Any] = optimizer._variables
     return variables
+
+
+def is_compiled(model: Any, /) -> bool:
+    """Whether a model was compiled with a loss."""
+    return getattr(model, "_compile_loss", None) is not None
 
 
 def compiled_losses(model: Any, /) -> list[tuple[Any, Any, float]] | None:

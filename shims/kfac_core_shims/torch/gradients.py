@@ -170,7 +170,7 @@ class Gradients:
 
     def _begin_to_add(self) -> None:
         changed = self._have_changed()
-        self._differentiated = [(p, p._version) for p in self.trained]
+        self._differentiated = [(p, private.version(p)) for p in self.trained]
         if not self._came:
             self._find_uncleared()
             return
@@ -183,7 +183,7 @@ class Gradients:
 
     def _have_changed(self) -> bool:
         """Whether any parameter has changed since the last pass that came to it."""
-        return any(p._version != version for p, version in self._differentiated)
+        return any(private.version(p) != version for p, version in self._differentiated)
 
     def _are_there(self) -> bool:
         """Whether any is not zero."""
@@ -199,7 +199,7 @@ class Gradients:
         left = {
             id(g)
             for g, version in written
-            if g is not None and (g._version == version or bool(g.any()))
+            if g is not None and (private.version(g) == version or bool(g.any()))
         }
         if left:
             for name, p in self._model.named_parameters():
@@ -209,7 +209,7 @@ class Gradients:
     def note_written(self, parameters: Iterable[Any], /) -> None:
         """Remember the gradients of some parameters as what a step wrote."""
         grads = [p.grad for p in parameters if p.grad is not None]
-        self._written = [(weakref.ref(g), g._version) for g in grads]
+        self._written = [(weakref.ref(g), private.version(g)) for g in grads]
 
     def require_new(self) -> None:
         """Raise `NotReadyError` unless they are those of passes since the last step.
@@ -240,7 +240,7 @@ class Gradients:
         }
         written = [(grad(), version) for grad, version in self._written]
         if written and all(
-            g is not None and id(g) in current and g._version == version
+            g is not None and id(g) in current and private.version(g) == version
             for g, version in written
         ):
             raise kc.NotReadyError(

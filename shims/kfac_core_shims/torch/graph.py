@@ -74,7 +74,7 @@ class RecordedCall(kc.integration.LayerCall):
         self, block: str, inputs: Any, /, *, turned: bool = False, **options: Any
     ) -> None:
         super().__init__(block, inputs, **options)
-        self.version = _version(inputs)
+        self.version = private.version(inputs)
         self.own_scale = self.grad_scale
         self.is_taken = False
         self.turned = turned
@@ -103,17 +103,13 @@ class RecordedCall(kc.integration.LayerCall):
 
         Autograd notices that only of what it has saved itself until the backward pass.
         """
-        if self.inputs is not None and _version(self.inputs) != self.version:
+        if self.inputs is not None and private.version(self.inputs) != self.version:
             raise kc.UnsupportedError(
                 f"The input of a call of layer {self.block!r} was written to before its "
                 "statistics were taken: in place, as in `x += layer(x)`, or as a buffer "
                 "that holds the next part of the batch. Write `x = x + layer(x)`, or call "
                 "the model with a copy, x.clone()."
             )
-
-
-def _version(x: Any) -> int:
-    return 0 if x.is_inference() else int(x._version)
 
 
 @dataclass(frozen=True)

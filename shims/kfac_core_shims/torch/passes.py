@@ -153,7 +153,7 @@ class Pass:
         self.base: Any = None
         if type(returned) is torch.Tensor and not self.is_plain:
             self.base = returned.detach()
-        self.version = self.z._version
+        self.version = private.version(self.z)
         self.is_derived = False
         self.replay = replay
         self.handle: Any = None
@@ -214,7 +214,7 @@ class Pass:
             self._remove()
         else:
             self.drop()
-        if z._version != self.version:
+        if private.version(z) != self.version:
             raise kc.UnsupportedError(
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."

@@ -5,7 +5,7 @@ What a release of PyTorch may change without notice stands here, so that one fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
@@ -20,12 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
     "accumulates",
+    "add_to_each",
     "backward_pass",
     "base",
     "filled_copy",
     "forget_compiled",
     "is_graph_kept",
     "is_transformed",
+    "multiply_each",
     "outside_compilers",
     "padding_widths",
     "overflows",
@@ -35,6 +37,7 @@ __all__ = [
     "unbatched_ndim",
     "uncompiled",
     "unwrapped",
+    "version",
     "without_fused_kernels",
 ]
 
@@ -219,3 +222,18 @@ def overflows(scaler: Any, /) -> list[Any]:
     """Return what a gradient scaler found of each optimizer and device; > 0: infinite."""
     states = scaler._per_optimizer_states.values()
     return [x for state in states for x in state["found_inf_per_device"].values()]
+
+
+def version(x: Any, /) -> int:
+    """Return how often autograd has seen the memory of a tensor written to."""
+    return 0 if x.is_inference() else int(x._version)
+
+
+def multiply_each(tensors: Sequence[Any], factor: Any, /) -> None:
+    """Multiply tensors in place by one number, in a few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def add_to_each(tensors: Sequence[Any], steps: Sequence[Any], /) -> None:
+    """Add to each tensor in place, in a few kernels."""
+    torch._foreach_add_(tensors, steps)

@@ -438,7 +438,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             arguments.append(torch.zeros_like(V))
         if decay != 0:
             every = list(plain) + [x for s in stacks for x in s.targets]
-            torch._foreach_mul_(every, 1 - rate * decay)
+            private.multiply_each(every, 1 - rate * decay)
         if not arguments:
             return
         moments = [*states, *(vars(stack) for stack in stacks)]
@@ -462,7 +462,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             targets += stack.targets
             steps += stack.directions(d)
         if targets:
-            torch._foreach_add_(targets, steps)
+            private.add_to_each(targets, steps)
 
     def _renew(self) -> None:
         """Average the factors with the rows of this step, and renew the bases."""

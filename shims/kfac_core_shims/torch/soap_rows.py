@@ -185,9 +185,17 @@ class RowRecorder:
         key = id(argument), layer
         argument_ref, version, known = self._inputs.get(key, (_nothing, 0, _nothing))
         rows: Rows | None = known()
-        if rows is None or argument_ref() is not argument or version != x._version:
+        if (
+            rows is None
+            or argument_ref() is not argument
+            or version != private.version(x)
+        ):
             rows = Rows(x.detach(), layer=layer)
-            self._inputs[key] = weakref.ref(argument), x._version, weakref.ref(rows)
+            self._inputs[key] = (
+                weakref.ref(argument),
+                private.version(x),
+                weakref.ref(rows),
+            )
         return rows
 
 
