@@ -34,7 +34,7 @@ __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Trainer: TypeAlias = tuple[Callable[[float], None], Callable[[], float]]
-"""What trains a little at a share of the run, and what measures the loss."""
+"""A function that trains at some share of the run, and one that returns the loss."""
 
 SUMMARY = "train with this library's optimizers and with Adam, for equal CPU time"
 EXAMPLES = (
@@ -130,7 +130,7 @@ def _refuse(message: str) -> int:
 
 
 def _problems(backend: str) -> dict[str, tuple[str, Callable[..., Trainer]]]:
-    """Return the problems by name: the method, and what starts a run."""
+    """Return the method and the function that starts a run, for each problem."""
     if backend == "torch":
         return {
             "autoencoder of digits": ("KFAC", _autoencoder_on_torch),

@@ -32,7 +32,7 @@ Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 Update: TypeAlias = dict[str, dict[str, Array]]
 
 ATTEMPTS = 10
-"""How often a step that makes the loss worse is tried again, a quarter as long."""
+"""Trials of a step that would increase the loss, each a quarter as long."""
 
 SHORTER = 0.25
 
@@ -809,7 +809,7 @@ def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
 
 
 def _refuse_shared(parameters: Vector) -> None:
-    """Raise `UnsupportedError` for arrays of which two have memory in common."""
+    """Raise `UnsupportedError` if two arrays share memory."""
     before: list[tuple[str, Any]] = []
     for name, arrays in parameters.items():
         for key, array in arrays.items():
@@ -826,7 +826,7 @@ def _refuse_shared(parameters: Vector) -> None:
 def _overlap(first: Any, second: Any) -> bool:
     """Whether two arrays are known to have an element in common."""
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
-        return False  # Refused by their layers, by name.
+        return False  # Their layers refuse them, with the name.
     effort: Any = 10_000
     try:
         return np.shares_memory(first, second, max_work=effort)
@@ -845,7 +845,7 @@ def _refuse_read_only(name: str, arrays: Mapping[str, Array], /) -> None:
 
 
 def _refuse_masked(what: str, /, *arrays: Any) -> None:
-    """Raise for NumPy's masked arrays, of which most functions drop the mask."""
+    """Raise for NumPy's masked arrays: most functions drop the mask."""
     if any(isinstance(array, np.ma.MaskedArray) for array in arrays):
         raise kc.UnsupportedError(
             f"{what}: found a masked array (numpy.ma). Fill it, and say which rows count "

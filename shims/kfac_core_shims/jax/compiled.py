@@ -114,7 +114,7 @@ def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
 
 @functools.cache
 def compiler_options(platform: str) -> tuple[tuple[str, str], ...] | None:
-    """Return what the compiler is told, None where it does not know it.
+    """Return the compiler's options; None if it does not know them.
 
     On the CPU to order operations so that little memory is in use at a time.  By default
     all blocks are begun at once, in fresh memory of a few times the factors' size, and

@@ -65,7 +65,7 @@ ELEMENTWISE = frozenset({"add", "add_any", "div", "mul", "sub"})
 
 @dataclass(frozen=True)
 class ExampleAxis:
-    """Where a site's examples are.
+    """The axis of a site's examples.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class ExampleAxis:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many examples a batch has, and how many rows its outputs.
+    """Numbers of examples of a batch and of rows of its outputs.
 
     Attributes
     ----------

@@ -6,7 +6,7 @@ are arranged as rows.  Found are products with a matrix (dense layers, projectio
 attention), convolutions, looked-up rows (embeddings), and elementwise scales and shifts
 (normalizations), each with the bias that is added to it; marked layers; and all of these
 in the body of a ``scan``.  Every other use of a parameter is an *obstacle*: it is
-remembered by name, and the parameter is then of no block.
+remembered with the parameter, which then has no block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Consumer: TypeAlias = tuple[Operation, int]
 
 @dataclass(frozen=True)
 class Part:
-    """What a layer's parameter is of the leaves: one, one of a stack, or one transposed.
+    """The leaf that a layer's parameter is, or is a slice or a transpose of.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a value that no example is part of meets the examples' own values.
+    """The place where a value without an axis of examples meets one that has it.
 
     Attributes
     ----------
@@ -129,8 +129,8 @@ class Site:
     meeting : Meeting or None
         Where outputs that are the same for all examples become those of each.
     window : list of pairs of int
-        For each axis of a shift of which only some entries are added, how many are left
-        out before and after these; empty where all are added.
+        For each axis of a shift, how many entries before and after are not added; empty
+        where all are.
     transposed : bool
         Whether it multiplies by the transpose of its layer's weight.
     adds_bias : bool

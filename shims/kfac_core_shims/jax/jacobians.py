@@ -24,7 +24,7 @@ from kfac_core_shims.jax.network import Network
 __all__ = ["Columns", "JacobianFinder"]
 
 Slot: TypeAlias = tuple[Part, int | None]
-"""What a layer's parameter is of a leaf, and of which turn of a loop."""
+"""The part of a leaf that a layer's parameter is, and the turn of its loop."""
 
 MIXED = "the residuals mix examples, as batch norm in training does"
 
@@ -34,7 +34,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the columns of a Jacobian lie in the tree of parameters.
+    """The places of a Jacobian's columns in the tree of parameters.
 
     Attributes
     ----------

@@ -37,7 +37,7 @@ class Leaves:
     shapes : dict of str to tuple of int
         Name and shape of each parameter of a block, in the order of places.
     places : list of pairs
-        For each of these, what it is of which leaf, and in which turn of a loop, or None.
+        For each of these, its part of a leaf, and the turn of its loop or None.
     dtype : dtype
         Dtype of the first floating-point parameter; float32 where there is none.
     """
@@ -267,8 +267,8 @@ class Leaves:
         Raises
         ------
         ConventionError
-            For a leaf that is no parameter, and for a block of which only some
-            parameters are there.
+            For a leaf that is not a parameter, and for a block with only some of its
+            parameters.
         ShapeError
             For a gradient of another shape than its parameter.
         """

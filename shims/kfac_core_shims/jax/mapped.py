@@ -36,7 +36,7 @@ def mapped_axes() -> tuple[set[Any], set[Any]]:
     names = set(kc.distributed.engine("jax").mapped_axes())
     merged = "jax_pmap_shmap_merge"
     if not jax.config.values.get(merged, jax.__version_info__ >= (0, 8)):
-        return names, names  # There a `pmap` cannot be told from a `vmap`.
+        return names, names  # These versions do not distinguish `pmap` from `vmap`.
     return names, names & set(jax.sharding.get_abstract_mesh().manual_axes)
 
 

@@ -18,7 +18,7 @@ __all__ = ["Label", "dense", "mark", "tap"]
 
 
 class Label:
-    """What a mark says: the block's name, its layer, and what the operands are.
+    """Contents of a mark: the block's name, its layer, and the roles of the operands.
 
     Parameters
     ----------

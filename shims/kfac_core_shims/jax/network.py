@@ -277,7 +277,7 @@ class Network:
     ) -> list[Where]:
         """Return what `example_axes` does, remembered for the same layers and shapes.
 
-        Where an axis is of length one, what the others have in it cannot be told.
+        An axis of length one does not show which values are broadcast along it.
         """
         key = (
             batch,

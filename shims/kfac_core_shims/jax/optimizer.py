@@ -7,8 +7,8 @@ minimize
 
     M(delta) = grad . delta + 1/2 delta . (F + (l2 + lam) I) delta,
 
-where F is the exact Fisher matrix of the batch, of which only products with D and
-``delta_0`` are needed: one ``jax.jvp`` each.  The damping lam follows how well M predicts
+where F is the exact Fisher matrix of the batch.  Only its products with D and ``delta_0``
+are needed: one ``jax.jvp`` each.  The damping lam follows how well M predicts
 the change of h.
 """
 
@@ -183,8 +183,8 @@ class Optimizer:
     Other Parameters
     ----------------
     fisher : {"gradients", "exact", "empirical", ...}
-        Output gradients of which the blocks are made: of one drawn label, of all labels,
-        or of the data's.
+        Output gradients in the factors: of one drawn label, of all labels, or of the
+        labels of the data.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
     adapt_damping : bool

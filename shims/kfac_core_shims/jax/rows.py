@@ -1,4 +1,4 @@
-"""What a layer saw, as the rows of a batch.
+"""Inputs and output gradients of a layer, as the rows of a batch.
 
 Conventions.  A network has its layers' arrays in its own order of axes: that of the
 examples anywhere, merged with others or not, the turns of loops in front.  Here they
@@ -37,7 +37,7 @@ class Rows:
     Attributes
     ----------
     separate : int
-        Turns of loops that are uses of their own; 0 where there are none.
+        Number of turns of loops that are separate uses; 0 without any.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rows:
         unit = float(self.batch.examples) if reduction == "mean" else 1.0
         if not sources:
             return g * unit, x.astype(g.dtype) / unit
-        # Of the inputs only squares count, which may be summed over the sources.
+        # Only squares of the inputs count, and they may be summed over the sources.
         others = jnp.zeros((len(g) - 1, *x.shape), g.dtype)
         h = jnp.concatenate([x.astype(g.dtype)[None], others])
         # The table's factor is diagonal: only squares of its inputs count.
@@ -168,7 +168,7 @@ class Rows:
         length = shape[len(self.site.loops) + row[self.axis.row]]
         counted = self.batch.examples if self._split(length) else length
         factor = math.sqrt(counted / self.batch.rows)
-        # Of a mean, the core takes the number of rows to be that of its examples.
+        # For a mean, the core takes its number of examples as the number of rows.
         return factor * self.batch.rows / counted if reduction == "mean" else factor
 
     def _split(self, length: int) -> bool:
@@ -209,7 +209,7 @@ class Rows:
 def in_roles(
     uses: Sequence[kc.Batch], sites: Sequence[Site], /, *, mean: bool
 ) -> tuple[kc.Batch, ...]:
-    """Return the uses of a weight of which some multiply by its transpose.
+    """Return the uses of a weight, where some multiply by its transpose.
 
     Parameters
     ----------

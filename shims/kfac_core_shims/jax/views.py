@@ -1,4 +1,4 @@
-"""What became of an array on its way: which axes of it lie where in another one.
+"""Views of arrays through transposes, reshapes and the like, axis by axis.
 
 Conventions.  A parameter is often transposed, reshaped, cast or broadcast before a layer
 uses it, and so is a layer's output before its bias is added.  A `View` follows that, axis
@@ -48,8 +48,7 @@ class View:
         Whether it is a view of one of the arrays ``source[0], source[1], ...``, over
         which a loop runs.
     window : tuple of pairs of int
-        Axes of the array of which only some successive entries are viewed, and the first
-        of these.
+        Axes with only some successive entries in view, each with its first entry.
     """
 
     source: int

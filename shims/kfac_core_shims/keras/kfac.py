@@ -566,7 +566,7 @@ class KFAC(kc.integration.NaturalGradient):
             variables = private.own_variables(optimizer)
         if len(gradients) != len(variables):
             return [*gradients]  # the optimizer refuses them
-        # A step of one's own may apply some of the variables, in any order.
+        # A custom `train_step` may apply some of the variables, in any order.
         trained = self.model.trainable_variables
         by_variable = {id(v): g for v, g in zip(variables, gradients, strict=True)}
         directions = self._natural_of_all(

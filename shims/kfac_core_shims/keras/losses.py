@@ -1,4 +1,4 @@
-"""What the losses of a compiled model say of its outputs.
+"""The likelihoods of a model's outputs, from its compiled losses.
 
 Conventions.  A *row* is one vector of P outputs, of which a loss of Keras makes one number
 c l, with l its likelihood's negative log and c the factor of `RowLoss` times the

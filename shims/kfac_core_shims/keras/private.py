@@ -1,7 +1,6 @@
-"""What Keras 3 has no public name for.
+"""All private names of Keras 3 that this integration uses.
 
-Every other file of this integration uses public names alone, so that a new version of Keras
-is looked at here.
+The other files use public names only: check this file with each new version of Keras.
 """
 
 from __future__ import annotations

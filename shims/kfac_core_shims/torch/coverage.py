@@ -174,7 +174,7 @@ class Coverage:
         seen : bool
             Whether passes were observed.
         came : bool
-            Whether ``backward()`` has come to the parameters of a block.
+            Whether ``backward()`` has reached the parameters of a block.
         called : bool
             Whether the model was called itself.
         by_hand : bool

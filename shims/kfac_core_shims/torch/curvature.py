@@ -148,7 +148,7 @@ class Curvature(kc.integration.NaturalGradient):
 
     @property
     def share(self) -> Callable[[Any], Any] | None:
-        """What returns this process's examples, where all have the same rows."""
+        """Function that returns this process's examples, if all have the same rows."""
         if self._division is None or not self._division.tensor_parallel:
             return None
         share: Callable[[Any], Any] = self._division.share
@@ -248,7 +248,7 @@ class Curvature(kc.integration.NaturalGradient):
         passes : iterable, optional
             Outputs of forward passes, made one after the other, as by a generator; they
             are parts of one batch, of any sizes, with as many rows for each example; their
-            graphs are let go of as they are read.  Each of several processes gives its own,
+            graphs are released as they are read.  Each of several processes gives its own,
             in any number.  Nothing needs to be differentiated,
             except for ``fisher="empirical"``: there the loop differentiates each loss
             itself and gives None.  Where left out, the passes that a step would count, or
@@ -396,7 +396,7 @@ class Curvature(kc.integration.NaturalGradient):
         kfac_core.UnknownBlockError
             For a name that no block has.
         kfac_core.UnsupportedError
-            For a block that is no product of two whole factors of one weight.
+            For a block that is not a product of two full factors of one weight.
         kfac_core.NotReadyError
             Before the first update.
         """
@@ -432,7 +432,7 @@ class Curvature(kc.integration.NaturalGradient):
     def begin_with(self, observation: Observation | None) -> None:
         """Take the statistics of the step, whose only pass is being differentiated.
 
-        None is a pass without rows, of which other processes have some.
+        None is a pass without rows, where other processes have some.
         """
         if self._begun is not None:
             raise kc.ConventionError(
@@ -496,7 +496,7 @@ class Curvature(kc.integration.NaturalGradient):
         return sum(o.rows for o in self._passes.counted)
 
     def _compared(self) -> dict[str, str]:
-        # Of a likelihood without a `__repr__` the address differs.
+        # A likelihood without a `__repr__` shows its address, which differs.
         likelihood = re.sub(" at 0x[0-9a-f]+", "", repr(self.criterion.row))
         own = {"`likelihood`": likelihood, "`overlap`": str(self.overlap)}
         return super()._compared() | own

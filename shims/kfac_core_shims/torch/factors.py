@@ -30,7 +30,7 @@ def factors_of(site: Site, statistics: Any, /) -> tuple[Any, Any, Any]:
     Raises
     ------
     kfac_core.UnsupportedError
-        For a block that is no product of two whole factors of one weight.
+        For a block that is not a product of two full factors of one weight.
     kfac_core.NotReadyError
         Without statistics.
     """

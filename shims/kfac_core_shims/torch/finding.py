@@ -38,7 +38,7 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
     kfac_core.UnsupportedError
         If no layer is covered.
     kfac_core.ConventionError
-        For a name in `skip_layers` that is no module's.
+        For a name in `skip_layers` without a module.
     """
     blocks = Found()
     skipped = _skipped(model, skip_layers)
@@ -110,7 +110,7 @@ def _add_parts(
             )
         first = blocks.sites[of_key[key]]
         if "bias" in parameters and "bias" not in first.parameters:
-            # Of tied modules one has the bias, and it is not the first.
+            # Among tied modules, one after the first has the bias.
             blocks.sites[of_key[key]] = replace(
                 first, part=part, parameters=parameters, module=module
             )
@@ -142,7 +142,7 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
         holders = users[id(parameter)]
         others = [user for user in alike if user not in holders]
         if name == "bias" and others:
-            # Tied modules of which some have this bias, and the others none.
+            # Some of the tied modules have this bias, and the others none.
             return all(getattr(user, "bias", None) is None for user in others)
         return holders == alike
 

@@ -1,4 +1,4 @@
-"""The gradients that a step replaces: which backward passes they are of.
+"""The gradients that a step replaces, and the backward passes that computed them.
 
 ``.grad`` belongs to the loop: it is cleared, added to, clipped and divided there, and
 nobody says so.  What is asked here is only whether gradients are those of the passes that

@@ -339,7 +339,7 @@ class _Walk:
             read()
         elif any(operand not in self._saved for operand in operands):
             # Checkpoints give what they recompute to one reader in each backward pass, and
-            # that has to be the product itself.  In a thread there is none.
+            # that must be the product itself.  Another thread runs no backward pass.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(read).result()
         return [self._saved[operand] for operand in operands]

@@ -161,7 +161,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _in_order(module: Any, named: Mapping[str, Any]) -> list[Any]:
-    """Return arguments that were given by name in the order of ``forward``'s."""
+    """Return keyword arguments in the order of ``forward``'s parameters."""
     order = [*inspect.signature(module.forward).parameters]
     known = [name for name in order if name in named]
     return [named[n] for n in (*known, *(n for n in named if n not in known))]

@@ -48,7 +48,7 @@ class KFAC(Curvature):
         ``NLLLoss``, ``BCEWithLogitsLoss``, ``MSELoss``.  Where left out, ``"categorical"``,
         and the first backward pass is checked to be of a cross-entropy.
     lr : torch.optim.SGD, float, or callable of int
-        Learning rate that the KL clip reckons with; of an optimizer, its current one.
+        Learning rate for the KL clip; of an optimizer, its current one.
         Needed unless ``kl_clip=None``.
     damping : float or callable of int
         Damping, in units of the likelihood's curvature of one row, whatever the loss

@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a layer was called with, as ``kfac_core`` takes it.
+    """The inputs of a layer's call, in the form of ``kfac_core``.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a loss module of PyTorch says about the likelihood of a row of outputs."""
+"""The likelihood of a row of outputs, from a loss module of PyTorch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Criterion:
     reduction : {"mean", "sum"}
         Over the rows; where they have weights, the weighted mean or sum.
     reduction_assumed : bool
-        Whether nobody said which reduction.
+        Whether the reduction was left out.
     class_weights : torch.Tensor or None
         Weights of the rows by their labels' class.
     assumed : bool
-        Whether nobody said which likelihood, so that it has to be checked.
+        Whether the likelihood was left out, so that it must be checked.
     """
 
     row: kc.integration.RowLoss
@@ -40,7 +40,7 @@ class Criterion:
 
 
 def criterion_of(likelihood: Any, reduction: Any, /) -> Criterion:
-    """Return what `likelihood` and `reduction` of `KFAC` say.
+    """Return the criterion of `KFAC`'s `likelihood` and `reduction`.
 
     Parameters
     ----------

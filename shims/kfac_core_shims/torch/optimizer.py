@@ -38,7 +38,7 @@ _FORWARD_DERIVATIVES = threading.Lock()
 """PyTorch has one level of forward derivatives for all threads."""
 
 ATTENTION = SDPBackend.MATH
-"""Of the attention kernels, the only one with forward derivatives."""
+"""The only attention kernel with forward derivatives."""
 
 
 class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -378,7 +378,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._damping = float(damping)
 
     def _rate(self) -> float:
-        """Return the factor on the step, which has to be one number."""
+        """Return the factor on the step, which must be one number."""
         rates = {float(group["lr"]) for group in self.param_groups}
         if len(rates) != 1:
             raise kc.ConventionError(
@@ -451,7 +451,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         passes: Sequence[Observation],
         batch: _Batch,
     ) -> tuple[dict[str, Vectors], kc.integration.QuadraticStep]:
-        """Return the directions by name, and the model's minimum among their sums.
+        """Return the directions by name, and the minimum of the model on their span.
 
         Leaves the gradients of the likelihood's mean, and of the penalty, in ``.grad``.
         """

@@ -1,8 +1,8 @@
 """The outputs of a model, observed when a loss is differentiated by them.
 
 A forward hook of the model returns its outputs as views of themselves.  The backward pass
-of the loss comes to the views first, while all that is below them in the graph is still
-there; that is when vectors are backpropagated to the layers.  A forward pass that nobody
+of the loss reaches the views first, while the graph below them is still there; at that
+moment vectors are backpropagated to the layers.  A forward pass that nobody
 differentiates costs nothing and counts for nothing.
 """
 
@@ -48,7 +48,7 @@ def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
     Raises
     ------
     kfac_core.ConventionError
-        If what was asked for is not there, or is no tensor.
+        If `output` picks nothing, or not a tensor.
     """
     if output == "auto":
         picked = returned if _is_tensor(returned) else _entry(returned, "logits")
@@ -56,7 +56,7 @@ def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
     if callable(output):
         picked = output(returned)
     elif isinstance(output, int):
-        # Of a tensor it would be the example at that place.
+        # Indexing a tensor would pick an example.
         picked = None if _is_tensor(returned) else _item(returned, output)
     else:
         picked = _entry(returned, output)

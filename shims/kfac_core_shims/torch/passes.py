@@ -130,7 +130,7 @@ class Observation:
 
 
 class Pass:
-    """One forward pass of the model, which a backward pass may come to.
+    """One forward pass of the model, which a backward pass may reach.
 
     Parameters
     ----------
@@ -178,14 +178,14 @@ class Pass:
             )
             return
         task = private.backward_pass()
-        # It may have come to another of the outputs before.
+        # It may have reached another output before.
         if task == self.task or not recorder.gradients.begin_pass():
             return
         self.task = task
         if self.observation is not None and not self.observation.is_forgotten:
             self.observation.note_further_part(gradient if self.is_plain else None)
         elif self.edge is None:
-            return  # The graph was let go of.
+            return  # The graph was released.
         elif self.is_plain:
             self.finish(gradient)
         elif self.is_derived:
@@ -202,7 +202,7 @@ class Pass:
             self.finish(gradients[self.edge.output_nr], passing=gradients)
 
     def finish(self, gradient: Any, passing: Any = None) -> None:
-        """Observe the outputs, and let go of the graph if nothing more can come of it.
+        """Observe the outputs, and release the graph unless it is kept.
 
         `passing` are the gradients that the outputs' own node is about to be called with.
         """
@@ -244,7 +244,7 @@ class PassRecorder:
     loss : LossCheck
         Looks at the gradients of outputs.
     coverage : Coverage
-        Is told why something was not seen.
+        Collects the reasons why passes were not observed.
     samples, positions
         As of `KFAC`.
 
@@ -295,12 +295,12 @@ class PassRecorder:
 
     @property
     def counted(self) -> list[Observation]:
-        """Observed passes of which the next step is."""
+        """Observed passes that the next step counts."""
         return [o for o in self.observations if o.is_differentiated]
 
     @property
     def loss_factor(self) -> float | None:
-        """What the loss is of the likelihood's negative log, in the step's first pass."""
+        """Factor from the negative log-likelihood to the loss, in the first pass."""
         return self.observations[0].loss_factor if self.observations else None
 
     def hold(self, started: Pass, /) -> None:
@@ -565,7 +565,7 @@ class PassRecorder:
     def _watch(self, observation: Observation, reached: list[Reached]) -> None:
         """Look at gradients as they come to the calls of a pass."""
         for r in reached:
-            # A hook that held the node that it is of would keep the graph for ever.
+            # A hook that refers to its own node would never be collected.
             call = dataclasses.replace(r, edge=None)
             came = partial(
                 _came, weakref.ref(self), observation, call, r.edge.output_nr

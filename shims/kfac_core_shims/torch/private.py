@@ -67,7 +67,7 @@ def accumulates(parameters: Iterable[Any], /) -> bool | None:
     -------
     bool or None
         False for `torch.autograd.grad`, which returns their gradients; None where the pass
-        comes to none of them, as for an attack or a saliency map.
+        reaches none of them, as for an attack or a saliency map.
     """
     for p in parameters:
         try:

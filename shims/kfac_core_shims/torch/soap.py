@@ -188,7 +188,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def factors(self) -> dict[str, str]:
-        """Where the factors of each parameter with a basis come from, by its name."""
+        """Source of the factors of each parameter with a basis, by its name."""
         names = self._names()
         sources: dict[str, str] = {}
         for group in self.param_groups:

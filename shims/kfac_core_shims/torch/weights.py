@@ -29,7 +29,7 @@ _SAMPLED = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class RowWeights:
-    """What a loss does with the rows of a pass.
+    """The weights that a loss gives to the rows of a pass.
 
     Attributes
     ----------
