@@ -147,7 +147,7 @@ def _trained(
     rate: float | None,
     seed: int,
 ) -> Run:
-    """Train for so many CPU seconds; a rate is Adam's, None is for the other method."""
+    """Train for some CPU seconds: Adam with a rate, the other method with None."""
     train, loss = start(rate, seed)
     spent = 0.0
     times: list[float] = []

@@ -72,7 +72,7 @@ traced_once = _TracedOnce()
 
 
 def _in_status(part: Any) -> Any:
-    """Return options that say ``check="status"`` in the place of ``"raise"``."""
+    """Return options with ``check="status"`` instead of ``"raise"``."""
     if part == "raise":
         return "status"
     if getattr(part, "check", None) == "raise":
@@ -81,7 +81,7 @@ def _in_status(part: Any) -> Any:
 
 
 def _divided(value: Any, kinds: tuple[type, ...]) -> tuple[Any, list[Any]]:
-    """Return what is a part of a program, and the leaves that it is called with."""
+    """Return the static part of arguments, and the leaves that are traced."""
     leaves, form = jax.tree.flatten(value)
     kept = (*kinds, kc.execution.ProductCall)
     fixed = tuple(leaf if isinstance(leaf, kept) else ... for leaf in leaves)

@@ -293,7 +293,7 @@ def _by_doubling(
 def _meetings(
     place: int, trace: Trace, twice: Trace, batch: Counts, consumers: Any
 ) -> tuple[Meeting, ...] | None:
-    """Follow outputs without examples, through moves, to where these come in.
+    """Return the places where outputs without examples meet values that have them.
 
     So lies the product of a weight with a tangent or a cotangent that is the same for all
     examples, as in ``vmap`` of ``grad`` or ``hessian``.
@@ -328,7 +328,7 @@ def _meetings(
 
 
 def with_examples(site: Site, meeting: Meeting, trace: Trace, /) -> Site | None:
-    """Return a product without examples as a use whose outputs are those of a meeting."""
+    """Return a product without examples as a use with the outputs of a meeting."""
     x, y = site.x, site.y
     assert x is not None
     assert y is not None
@@ -375,7 +375,7 @@ def _by_length(site: Site, trace: Trace, batch: Counts) -> ExampleAxis | None:
 def _order(
     trace: Trace, twice: Trace, place: int, axis: int, examples: int
 ) -> Literal["first", "last"] | None:
-    """Walk back to where other axes were merged with that of the examples."""
+    """Return how other axes were merged with that of the examples, by walking back."""
     producers = {
         output: operation
         for operation in trace.program.operations
@@ -452,7 +452,7 @@ class _Shaped(NamedTuple):
 
     @staticmethod
     def of(equation: Any) -> _Shaped:
-        """Return an equation of JAX so."""
+        """Return the shapes of an equation of JAX."""
         shapes = [tuple(x.aval.shape) for x in (*equation.invars, *equation.outvars)]
         inputs = tuple(shapes[: len(equation.invars)])
         output = shapes[len(inputs)] if equation.outvars else ()
@@ -460,7 +460,7 @@ class _Shaped(NamedTuple):
 
     @staticmethod
     def within(operation: Operation, trace: Trace) -> _Shaped:
-        """Return an operation of a trace so."""
+        """Return the shapes of an operation of a trace."""
         inputs = tuple(trace.shape(x) for x in operation.inputs)
         output = trace.shape(operation.outputs[0]) if operation.outputs else ()
         params = {} if operation.body is not None else operation.params
@@ -479,7 +479,7 @@ def _reorders(name: str, params: Mapping[str, Any]) -> bool:
 def _within(
     old: tuple[int, ...], at: int, new: tuple[int, ...], axis: int
 ) -> Literal["first", "last"] | None:
-    """Return where an axis lies within that which a reshape merged it into."""
+    """Return whether an axis is the slower or the faster part of a merged one."""
     before = 1
     for length in old[:at]:
         before *= length
@@ -492,7 +492,7 @@ def _within(
 
 
 def reversed_lengths(trace: Trace, place: Operand, /) -> set[int]:
-    """Return the lengths of axes that are reversed on a way from a batch to a value.
+    """Return the lengths of axes that are reversed between a batch and a value.
 
     Parameters
     ----------

@@ -291,14 +291,14 @@ class _Finder:
             site.make, site.parts = make, dict(parts)
 
     def _tie_to_table(self, sites: list[Site], shape: tuple[int, ...]) -> None:
-        """Make logits by the weight of an embedding uses of the embedding."""
+        """Turn products with an embedding's weight, as for logits, into uses of it."""
         for site in sites:
             if "bias" in site.parts:
                 self._make_shift(site)
             site.tied, site.make = True, partial(_dense_layer, shape[0], shape[1], "io")
 
     def _make_shift(self, site: Site) -> None:
-        """Make a layer of its own of the bias of a product."""
+        """Add the bias of a product as a separate layer."""
         arrangement = site.y
         assert arrangement is not None
         shape = self.trace.shape(site.operation.outputs[0])
@@ -533,7 +533,7 @@ class _Finder:
     def _matrix(
         self, view: View, first: list[Piece], last: list[Piece]
     ) -> tuple[tuple[int, ...] | None, Any] | None:
-        """Return in which order of axes a weight is the matrix, and its layout."""
+        """Return the permutation of axes that makes a weight a matrix, and its layout."""
         shape = self._source_shape(view)
         whole = joined(whole_axes(shape))
         if joined([first, last]) == whole:

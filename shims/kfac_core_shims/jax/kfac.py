@@ -280,7 +280,7 @@ class KFAC:
         *,
         damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] | None = None,
     ) -> kc.NetworkState:
-        """Return the state after an update with what was captured, and what is due then.
+        """Return the state after an update, and after a refresh if it is due.
 
         Parameters
         ----------
@@ -410,7 +410,7 @@ class KFAC:
 
 
 def started(initial: Callable[[Any], T], params: Any, /) -> T:
-    """Return a first state, from one program, where the parameters are.
+    """Return a first state, computed by one program, on the parameters' device.
 
     A state that is bound to a device, beside parameters that are not, would have the first
     step compiled twice: its results are bound.

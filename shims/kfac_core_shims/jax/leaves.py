@@ -23,7 +23,7 @@ __all__ = ["Leaves", "leaf_name", "put", "taken"]
 
 
 class Leaves:
-    """Names of parameters, and what the blocks have of each.
+    """Names of parameters, and the parts of them that blocks have.
 
     Parameters
     ----------
@@ -362,7 +362,7 @@ def leaf_name(path: Any, /) -> str:
 
 
 def _unboxed(path: Any) -> Any:
-    """Return a path without what boxes a leaf (partitioning, NNX), which comes and goes.
+    """Return a path without the box of a leaf (partitioning, NNX), which may be missing.
 
     A box has its leaf as an attribute; in a dict, ``"value"`` is a name like others.
     """

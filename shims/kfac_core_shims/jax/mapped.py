@@ -113,7 +113,7 @@ def explicit_axes(x: Any, /) -> set[Any]:
 
 
 def averaged(tree: Any, axis_name: Any, /) -> Any:
-    """Return the mean over a mapped axis; of what is equal on it, that itself."""
+    """Return the mean over a mapped axis."""
     return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), tree)
 
 

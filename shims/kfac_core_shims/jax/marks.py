@@ -124,7 +124,7 @@ def _jvp(primals: Any, tangents: Any, *, label: Label) -> tuple[Any, Any]:
 
 
 def _batched(operands: Any, axes: Any, *, label: Label) -> tuple[Any, int]:
-    """Let the mapped axis be that of the examples, as a network of one example needs."""
+    """Take the mapped axis as that of the examples, for a network of one example."""
     rows = 2 + label.masked
     if any(axis is not None for axis in axes[rows:]):
         raise kc.ConventionError(

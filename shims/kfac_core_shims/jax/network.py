@@ -136,7 +136,7 @@ class Network:
     def vjp(
         self, params: Any, /, *inputs: Any, mask: Any = None
     ) -> tuple[Any, Callable[..., Any]]:
-        """Return the outputs (with `has_aux`, and aux), and what pulls vectors back.
+        """Return the outputs (with `has_aux`, also aux), and a function that pulls back.
 
         Parameters
         ----------
@@ -275,7 +275,7 @@ class Network:
     def _example_axes(
         self, params: Any, inputs: Any, layers: Found, trace: Trace, batch: Counts
     ) -> list[Where]:
-        """Return what `example_axes` does, remembered for the same layers and shapes.
+        """Return `example_axes`, cached by layers and shapes.
 
         An axis of length one does not show which values are broadcast along it.
         """
@@ -311,7 +311,7 @@ class Network:
         sources: Any,
         reduction: Any,
     ) -> kc.integration.Captured:
-        """Return the batches of all blocks from what each site saw."""
+        """Return the batches of all blocks."""
         uses: list[Any] = []
         of_use: list[Site] = []
         pairs: list[Any] = []
@@ -456,7 +456,7 @@ class _Capture:
         return run(self.trace, program, values, after=after)
 
     def _inputs(self, site: Site, y: Any, read: Any) -> tuple[Any, Any]:
-        """Return a site's inputs and mask; of a scale, what a scale of ones leaves."""
+        """Return a site's inputs and mask; for a scale, its outputs with ones."""
         if site.kind == "scale_shift" and "scale" not in site.parts:
             return y, None
         x = read(site.inputs)
@@ -532,7 +532,7 @@ def _require_structure(vectors: Any, outputs: Any) -> None:
 
 
 def _like_output(vector: Any, output: Any, *, sources: bool) -> Any:
-    """Return what is pulled back in the dtype of an output, (N, 1) as (N,) if that is."""
+    """Return a vector in the dtype of an output, and (N, 1) as (N,) for such outputs."""
     v = jnp.asarray(vector, output.dtype)
     if v.shape[sources:] == (*output.shape, 1):
         return v[..., 0]

@@ -118,7 +118,7 @@ def kfac_optimizer(
     has_aux: bool = False,
     **options: Unpack[OptimizerOptions],
 ) -> Optimizer:
-    """Return K-FAC for a network function: its `Network` is found, and wired.
+    """Return K-FAC for a network function, whose layers are found.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def kfac_optimizer(
 
 
 class Optimizer:
-    r"""K-FAC with a rate, a momentum and a damping of its own finding.
+    r"""K-FAC that chooses its rate, its momentum and its damping.
 
     Parameters
     ----------
@@ -426,7 +426,7 @@ class Optimizer:
     # -------------------------------------------------------------------- the objective
 
     def _as_rows(self, z: Any) -> Any:
-        """Return outputs of shape (N, ..., P); of shape (N,) they are of P = 1."""
+        """Return outputs as (N, ..., P); outputs of shape (N,) have P = 1."""
         if not hasattr(z, "ndim"):
             raise kc.ArgumentError(
                 f"Expected a network that returns one array of outputs, got a "

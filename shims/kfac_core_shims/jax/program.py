@@ -232,7 +232,7 @@ class _Writer:
                 self.views[y] = view
 
     def _body(self, jaxpr: Any, constants: Any, operation: Operation) -> Program:
-        """Write the body of a loop; it sees parameters, and parts of them."""
+        """Write the body of a loop, which may read parameters and slices of them."""
         first = operation.params["num_consts"]
         last = first + operation.params["num_carry"]
         places = [self.new(v.aval) for v in jaxpr.invars]

@@ -82,7 +82,7 @@ class Rows:
     def transposed(
         self, x: Any, g: Any, /, *, sources: bool, reduction: Any
     ) -> tuple[Any, Any]:
-        """Return what a tied output layer has as inputs and output gradients.
+        """Return the inputs and output gradients of a tied output layer.
 
         Inputs are what comes back to the logits, in the unit of a summed loss, whatever
         the loss's is, so that they go with the one-hot rows of the embedding.

@@ -62,7 +62,7 @@ class View:
         return View(source, whole_axes(shape), sliced)
 
     def first_axis_taken(self) -> View | None:
-        """Return what a loop over the first axis sees in each turn."""
+        """Return the view of one turn of a loop over the first axis."""
         if self.sliced or self.window or not self.axes or len(self.axes[0]) != 1:
             return None
         ((axis, stride, _),) = self.axes[0]

@@ -462,7 +462,7 @@ class Curvature(kc.integration.NaturalGradient):
         self.give_up()
 
     def _forget(self) -> None:
-        """Let go of the passes, and not of the count of random numbers."""
+        """Forget the passes, but not the count of random numbers."""
         self._passes.forget()
         for site in self.sites.values():
             site.forget()

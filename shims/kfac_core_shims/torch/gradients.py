@@ -1,9 +1,8 @@
 """The gradients that a step replaces, and the backward passes that computed them.
 
-``.grad`` belongs to the loop: it is cleared, added to, clipped and divided there, and
-nobody says so.  What is asked here is only whether gradients are those of the passes that
-were observed, and not what an earlier step left behind, and whether the parameters are
-still those that were differentiated.
+The loop owns ``.grad``: it clears, accumulates, clips and divides.  This module checks only
+that gradients are those of observed passes and not left over from an earlier step, and
+that the parameters have not changed since they were differentiated.
 """
 
 from __future__ import annotations

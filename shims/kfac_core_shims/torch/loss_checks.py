@@ -1,4 +1,4 @@
-"""Three checks of the loss that is differentiated, against what `KFAC` was told of it.
+"""Three checks of the loss that is differentiated, against the options of `KFAC`.
 
 That the gradients of a cross-entropy sum to zero in each row; that it is the sum, or the
 mean, over rows that `reduction` says; and that no gradient scaler multiplied it unknown to
@@ -28,7 +28,7 @@ _SCALED = 100.0
 
 
 class LossCheck:
-    """Compares the loss that is differentiated with the one that `KFAC` was told of.
+    """Compares the loss that is differentiated with the criterion of `KFAC`.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class LossCheck:
         self._is_checked = self._were_uniform = self._has_warned = False
 
     def look(self, z: Any, gradient: Any, /) -> RowWeights:
-        """Check that a loss is of the likelihood, and return what it does with the rows.
+        """Check that a loss is of the likelihood, and return its weights of the rows.
 
         Parameters
         ----------
@@ -146,7 +146,7 @@ class LossCheck:
             )
 
     def refuse_unequal_rows(self) -> None:
-        """Raise where means over rows of each process's own would pass for those of all."""
+        """Raise if means over the rows of each process would pass for means over all."""
         if self.criterion.reduction == "mean":
             raise kc.ConventionError(
                 "Processes have unequal numbers of rows, so that the average of their "
@@ -166,7 +166,7 @@ class LossCheck:
         return self._scaler_scale()
 
     def is_overflow(self) -> bool:
-        """Return whether the scaler will leave this step out; raise if it is too early."""
+        """Return whether the scaler will skip this step; raise before `unscale_`."""
         scaler = self.grad_scaler
         if scaler is None or not scaler.is_enabled():
             return False
@@ -182,7 +182,7 @@ class LossCheck:
         return 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
 
     def _require_likelihood(self, z: Any, gradient: Any) -> bool:
-        """Raise unless each row's gradient sums to zero; return if that could be seen.
+        """Raise unless each row's gradient sums to zero; return whether that was visible.
 
         As of a cross-entropy of logits, whatever the labels and weights.  Where a
         probability is nearly one, roundoff is all that is left of the gradient.

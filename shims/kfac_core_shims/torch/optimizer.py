@@ -410,7 +410,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _summed(
         self, what: str, numbers: Any, *, error: Exception | None = None
     ) -> list[float]:
-        """Return numbers summed over the processes; raise on all what failed on one."""
+        """Return sums over the processes; an error of one is raised on all."""
         communicator = self.kfac.communicator
         if communicator is None:
             if error is not None:
@@ -635,7 +635,7 @@ class _Moment:
         self._buffers = [b.clone() for b in model.buffers()]
 
     def restore(self) -> None:
-        """Make both what they were."""
+        """Restore both."""
         self._random.restore()
         with torch.no_grad():
             buffers = zip(self._model.buffers(), self._buffers, strict=True)
@@ -660,7 +660,7 @@ def _detached(loss: Any) -> Any:
 
 @functools.cache
 def _load_forward_derivatives() -> None:
-    """Let PyTorch import its forward derivatives, without a warning about itself."""
+    """Let PyTorch import its forward derivatives, without its own warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with forward_ad.dual_level():
@@ -668,7 +668,7 @@ def _load_forward_derivatives() -> None:
 
 
 def _split(flat: Any, trained: Sequence[tuple[Any, float]]) -> Vectors:
-    """Return one number for each of the parameters, from all of them in a row."""
+    """Return views of a flat vector in the shapes of the parameters."""
     parts = torch.split(flat, [p.numel() for p, _ in trained])
     return [part.view_as(p) for part, (p, _) in zip(parts, trained, strict=True)]
 

@@ -42,7 +42,7 @@ _RESTING = 1e-30
 
 
 def require_made(model: Any, /) -> None:
-    """Raise for what is no model, and for parameters that PyTorch has not made yet."""
+    """Raise unless the model is a module with materialized parameters."""
     if not isinstance(model, torch.nn.Module):
         raise kc.ConventionError(
             f"Expected `model` to be a torch.nn.Module, got a {type(model).__name__}: "

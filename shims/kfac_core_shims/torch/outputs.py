@@ -27,7 +27,7 @@ __all__ = ["OutputHook", "RandomHook", "RandomState", "pick", "rows_of"]
 
 
 def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
-    """Return the tensor of a model's outputs that the likelihood is of, or None.
+    """Return the tensor that the likelihood reads, out of a model's outputs, or None.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class RandomState:
         self._on_devices = {d: torch.cuda.get_rng_state(d) for d in devices}
 
     def restore(self) -> None:
-        """Make them the same again."""
+        """Restore the random numbers."""
         torch.random.set_rng_state(self._on_host)
         for device, state in self._on_devices.items():
             torch.cuda.set_rng_state(state, device)
@@ -160,7 +160,7 @@ def _entry(returned: Any, name: str) -> Any:
 
 
 def _viewed(returned: Any, started: Pass) -> Any:
-    """Return a structure with views of its tensors, whose gradients tell of a pass."""
+    """Return a structure with views of its tensors, whose hooks report a pass."""
     views = of_picked = 0
     edge = started.edge
 

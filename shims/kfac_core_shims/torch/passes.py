@@ -102,7 +102,7 @@ class Observation:
             self.reads_more = True
 
     def checked_calls(self) -> list[kc.integration.LayerCall]:
-        """Return the calls; raise if they are not what the loss has seen."""
+        """Return the calls; raise if they are not those of the loss."""
         if self.reads_more:
             raise kc.UnsupportedError(
                 "The loss was differentiated in parts, and a part reads rows of outputs "
@@ -115,7 +115,7 @@ class Observation:
         return uses.joined(self.calls)
 
     def forget(self) -> None:
-        """Forget what came back; the graph may be gone through once more."""
+        """Forget the output gradients; the graph may be differentiated once more."""
         self.is_forgotten = True
         for hook in self.hooks:
             hook.remove()
@@ -123,7 +123,7 @@ class Observation:
             call.output_grads, call.is_taken = [], False
 
     def clear(self) -> None:
-        """Leave all arrays behind: a loss that is kept keeps the calls."""
+        """Release all arrays: a loss that is kept keeps the calls."""
         for call in self.calls:
             call.clear()
         self.replay = self.weight = self.unread = None
@@ -162,7 +162,7 @@ class Pass:
         self.is_watched = False
 
     def arrived(self, gradient: Any) -> None:
-        """Take a gradient that came to one of the model's outputs."""
+        """Take a gradient that reached one of the model's outputs."""
         recorder = self.recorder()
         # Vectors that K-FAC backpropagates itself come here too.
         if recorder is None or is_drawn_through(recorder.model):
@@ -197,7 +197,7 @@ class Pass:
             self.handle = self.edge.node.register_prehook(self.reached)
 
     def reached(self, gradients: Any) -> None:
-        """Take the gradients that came to the node of the picked tensor."""
+        """Take the gradients that reached the node of the picked tensor."""
         if not torch.is_grad_enabled() and self.edge is not None:
             self.finish(gradients[self.edge.output_nr], passing=gradients)
 
@@ -222,7 +222,7 @@ class Pass:
         self.observation = recorder.observe_pass(edge, z, gradient, passing, replay)
 
     def drop(self) -> None:
-        """Let go of the graph."""
+        """Release the graph."""
         self._remove()
         self.edge = self.z = self.base = self.replay = None
 
@@ -233,7 +233,7 @@ class Pass:
 
 
 class PassRecorder:
-    """The passes since the last step, with what came back through them.
+    """The passes since the last step, with their output gradients.
 
     Parameters
     ----------
@@ -304,7 +304,7 @@ class PassRecorder:
         return self.observations[0].loss_factor if self.observations else None
 
     def hold(self, started: Pass, /) -> None:
-        """Remember a pass that holds a graph, which `forget` has it drop."""
+        """Remember a pass that holds a graph, for `forget` to release."""
         self._held.add(started)
 
     def forget_cleared(self, *, changed: bool) -> None:
@@ -318,7 +318,7 @@ class PassRecorder:
         self.kfac.give_up()
 
     def drop_passes(self) -> None:
-        """Let go of the graphs of the model's own passes."""
+        """Release the graphs of the model's own passes."""
         for started in [*self._held]:
             started.drop()
         self._held.clear()
@@ -352,7 +352,7 @@ class PassRecorder:
             )
 
     def forget(self) -> None:
-        """Let go of the passes, and not of the count of random numbers."""
+        """Forget the passes, but not the count of random numbers."""
         for observation in self.observations:
             observation.clear()
         self.drop_passes()
@@ -434,7 +434,7 @@ class PassRecorder:
         return observation
 
     def calls_of(self, passes: list[Observation], /) -> list[Any]:
-        """Return the calls of passes, of the blocks whose every use in them is known."""
+        """Return the calls of passes, for blocks with all uses known."""
         self.require_no_derivatives()
         uncovered = {name for o in passes for name in o.uncovered}
         calls = [call for o in passes for call in o.checked_calls()]
@@ -599,7 +599,7 @@ def _came_with_graph(
     results: Any,
     gradients: Any,
 ) -> None:
-    """Watch what a layer made of output gradients, if it is part of a graph itself."""
+    """Watch the input gradients of a layer that are part of a graph themselves."""
     if torch.is_grad_enabled():
         for g in results:
             _watch_derivative(recorder, blocks, g)

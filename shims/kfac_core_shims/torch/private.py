@@ -197,7 +197,7 @@ def tangents(x: Any, /) -> list[Any]:
 
 
 def uncompiled(module: Any, /) -> Callable[[], None]:
-    """Have a compiled module run as it is written, and return what undoes it."""
+    """Let a compiled module run as it is written; return a function that undoes it."""
     original = module._compiled_call_impl
     forward = module.forward
     module._compiled_call_impl = None

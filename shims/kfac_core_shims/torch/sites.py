@@ -63,7 +63,7 @@ class Site:
         return list(self.parameters)
 
     def key_of(self, role: str) -> Any:
-        """Return the key of what is read in the graph: a leaf, or what made it."""
+        """Return the key of a role in the graph: of a leaf, or of a computed weight."""
         return id(self.gathered.get(role, self.parameters[role]))
 
     def length_of(self, role: str) -> int:

@@ -1,4 +1,4 @@
-"""Weights of rows: what a loss multiplied the term of each row by.
+"""Weights of rows: the factor of each row's term in the loss.
 
 The gradient that a cross-entropy of hard labels sends back to the outputs shows this
 factor, row by row.  From it come rows that the loss did not read, weights of classes and
@@ -65,7 +65,7 @@ def weights_of_rows(
     scaled_by: float = 1.0,
     were_uniform: bool = False,
 ) -> RowWeights:
-    """Return what a loss does with the rows of a pass, as far as its gradient shows it.
+    """Return the weights of the rows of a pass, as far as the gradient shows them.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def _unread_rows(criterion: Criterion, z: Any, is_zero: Any) -> Any:
 
 
 def _row_scales(criterion: Criterion, z: Any, g: Any) -> Any:
-    """Return what the loss multiplied each row's cross-entropy by, for hard labels.
+    """Return the factor of each row's cross-entropy in the loss, for hard labels.
 
     With probabilities p and the label y, ``g = c (p - e_y)``: the entries other than the
     label's are proportional to p, and c is their ratio.  It is ``1/R`` in a mean over R
@@ -219,7 +219,7 @@ def numbers_of(passes: Sequence[Observation], /) -> list[float]:
 def require_scale(
     numbers: Sequence[float], /, *, loss: LossCheck, processes: int
 ) -> None:
-    """Raise unless the loss has the scale that was said, by `numbers_of` of all."""
+    """Raise unless the loss has the expected scale, from the sums of `numbers_of`."""
     rows, squares, _, unscaled, _, count, sums, means, scales, *_ = numbers
     if processes * squares > (1 + 1e-9) * rows * rows and unscaled:
         loss.refuse_unequal_rows()
