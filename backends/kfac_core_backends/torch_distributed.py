@@ -31,7 +31,15 @@ from kfac_core.array.backend import Array
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["TorchCommunicator", "connect", "joined", "problem", "running", "versions"]
+__all__ = [
+    "TorchCommunicator",
+    "are_similar",
+    "connect",
+    "joined",
+    "problem",
+    "running",
+    "versions",
+]
 
 SLICE_NUMBERS = 1 << 18
 """Length of the slices in which gloo reduces, of which it holds two copies at a time."""
@@ -130,7 +138,7 @@ class TorchCommunicator(Communicator):
         return [work], lambda: total
 
     def _all_gather(self, values: Any, counts: Sequence[int]) -> Any:
-        similar = _are_similar(counts)
+        similar = are_similar(counts)
         if not similar and self.by_shares:
             return self._gather_shares(values, counts)
         total = values.new_empty(sum(counts))
@@ -159,7 +167,7 @@ class TorchCommunicator(Communicator):
 
     def _reduce_scatter(self, values: Any, counts: Sequence[int]) -> Any:
         length = counts[self.rank]
-        if not _are_similar(counts):
+        if not are_similar(counts):
             if self.by_shares:
                 return self._reduce_shares(values, counts)
             return self._reduce_to_owners(values, counts)
@@ -379,7 +387,7 @@ def connect(*, timeout: float) -> TorchCommunicator:
     return everyone._split([range(everyone.size)])
 
 
-def _are_similar(counts: Sequence[int]) -> bool:
+def are_similar(counts: Sequence[int], /) -> bool:
     """Return whether padding parts to one length costs less than a message for each."""
     padded, total = len(counts) * max(counts), sum(counts)
     return total > 0 and (padded <= 1.25 * total or padded - total <= 1 << 12)

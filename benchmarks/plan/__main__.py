@@ -79,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="dtype in which directions are sent (that of the machine's numbers)",
     )
     parser.add_argument(
+        "--reduce",
+        choices=("refresh", "owner"),
+        default="refresh",
+        help="where statistics are, as of `Distributed` (refresh)",
+    )
+    parser.add_argument(
         "--memory",
         type=positive,
         metavar="GB",
@@ -117,6 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 interval=arguments.interval,
                 memory=_numbers(arguments.memory, machine),
                 dtypes={"directions": arguments.directions},
+                reduce=arguments.reduce,
             )
         except UnsupportedError as error:
             without_room[ranks] = str(error)
@@ -161,8 +168,11 @@ def _as_data(step: PredictedStep) -> dict[str, Any]:
         "holders": step.holders,
         "seconds": dict(step.seconds),
         "total": step.total,
+        "votes": step.votes,
         "bytes_sent": step.sent,
+        "bytes_sent_by_the_busiest": step.busiest,
         "bytes_kept": step.memory,
+        "bytes_at_most": step.peak,
         "imbalance": step.placement.imbalance(),
         "owners": dict(step.placement.owners),
     }
@@ -188,7 +198,10 @@ def _print(
         f"{arguments.update_every}, refreshes every {arguments.interval} steps"
     )
     print("Predicted, not measured: milliseconds that K-FAC adds to a step, by parts.")
-    print("inv: inverses sent; dir: directions sent; MB sent, GB kept by a rank.")
+    print(
+        "inv: inverses sent; dir: directions sent; MB sent by a rank, and by the busiest;"
+    )
+    print("GB kept, and at most with messages, by the fullest rank.")
     print("share: bytes beside those of averaging all factors at each update.")
     print("A star marks what `holders='auto'` takes.")
     for ranks, steps in found.items():
@@ -202,8 +215,10 @@ def _print(
                 *(_HEADS.get(p, p) for p in parts),
                 "total",
                 "MB",
+                "busiest",
                 "share",
                 "GB",
+                "peak",
             ),
             [
                 (
@@ -211,8 +226,10 @@ def _print(
                     *(_short(1e3 * step.seconds[part]) for part in parts),
                     _short(1e3 * step.total),
                     f"{step.sent / 1e6:.0f}",
+                    f"{step.busiest / 1e6:.0f}",
                     f"{step.sent / step.averaged:.2f}" if step.averaged else "-",
                     f"{step.memory / 1e9:.2f}",
+                    f"{step.peak / 1e9:.2f}",
                 )
                 for step in steps
             ],

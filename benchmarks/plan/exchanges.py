@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array.backend import Array
@@ -21,14 +22,67 @@ from kfac_core.distributed.transport import (
     buckets,
     dtype_name,
     lengths_of,
+    message_bytes,
     narrower,
     pack,
     packed_matrices,
 )
 from kfac_core.distributed.whole_batch import counts_first
 from kfac_core.network import Network, NetworkState
+from kfac_core_backends.torch_distributed import are_similar
 
-__all__ = ["predicted_traffic"]
+__all__ = ["Message", "predicted_messages", "predicted_traffic"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One exchange.
+
+    Attributes
+    ----------
+    operation : str
+        The exchange.
+    parts : tuple of int
+        Lengths of each rank's part, and of an all-reduce that of the sum.
+    width : int
+        Bytes of a number.
+    ranks : int
+        How many take part.
+    """
+
+    operation: Operation
+    parts: tuple[int, ...]
+    width: int
+    ranks: int
+
+    @property
+    def payload(self) -> int:
+        """Bytes of all parts together."""
+        return self.width * sum(self.parts)
+
+    def sent(self) -> list[float]:
+        """Return the bytes that each rank sends, as with NCCL.
+
+        Rings for sums and for parts of similar lengths, which are padded; other parts are
+        divided into even shares before they are gathered, or after they were added up.
+        """
+        p, length = self.ranks, self.payload
+        if self.operation == "all_reduce":
+            return [2 * (p - 1) / p * length] * p
+        if are_similar(self.parts):
+            return [(p - 1.0) * self.width * max(self.parts)] * p
+        share = length / p
+        ring = (p - 1) * share
+        if self.operation == "reduce_scatter":
+            return [ring + share] * p
+        return [ring + self.width * part for part in self.parts]
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of the largest array that a rank holds for it."""
+        if self.operation == "all_reduce" or not are_similar(self.parts):
+            return self.payload
+        return self.ranks * self.width * max(self.parts)
 
 
 def predicted_traffic(
@@ -40,7 +94,26 @@ def predicted_traffic(
     rank: int,
     like: Array,
 ) -> dict[str, Traffic]:
-    """Return the calls and bytes of one rank, by stage.
+    """Return the calls and bytes of one rank, by stage; see `predicted_messages`."""
+    traffic: dict[str, Traffic] = {}
+    stages = predicted_messages(network, options, placement, rank=rank, like=like)
+    for stage, messages in stages.items():
+        traffic[stage] = Traffic()
+        for message in messages:
+            traffic[stage].count(message.operation, message.payload, message.ranks)
+    return traffic
+
+
+def predicted_messages(
+    network: Network,
+    options: Distributed,
+    placement: Placement,
+    /,
+    *,
+    rank: int,
+    like: Array,
+) -> dict[str, list[Message]]:
+    """Return the messages in which one rank takes part, by stage, in their order.
 
     Parameters
     ----------
@@ -57,95 +130,109 @@ def predicted_traffic(
 
     Returns
     -------
-    dict of str to Traffic
+    dict of str to list of Message
         ``"update"``, ``"refresh"`` and ``"precondition"`` of all blocks.
 
     Notes
     -----
-    Computes the operators of empty statistics, to count their numbers.  Of the gradients
-    of bare parameters it counts one backpropagated vector.
+    With several holders it computes the operators of empty statistics, to count their
+    numbers.  Of the gradients of bare parameters it counts one backpropagated vector.
     """
     state = network.initial(like, damping=1.0)
-    if any(block.approximation.has_bases for block in network.blocks.values()):
-        state = network.rebase(state, moments="kronecker")
-    state = network.refresh(state, damping=1.0)
-    update, refresh, step = Traffic(), Traffic(), Traffic()
     p, names = placement.size, [*network.blocks]
-    _add_update(update, network, options, placement, state, like)
-    _vote(refresh, network, p)
+    vote = Message("all_reduce", (vote_length(network),), 8, p)
+    refresh, step = [vote], []
     if options.reduce == "refresh":
-        _add_sums(refresh, network, options, placement, _averages(state))
-    _vote(refresh, network, p)
+        refresh += _sums(network, options, placement, _averages(state))
+    refresh.append(vote)
     if placement.holders > 1:
-        group = placement.groups[rank // placement.holders]
-        refresh.count("all_gather", 8 * len(group), len(group))
-        lengths: dict[str, int] = {}
-        for member in group:
-            own = {n: state[n].operator for n in placement.owned_by(member)}
-            for dtype, length in lengths_of(pack(own, shared=True).form).items():
-                lengths[dtype] = lengths.get(dtype, 0) + length
-        for dtype, length in lengths.items():
-            wire = narrower(dtype, options.operators_dtype)
-            refresh.count("all_gather", length * BYTES[wire], len(group))
+        refresh += _operators(network, options, placement, state, rank)
     if placement.holders < p:
-        _vote(step, network, p)
+        step.append(vote)
         members = p // placement.holders
         size = BYTES[narrower(dtype_name(like), options.directions_dtype)]
         numbers = {
             name: _numbers(block.layer.parameter_shapes)
             for name, block in network.blocks.items()
         }
-        for message in placement.messages(names, options.bucket_bytes):
-            length = members + sum(numbers[n] for of_rank in message for n in of_rank)
-            step.count("all_gather", length * size, members)
+        limit = message_bytes(options.bucket_bytes, p)
+        for message in placement.messages(names, limit):
+            parts = [1 + sum(numbers[n] for n in of_rank) for of_rank in message]
+            step.append(Message("all_gather", tuple(parts), size, members))
+    update = _update(network, options, placement, state, like, vote)
     return {"update": update, "refresh": refresh, "precondition": step}
 
 
-def _add_update(
-    update: Traffic,
+def _operators(
+    network: Network,
+    options: Distributed,
+    placement: Placement,
+    state: NetworkState,
+    rank: int,
+) -> list[Message]:
+    """Return the messages with operators to other holders."""
+    if any(block.approximation.has_bases for block in network.blocks.values()):
+        state = network.rebase(state, moments="kronecker")
+    state = network.refresh(state, damping=1.0)
+    group = placement.groups[rank // placement.holders]
+    messages = [Message("all_gather", (1,) * len(group), 8, len(group))]
+    lengths = []
+    for member in group:
+        own = {n: state[n].operator for n in placement.owned_by(member)}
+        lengths.append(lengths_of(pack(own, shared=True).form))
+    for dtype in sorted({dtype for own in lengths for dtype in own}):
+        size = BYTES[narrower(dtype, options.operators_dtype)]
+        parts = tuple(own.get(dtype, 0) for own in lengths)
+        messages.append(Message("all_gather", parts, size, len(group)))
+    return messages
+
+
+def _update(
     network: Network,
     options: Distributed,
     placement: Placement,
     state: NetworkState,
     like: Array,
-) -> None:
-    p = placement.size
+    vote: Message,
+) -> list[Message]:
+    messages = []
     if counts_first(network, options.loss):
-        _vote(update, network, p)
+        messages.append(vote)
         for block in network.blocks.values():
             if block.layer.kind == "parameters":
                 numbers = _numbers(block.layer.parameter_shapes)
-                update.count("all_reduce", numbers * BYTES[dtype_name(like)], p)
-    _vote(update, network, p)
+                size = BYTES[dtype_name(like)]
+                messages.append(Message("all_reduce", (numbers,), size, placement.size))
+    messages.append(vote)
     # What one block takes from another is not sent.
+    pairs = network.shared_factors.pairs
     averages = {
         name: {side: x for side, x in sides.items() if (name, side) not in pairs}
         for name, sides in _averages(state).items()
-        for pairs in [network.shared_factors.pairs]
     }
     if options.reduce == "update":
-        _add_sums(update, network, options, placement, averages, everywhere=True)
+        messages += _sums(network, options, placement, averages, everywhere=True)
     elif options.reduce == "owner":
         for names in buckets(
             network.blocks,
             lambda name: 8 * placement.loads[name].statistics,
-            options.bucket_bytes,
+            message_bytes(options.bucket_bytes, placement.size),
         ):
             packed = packed_matrices({name: averages[name] for name in names})
-            _add_sums(update, network, options, placement, packed)
-        _vote(update, network, p)
+            messages += _sums(network, options, placement, packed)
+        messages.append(vote)
+    return messages
 
 
-def _add_sums(
-    traffic: Traffic,
+def _sums(
     network: Network,
     options: Distributed,
     placement: Placement,
     averages: Mapping[str, Mapping[str, Any]],
     *,
     everywhere: bool = False,
-) -> None:
-    """Count the averages of some blocks that are added up."""
+) -> list[Message]:
+    """Return the messages with averages of some blocks that are added up."""
     p = placement.size
     sums: dict[str, Item] = {}
     for name, sides in averages.items():
@@ -153,14 +240,21 @@ def _add_sums(
             giver = network.shared_factors.pairs.get((name, side))
             key = f"{name}/{side}" if giver is None else "/".join(giver)
             sums.setdefault(key, Item(key, placement.owners[name], average))
-    operation: Operation = "all_reduce" if everywhere else "reduce_scatter"
-    for bucket in buckets(sums.values(), bytes_of, options.bucket_bytes):
-        for dtype, length in _lengths(
-            {item.key: item.average for item in bucket}
-        ).items():
+    messages = []
+    limit = message_bytes(options.bucket_bytes, p)
+    for bucket in buckets(sums.values(), bytes_of, limit):
+        parts: dict[str, list[int]] = {}
+        for item in bucket:
+            for dtype, length in _lengths({item.key: item.average}).items():
+                parts.setdefault(dtype, [0] * p)[item.owner] += length
+        for dtype, of_ranks in sorted(parts.items()):
             asked = options.statistics_dtype
-            wire = asked if asked and "float" in dtype else dtype
-            traffic.count(operation, length * BYTES[wire], p)
+            size = BYTES[asked if asked and "float" in dtype else dtype]
+            if everywhere:
+                messages.append(Message("all_reduce", (sum(of_ranks),), size, p))
+            else:
+                messages.append(Message("reduce_scatter", tuple(of_ranks), size, p))
+    return messages
 
 
 def _numbers(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -176,7 +270,3 @@ def _averages(state: NetworkState) -> dict[str, Mapping[str, Any]]:
 
 def _lengths(value: Any) -> dict[str, int]:
     return lengths_of(pack(value, shared=False).form)
-
-
-def _vote(traffic: Traffic, network: Network, p: int) -> None:
-    traffic.count("all_reduce", 8 * vote_length(network), p)

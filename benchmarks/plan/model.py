@@ -28,15 +28,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.plan.exchanges import Message
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.block import Block
 from kfac_core.constraints import shown
 from kfac_core.conventions import Conventions
 from kfac_core.distributed.communicator import Communicator, Traffic
+from kfac_core.distributed.executor import vote_length
+from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import (
     BlockLoad,
     Placement,
@@ -46,11 +49,12 @@ from kfac_core.distributed.placement import (
     place,
     shared_owners,
 )
-from kfac_core.distributed.transport import BYTES
+from kfac_core.distributed.transport import BYTES, buckets, message_bytes
 from kfac_core.errors import RecordError
 from kfac_core.execution.costs import block_costs
 from kfac_core.layers.dense import Dense
 from kfac_core.network import Network
+from kfac_core_backends.torch_distributed import are_similar
 
 __all__ = [
     "MACHINES",
@@ -149,6 +153,36 @@ class Machine:
         size = numbers * self.bytes
         return self.base + self._hops(p, stride) + (p - 1) / p * size / rate
 
+    def uneven(self, parts: Sequence[int], width: int, stride: int = 1) -> float:
+        """Return the seconds of a gather or a reduce-scatter of parts of any lengths.
+
+        Similar ones are padded; others are divided into even shares, which takes one more
+        message from, or to, the ranks that have them.
+
+        Parameters
+        ----------
+        parts : sequence of int
+            Length of each rank's part.
+        width : int
+            Bytes of a number.
+        stride : int
+            As of `gather`.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
+        p = len(parts)
+        if p == 1:
+            return 0.0
+        scale = width / self.bytes
+        if are_similar(parts):
+            return self.gather(p * max(parts) * scale, p, stride)
+        hop, rate = self._link(p * stride)
+        divided = self.base + hop + width * max(parts) / rate
+        return divided + self.gather(sum(parts) * scale, p, stride)
+
     def _link(self, span: int) -> tuple[float, float]:
         return self.near if span <= self.node else self.far
 
@@ -225,15 +259,18 @@ class PredictedStep:
     ranks, holders : int
         Number of ranks, and of those that hold each operator.
     seconds : dict of str to float
-        ``statistics``, ``reduce``, ``refresh``, ``operators``, ``apply`` and
+        ``statistics``, ``votes``, ``reduce``, ``refresh``, ``operators``, ``apply`` and
         ``directions``, each averaged over the steps.
-    sent : float
-        Bytes that a rank sends a step.
+    votes : float
+        Votes of a step.
+    sent, busiest : float
+        Bytes that a rank sends a step, on average and at most.
     averaged : float
         Bytes that it would send if all factors were averaged at each update and their
         inverses sent to all at each refresh, as whole matrices.
-    memory : float
-        Bytes of statistics, and of the operators of the fullest rank.
+    memory, peak : float
+        Bytes of statistics and operators that the fullest rank keeps; and with the largest
+        message, twice.
     placement : Placement
         Owners and holders.
     chosen : bool
@@ -243,9 +280,12 @@ class PredictedStep:
     ranks: int
     holders: int
     seconds: Mapping[str, float]
+    votes: float
     sent: float
+    busiest: float
     averaged: float
     memory: float
+    peak: float
     placement: Placement
     chosen: bool
 
@@ -492,6 +532,7 @@ def predicted_steps(
     interval: int = 10,
     memory: int | None = None,
     dtypes: Mapping[str, str | None] | None = None,
+    reduce: Literal["refresh", "owner"] = "refresh",
 ) -> list[PredictedStep]:
     """Return the predicted step for each possible number of holders.
 
@@ -514,6 +555,8 @@ def predicted_steps(
     dtypes : mapping of str to str or None, optional
         Dtypes of messages with ``statistics``, ``operators`` and ``directions``; by
         default numbers of ``machine.bytes``.
+    reduce : {"refresh", "owner"}
+        As of `Distributed`.
 
     Returns
     -------
@@ -562,6 +605,8 @@ def predicted_steps(
                 applied=applied,
                 averaged=averaged,
                 lengths=lengths,
+                vote=vote_length(network),
+                reduce=reduce,
                 update_every=update_every,
                 interval=interval,
                 chosen=holders == chosen.holders,
@@ -592,6 +637,8 @@ def _predicted(
     applied: Mapping[str, float],
     averaged: float,
     lengths: Mapping[str, float],
+    vote: int,
+    reduce: str,
     update_every: int,
     interval: int,
     chosen: bool,
@@ -599,35 +646,70 @@ def _predicted(
     p, g = placement.size, placement.holders
     row = p // g
     of_groups = [[n for n in loads if placement.group_of(n) == k] for k in range(row)]
-    operators = [sum(loads[n].operator for n in names) for names in of_groups]
     products = [sum(applied[n] for n in names) for names in of_groups]
-    sent_of = {
-        exchange: numbers * lengths[exchange]
-        for exchange, numbers in placement.numbers_sent().items()
+    widths = {
+        exchange: round(machine.bytes * length) for exchange, length in lengths.items()
     }
-    statistics = sum(load.statistics for load in loads.values())
-    directions = sum(load.direction for load in loads.values())
-    # A vector of four numbers a block says what all ranks have.
-    vote = machine.all_reduce(4 * len(loads), p)
+    limit = message_bytes(Distributed.bucket_bytes, p)
+    sums = []
+    for names in buckets(loads, lambda name: 8 * loads[name].statistics, limit):
+        parts = [0] * p
+        for name in names:
+            parts[placement.owners[name]] += loads[name].statistics
+        sums.append(Message("reduce_scatter", tuple(parts), widths["statistics"], p))
+    directions = []
+    for of_members in placement.messages(loads, limit) if row > 1 else []:
+        parts = [sum(loads[n].direction for n in names) for names in of_members]
+        directions.append(
+            Message("all_gather", tuple(parts), widths["directions"], row)
+        )
+    operators = []
+    for k in range(row if g > 1 else 0):
+        parts = [0] * g
+        for name in of_groups[k]:
+            parts[placement.owners[name] % g] += loads[name].operator
+        operators.append(Message("all_gather", tuple(parts), widths["operators"], g))
+    # Sums are sent at each refresh, or at each update with a second vote.
+    every = interval if reduce == "refresh" else update_every
+    votes = 1 + 1 / interval + (reduce == "owner") / update_every
     seconds = {
         "statistics": gathered / machine.flops,
-        "reduce": vote / update_every
-        + machine.gather(statistics * lengths["statistics"], p) / interval,
+        "votes": votes * machine.all_reduce(vote * 8 / machine.bytes, p),
+        "reduce": sum(machine.uneven(m.parts, m.width) for m in sums) / every,
         "refresh": max(placement.flops()) / machine.flops / interval,
-        "operators": machine.gather(max(operators) * lengths["operators"], g)
+        "operators": max(
+            (machine.uneven(m.parts, m.width) for m in operators), default=0.0
+        )
         / interval,
         "apply": max(products) / machine.flops,
-        "directions": machine.gather(directions * lengths["directions"], row, stride=g),
+        "directions": sum(
+            machine.uneven(m.parts, m.width, stride=g) for m in directions
+        ),
     }
-    sent = (sent_of["statistics"] + sent_of["operators"]) / interval
-    sent += sent_of["directions"]
+    sent = np.zeros((row, g))
+    for m in sums:
+        sent += np.reshape(m.sent(), (row, g)) / every
+    for m in directions:
+        sent += np.reshape(m.sent(), (row, 1))
+    for k, m in enumerate(operators):
+        sent[k] += np.asarray(m.sent()) / interval
+    of_groups_kept = [sum(loads[n].operator for n in names) for names in of_groups]
+    owned = [sum(loads[n].statistics for n in placement.owned_by(r)) for r in range(p)]
+    kept = max(of_groups_kept) + max(owned)
+    if reduce == "refresh":
+        # Whole squares, about two triangles, of the rows of each rank.
+        kept += 2 * sum(load.statistics for load in loads.values()) - max(owned)
+    largest = max(m.buffer for m in (*sums, *directions, *operators))
     return PredictedStep(
         p,
         g,
         seconds,
-        sent * machine.bytes,
+        votes,
+        float(sent.mean()),
+        float(sent.max()),
         averaged * machine.bytes,
-        (statistics + max(operators)) * machine.bytes,
+        kept * machine.bytes,
+        kept * machine.bytes + 2 * largest,
         placement,
         chosen,
     )

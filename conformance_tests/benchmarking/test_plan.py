@@ -10,6 +10,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders.benchmark_folder import import_benchmarks
+from ..builders.shards import dense
 
 import_benchmarks()
 
@@ -21,6 +22,7 @@ from benchmarks.plan.model import (  # noqa: E402
     predicted_steps,
     read_shapes,
 )
+from benchmarks.simulated import counted_messages, summary  # noqa: E402
 
 PLAIN = Machine(
     flops=1e9, node=4, near=(1e-6, 1e9), far=(1e-5, 1e8), base=1e-4, bytes=4
@@ -69,15 +71,47 @@ def test_a_predicted_step_is_the_sum_of_its_parts(tmp_path):
 
     assert math.isclose(alone.seconds["statistics"], 7 * 5 * 13 / 0.85 / 1e9)
     assert alone.seconds["reduce"] == alone.seconds["directions"] == 0.0
-    # Triangles of 6 and 3, two weights, two numbers of rows, the positions and theirs.
-    gather = 1e-4 + 1e-6 + 0.5 * 4 * 15 / 1e9
-    vote = PLAIN.all_reduce(4, 2)
-    assert math.isclose(owner.seconds["reduce"], vote + gather / 10)
-    assert math.isclose(owner.seconds["directions"], 1e-4 + 1e-6 + 0.5 * 24 / 1e9)
+    # Triangles of 6 and 3, two weights, two numbers of rows, the positions and theirs;
+    # both ranks send as long messages, of which one is padding.
+    gather = 1e-4 + 1e-6 + 0.5 * 2 * 4 * 15 / 1e9
+    assert math.isclose(owner.seconds["reduce"], gather / 10)
+    assert math.isclose(owner.seconds["directions"], 1e-4 + 1e-6 + 0.5 * 2 * 24 / 1e9)
     assert owner.seconds["operators"] == everybody.seconds["directions"] == 0.0
-    operators = 1e-4 + 1e-6 + 0.5 * 4 * 18 / 1e9
+    operators = 1e-4 + 1e-6 + 0.5 * 2 * 4 * 18 / 1e9
     assert math.isclose(everybody.seconds["operators"], operators / 10)
+    # A vote has the weights of three averages, and 35 more; in float64.
+    vote = PLAIN.all_reduce(2 * (3 + 3 + 32), 2)
+    assert owner.votes == 1.1
+    assert math.isclose(owner.seconds["votes"], 1.1 * vote)
+    assert owner.busiest == owner.sent == 4 * 6 + 4 * 15 / 10
+    # Two squares, and inverses with their factors' triangles.
+    assert everybody.memory == 4 * (2 * 15 + 18)
+    assert everybody.peak == everybody.memory + 2 * 2 * 4 * 18
     assert owner.total == sum(owner.seconds.values())
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+@pytest.mark.parametrize("reduce", ["refresh", "owner"])
+def test_messages_of_many_ranks_are_as_predicted(size, reduce):
+    """One rank's program among partners that count; no rank sends or holds much more."""
+    sizes = [(3, 40), (40, 40), (40, 17)]
+    network = kc.Network(
+        {
+            f"fc{k}": kc.Block(dense(n, m, bias=False), kc.Kronecker())
+            for k, (n, m) in enumerate(sizes)
+        },
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
+    )
+
+    counted, predicted = counted_messages(network, size, reduce=reduce)
+
+    assert counted == predicted
+    numbers = summary(counted, size)
+    assert numbers["busiest"] <= 3 * numbers["mean"]
+    # Triangles in float32, and six numbers of each block.
+    triangles = sum(n * (n + 1) // 2 + m * (m + 1) // 2 for n, m in sizes)
+    assert numbers["buffer"] == 4 * (triangles + 3 * 6)
+    assert numbers["seconds"] <= 2 * numbers["ring"]
 
 
 def test_the_networks_have_their_numbers_of_parameters():

@@ -155,7 +155,7 @@ def kills(folder, number):
         while len([*place.glob("started_*")]) < 3:
             time.sleep(0.01)
         # A few runs are hit before their first checkpoint, and a few after the last.
-        time.sleep(rng.uniform(0.0, 4.0))
+        time.sleep(rng.uniform(0.0, 2.0))
         victim = rng.randrange(3)
         os.kill(ranks[victim], signal.SIGKILL)
         killed = time.time()

@@ -53,6 +53,7 @@ from kfac_core.distributed.transport import (
     BYTES,
     buckets,
     dtype_name,
+    message_bytes,
     narrower,
     packed_matrices,
     unpacked_matrices,
@@ -118,6 +119,7 @@ class DistributedExecutor(Executor):
         self._group = self._communicator.split(groups)
         self._row = self._communicator.split(rows)
         self._group_number = self._communicator.rank // self.placement.holders
+        self._message_bytes = message_bytes(options.bucket_bytes, p)
         self._background: DistributedExecutor | None = None
         self._to_all = Exchange(self._communicator)
         self._to_group = Exchange(self._group)
@@ -397,7 +399,7 @@ class DistributedExecutor(Executor):
         for names in buckets(
             with_rows,
             lambda name: 8 * self.placement.loads[name].statistics,
-            self.options.bucket_bytes,
+            self._message_bytes,
         ):
             moments: dict[str, Any] = {}
             if error is None:
@@ -594,7 +596,7 @@ class DistributedExecutor(Executor):
         computed: dict[str, Any] = {}
         error: Exception | None = None
         started = []
-        for names in self.placement.messages(vectors, self.options.bucket_bytes):
+        for names in self.placement.messages(vectors, self._message_bytes):
             local = {
                 n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)
             }
@@ -698,7 +700,7 @@ class DistributedExecutor(Executor):
             items.values(),
             to_owners=to_owners,
             dtype=self.options.statistics_dtype,
-            bucket_bytes=self.options.bucket_bytes,
+            bucket_bytes=self._message_bytes,
         )
 
     def _with_averages(

@@ -65,8 +65,9 @@ class Distributed:
         Dtype in which directions and all products of `Estimator.apply` are sent;
         ``"bfloat16"`` for libraries that have it, with `torch.distributed`.
     bucket_bytes : int
-        Size from which a message is sent, while the rest of the sums is packed, or the rest
-        of the directions computed.
+        Size from which a message is sent among up to 8 ranks, while the rest of the sums is
+        packed, or the rest of the directions computed.  Among more ranks it is larger in
+        proportion, up to 256 MB.
     memory : int, optional
         How many numbers of statistics and operators an owner has room for.
     like : array, optional

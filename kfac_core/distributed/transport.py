@@ -34,6 +34,7 @@ __all__ = [
     "dtype_name",
     "in_dtype",
     "lengths_of",
+    "message_bytes",
     "narrower",
     "pack",
     "packed_matrices",
@@ -56,6 +57,20 @@ BYTES = {
 
 Form = Any
 """Plain data: dicts, lists, numbers, strings and None."""
+
+
+LARGEST_MESSAGE = 2**28
+"""Bytes up to which messages grow with the number of ranks."""
+
+
+def message_bytes(bucket_bytes: int, size: int, /) -> int:
+    """Return the size from which a message is sent among so many ranks.
+
+    A message passes all ranks, so that its latency grows with their number; so do
+    messages, beyond 8 ranks, for the latency to stay a small part of their time.
+    """
+    grown = bucket_bytes * max(1, size // 8)
+    return min(grown, max(bucket_bytes, LARGEST_MESSAGE))
 
 
 def buckets(
