@@ -18,16 +18,8 @@ import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from types import EllipsisType, NoneType, UnionType
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from types import EllipsisType, UnionType
+from typing import Any, NamedTuple, get_args
 
 import array_api_compat
 import numpy as np
@@ -35,12 +27,12 @@ import numpy as np
 from kfac_core import errors
 
 __all__ = [
-    "annotated",
     "Constraint",
     "either",
     "implementation_of",
     "instance_of",
     "integer",
+    "literal",
     "mapping_to",
     "number",
     "one_of",
@@ -60,10 +52,6 @@ __all__ = [
     "tuple_of",
     "unknown_block",
 ]
-
-T = TypeVar("T")
-
-_ANNOTATED: dict[Any, dict[str, Any]] = {}
 
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
@@ -151,6 +139,11 @@ def one_of(*choices: Any) -> Constraint:
         f"one of {', '.join(map(repr, choices))}",
         lambda value: (value is None or isinstance(value, str)) and value in choices,
     )
+
+
+def literal(hint: Any, /) -> Constraint:
+    """Return the constraint of one of the strings of a ``Literal`` type."""
+    return one_of(*get_args(hint))
 
 
 def optional(constraint: Constraint, /) -> Constraint:
@@ -298,44 +291,11 @@ def require_options(options: object, /, **constraints: Constraint) -> None:
     options : object
         Instance of a class of options, or a mapping of options.
     **constraints : Constraint
-        What is expected, by field.  A flag and one of several strings need no constraint
-        here: the annotations ``bool`` and ``Literal[...]`` of a dataclass are one.
+        The constraint of each field that has one.
     """
-    if isinstance(options, dict):
-        values, expected = options, constraints
-    else:
-        values = {name: getattr(options, name) for name in vars(options)}
-        kind: Any = type(options)
-        expected = {**_ANNOTATED.get(kind, {}), **constraints}
-    for name, constraint in expected.items():
+    values = options if isinstance(options, dict) else vars(options)
+    for name, constraint in constraints.items():
         require_range(name, values[name], constraint)
-
-
-def annotated(cls: type[T], /) -> type[T]:
-    """Decorate a dataclass: its annotations become constraints of its fields.
-
-    They are read here, once, since function compilers cannot read annotations.
-    """
-    constraints = {
-        name: _of_annotation(hint) for name, hint in get_type_hints(cls).items()
-    }
-    fields = getattr(cls, "__dataclass_fields__", ())
-    _ANNOTATED[cls] = {
-        n: c for n, c in constraints.items() if c is not None and n in fields
-    }
-    return cls
-
-
-def _of_annotation(hint: Any) -> Constraint | None:
-    """Return the constraint of a flag, or of one of several strings, perhaps of None."""
-    if hint is bool:
-        return FLAG
-    if get_origin(hint) is Literal:
-        return one_of(*get_args(hint))
-    literal, *others = get_args(hint) or (None,)
-    if get_origin(literal) is Literal and others == [NoneType]:
-        return one_of(*get_args(literal), None)
-    return None
 
 
 def require_one_of(name: str, value: object, known: tuple[str, ...], /) -> None:

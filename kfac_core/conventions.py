@@ -38,7 +38,6 @@ LossReduction = Literal["sum", "mean", "mean_rows"]
 SourceReduction = Literal["sum", "mean"]
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Scaling of the output gradients that a framework computes.
@@ -75,7 +74,11 @@ class Conventions:
     sources: SourceReduction
 
     def __post_init__(self) -> None:
-        constraints.require_options(self)
+        constraints.require_options(
+            self,
+            reduction=constraints.literal(LossReduction),
+            sources=constraints.literal(SourceReduction),
+        )
 
     def outer_product_scale(
         self, *, examples: int, rows: Scalar, sources: int

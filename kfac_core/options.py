@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from kfac_core import constraints, errors
 from kfac_core.approximations.options import DampingScaling, RefreshOptions
@@ -19,20 +18,18 @@ RANGES = {
     "debias": constraints.FLAG,
     "burn_in": constraints.WHOLE,
     "weight": constraints.WEIGHT,
-    "factorizations": constraints.tuple_of(
-        constraints.one_of(*get_args(Factorization))
-    ),
+    "factorizations": constraints.tuple_of(constraints.literal(Factorization)),
     "keep_matrices": constraints.FLAG,
-    "damping_scaling": constraints.one_of(*get_args(DampingScaling)),
+    "damping_scaling": constraints.literal(DampingScaling),
     "least_shift": constraints.NOT_NEGATIVE,
     "failure_budget": constraints.WHOLE,
-    "solving": constraints.one_of(*get_args(Solving)),
+    "solving": constraints.literal(Solving),
     "factors": constraints.mapping_to(constraints.TEXT),
     "weights": constraints.mapping_to(constraints.TEXT),
     "chains": constraints.mapping_to(constraints.NAMES),
     "workers": constraints.COUNT,
     "max_patch_elements": constraints.optional(constraints.COUNT),
-    "rule": constraints.one_of(*get_args(DampingRule)),
+    "rule": constraints.literal(DampingRule),
     "check": constraints.CHECK,
     "precision": constraints.optional(constraints.instance_of(Precision)),
 }

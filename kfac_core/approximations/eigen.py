@@ -64,10 +64,12 @@ from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen"]
 
+BasisFactor = Literal["full", "diagonal"]
+"""Structures of a factor that has an eigenbasis."""
+
 _SIDES = ("input", "output")
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Eigen(Approximation):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
@@ -146,8 +148,8 @@ class Eigen(Approximation):
     (6, 6)
     """
 
-    input: Literal["full", "diagonal"] = "full"
-    output: Literal["full", "diagonal"] = "full"
+    input: BasisFactor = "full"
+    output: BasisFactor = "full"
     sharing: WeightSharing = "expand"
     moment_decay: float | None = None
 
@@ -157,7 +159,11 @@ class Eigen(Approximation):
 
     def __post_init__(self) -> None:
         constraints.require_options(
-            self, moment_decay=constraints.optional(constraints.DECAY)
+            self,
+            input=constraints.literal(BasisFactor),
+            output=constraints.literal(BasisFactor),
+            sharing=constraints.literal(WeightSharing),
+            moment_decay=constraints.optional(constraints.DECAY),
         )
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:

@@ -52,7 +52,6 @@ _SUMMED: dict[WeightSharing, Literal["row", "example"]] = {
 """Whether the sums of a factor run over rows or over examples."""
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
     r"""K-FAC: the block of a layer is one Kronecker product of two factors.
@@ -139,7 +138,12 @@ class Kronecker(Approximation):
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
-        constraints.require_options(self)
+        constraints.require_options(
+            self,
+            input=constraints.literal(FactorKind),
+            output=constraints.literal(FactorKind),
+            sharing=constraints.literal(WeightSharing),
+        )
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics.

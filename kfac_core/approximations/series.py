@@ -53,7 +53,6 @@ _LAG_0 = Kronecker()
 _LAG_1 = LaggedFactor()
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Series(Approximation):
     r"""The approximation of a recurrent layer's block by a chain of time steps.
@@ -108,7 +107,11 @@ class Series(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        constraints.require_options(self, steps=constraints.optional(constraints.COUNT))
+        constraints.require_options(
+            self,
+            variant=constraints.literal(SeriesVariant),
+            steps=constraints.optional(constraints.COUNT),
+        )
         if self.variant == "symmetric" and self.steps is None:
             raise errors.ConventionError(
                 "The symmetric variant sums over the lags of sequences of known lengths: "

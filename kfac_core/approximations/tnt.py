@@ -47,7 +47,6 @@ Positions = Literal["summed", "independent"]
 _KRONECKER = Kronecker()
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
     r"""The tensor-normal approximation of a block.
@@ -96,7 +95,7 @@ class TNT(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        constraints.require_options(self)
+        constraints.require_options(self, positions=constraints.literal(Positions))
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""

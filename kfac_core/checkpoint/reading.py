@@ -13,7 +13,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +99,7 @@ def load_checkpoint(
         locals(),
         backend=constraints.optional(constraints.TEXT),
         names=constraints.optional(constraints.mapping_to(constraints.TEXT)),
-        layouts=constraints.one_of(*get_args(Layouts)),
+        layouts=constraints.literal(Layouts),
     )
     selected_backend(backend)
     with opened(path) as archive:

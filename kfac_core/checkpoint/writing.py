@@ -17,7 +17,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import array_api_compat
 import numpy as np
@@ -102,7 +102,7 @@ def save_checkpoint(
     ...     kc.load_checkpoint(path, again)
     """
     constraints.require_kind("estimator", estimator, Estimator, "an Estimator")
-    constraints.require_range("parts", parts, constraints.one_of(*get_args(Parts)))
+    constraints.require_range("parts", parts, constraints.literal(Parts))
     target = target_of(path)
     state = _only(estimator.state_dict(), parts)
     arrays: list[Any] = []

@@ -23,7 +23,6 @@ DirectionDtype = Literal["bfloat16", "float32", "float64"]
 """Dtypes of messages with directions."""
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
     """How an estimator divides its work among processes.
@@ -113,6 +112,11 @@ class Distributed:
             self,
             communicator=constraints.implementation_of(Communicator),
             interval=constraints.COUNT,
+            reduce=constraints.one_of("refresh", "update", "owner"),
+            loss=constraints.literal(LossScale),
+            statistics_dtype=constraints.optional(constraints.literal(MessageDtype)),
+            operators_dtype=constraints.optional(constraints.literal(MessageDtype)),
+            directions_dtype=constraints.optional(constraints.literal(DirectionDtype)),
             bucket_bytes=constraints.COUNT,
             memory=constraints.optional(constraints.COUNT),
             execution=constraints.instance_of(Execution),

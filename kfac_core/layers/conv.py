@@ -64,7 +64,6 @@ DataLayout = Literal["channels_last", "channels_first"]
 _Entered: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Conv:
     """A convolution in any number of spatial axes: a dense layer on patches.
@@ -147,7 +146,14 @@ class Conv:
         if not isinstance(self.padding, str):
             object.__setattr__(self, "padding", _pairs(self.padding))
         channels = dict.fromkeys(("in_channels", "out_channels"), constraints.SIZE)
-        constraints.require_options(self, groups=constraints.SIZE, **channels)
+        constraints.require_options(
+            self,
+            groups=constraints.SIZE,
+            bias=constraints.FLAG,
+            weight_layout=constraints.literal(ConvWeightLayout),
+            data_layout=constraints.literal(DataLayout),
+            **channels,
+        )
         resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)

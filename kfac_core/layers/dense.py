@@ -30,7 +30,6 @@ __all__ = ["Dense", "WeightLayout"]
 WeightLayout = Literal["io", "oi"]
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Dense:
     """A dense layer, ``y = x W + b``, with any number of shared axes.
@@ -76,7 +75,11 @@ class Dense:
 
     def __post_init__(self) -> None:
         constraints.require_options(
-            self, in_features=constraints.SIZE, out_features=constraints.SIZE
+            self,
+            in_features=constraints.SIZE,
+            out_features=constraints.SIZE,
+            bias=constraints.FLAG,
+            weight_layout=constraints.literal(WeightLayout),
         )
 
     @property

@@ -25,7 +25,6 @@ __all__ = ["Duplicates", "Embedding"]
 Duplicates = Literal["binary", "count"]
 
 
-@constraints.annotated
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
     """An embedding's geometry.
@@ -70,7 +69,12 @@ class Embedding:
 
     def __post_init__(self) -> None:
         constraints.require_options(
-            self, num_embeddings=constraints.SIZE, features=constraints.SIZE
+            self,
+            num_embeddings=constraints.SIZE,
+            features=constraints.SIZE,
+            weight_layout=constraints.literal(WeightLayout),
+            bag=constraints.FLAG,
+            duplicates=constraints.literal(Duplicates),
         )
 
     @property
