@@ -15,12 +15,7 @@ DAMPING = 0.3
 
 def make(blocks, **options):
     """Return an estimator with plain settings."""
-    settings = {
-        "decay": 0.8,
-        "damping": DAMPING,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
+    settings = {"decay": 0.8, "damping": DAMPING, "reduction": "sum"}
     return make_estimator(blocks, **(settings | options))
 
 

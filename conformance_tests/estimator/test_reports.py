@@ -16,12 +16,7 @@ DAMPING = 0.3
 
 def make(block, **options):
     """Return an estimator of one block."""
-    settings = {
-        "decay": 0.8,
-        "damping": DAMPING,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
+    settings = {"decay": 0.8, "damping": DAMPING, "reduction": "sum"}
     return make_estimator({"a": block}, **(settings | options))
 
 

@@ -9,12 +9,7 @@ from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close, assert_differs
 
-SETTINGS = {
-    "decay": 0.8,
-    "damping": 0.3,
-    "damping_rule": "factored",
-    "reduction": "sum",
-}
+SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 LAYER = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
 USES = {"again": "first", "once more": "first"}
 

@@ -11,12 +11,7 @@ from ..builders import reference
 from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close, assert_differs
 
-SETTINGS = {
-    "decay": 0.8,
-    "damping": 0.3,
-    "damping_rule": "factored",
-    "reduction": "sum",
-}
+SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 
 
 def dense():

@@ -173,12 +173,7 @@ def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkey
     """And makes the operators that it makes alone."""
     layer = kc.Dense(in_features=130, out_features=3, bias=False, weight_layout="io")
     blocks = {name: kc.Block(layer, kc.Kronecker()) for name in "ab"}
-    settings = {
-        "decay": 0.9,
-        "damping": 0.1,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
+    settings = {"decay": 0.9, "damping": 0.1, "reduction": "sum"}
     batches = {
         name: kc.Batch(rng.normal(size=(9, 130)), rng.normal(size=(9, 3)))
         for name in blocks
@@ -211,12 +206,7 @@ def estimator_of(sizes, outputs, *, workers, bias=True):
         )
         for name, n in sizes.items()
     }
-    settings = {
-        "decay": 0.9,
-        "damping": 0.1,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
+    settings = {"decay": 0.9, "damping": 0.1, "reduction": "sum"}
     return make_estimator(blocks, execution=kc.Execution(workers=workers), **settings)
 
 

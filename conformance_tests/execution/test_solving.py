@@ -8,12 +8,7 @@ import kfac_core as kc
 from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close
 
-SETTINGS = {
-    "decay": 0.8,
-    "damping": 0.3,
-    "damping_rule": "factored",
-    "reduction": "sum",
-}
+SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 
 
 def block(n=4, m=3, approximation=None):

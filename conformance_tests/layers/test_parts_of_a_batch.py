@@ -15,12 +15,7 @@ CUTS = slice(0, 3), slice(3, 4), slice(4, 9)
 
 
 def made(**options):
-    settings = {
-        "decay": 0.7,
-        "damping": 0.1,
-        "damping_rule": "factored",
-        "reduction": "sum",
-    }
+    settings = {"decay": 0.7, "damping": 0.1, "reduction": "sum"}
     return make_estimator(
         {"fc": kc.Block(LAYER, kc.Kronecker())}, **settings, **options
     )

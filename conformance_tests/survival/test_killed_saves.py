@@ -54,13 +54,7 @@ def estimator() -> kc.Estimator:
     """Return one of a size that takes milliseconds to write."""
     layer = kc.Dense(in_features=300, out_features=200, bias=True, weight_layout="io")
     return make_estimator(
-        {"a": kc.Block(layer, kc.Kronecker())},
-        **{
-            "decay": 0.0,
-            "damping": 0.1,
-            "damping_rule": "factored",
-            "reduction": "sum",
-        },
+        {"a": kc.Block(layer, kc.Kronecker())}, decay=0.0, damping=0.1, reduction="sum"
     )
 
 
