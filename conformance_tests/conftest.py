@@ -97,11 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Where JAX is tested in float32 too without `--thorough`: the way from rows to products.
-JAX_FLOAT32 = {
-    "test_smoke",
-    "test_gram",
-    "test_fallback",
-}
+JAX_FLOAT32 = {"test_smoke", "test_gram", "test_fallback"}
 
 JAX_CASES = {"test_smoke": 8, "test_records": 16}
 """How many cases of some tests JAX runs without `--thorough`: the answers of others."""

@@ -18,9 +18,7 @@ def import_benchmarks():
     if "benchmarks" in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(
-        "benchmarks",
-        FOLDER / "__init__.py",
-        submodule_search_locations=[str(FOLDER)],
+        "benchmarks", FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
     )
     package = importlib.util.module_from_spec(spec)
     sys.modules["benchmarks"] = package

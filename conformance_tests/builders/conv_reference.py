@@ -58,12 +58,7 @@ def axes_of(spatial: tuple[int, ...], geometry: Geometry) -> list[tuple]:
         pads = (pads,) * len(spatial)
     found = []
     for n, k, s, e, p in zip(
-        spatial,
-        geometry.kernel,
-        geometry.strides,
-        geometry.dilation,
-        pads,
-        strict=True,
+        spatial, geometry.kernel, geometry.strides, geometry.dilation, pads, strict=True
     ):
         lo, hi = zeros_around(n, k, s, e, p)
         found.append((lo, starts_that_fit(lo + n + hi, k, s, e)))

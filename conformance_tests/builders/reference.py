@@ -101,10 +101,7 @@ def spd(
 
 
 def gram(
-    rows: np.ndarray,
-    *,
-    weights: np.ndarray | None = None,
-    homogeneous: bool = False,
+    rows: np.ndarray, *, weights: np.ndarray | None = None, homogeneous: bool = False
 ) -> np.ndarray:
     """Return ``sum_i w_i x_i x_i^T``, a 1 appended to each row on demand."""
     d = rows.shape[1] + homogeneous

@@ -76,12 +76,7 @@ def run(program: Program, /, *, rtol: float = 1e-8) -> None:
         return
     outputs = program.loop(model, kfac)
     skipped = check_step(
-        model,
-        kfac,
-        outputs,
-        diagonal=program.diagonal,
-        parts=program.parts,
-        rtol=rtol,
+        model, kfac, outputs, diagonal=program.diagonal, parts=program.parts, rtol=rtol
     )
     assert skipped == {*program.skipped}
 

@@ -17,10 +17,7 @@ def demo(backend, folder, monkeypatch, *options):
     return main(["demo", "--quick", "--output", str(folder), *options])
 
 
-METHODS = {
-    "numpy": ["KFACRegressor"],
-    "torch": ["KFAC", "GaussNewton"],
-}
+METHODS = {"numpy": ["KFACRegressor"], "torch": ["KFAC", "GaussNewton"]}
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -12,12 +12,7 @@ import pytest
 
 import kfac_core as kc
 from conformance_tests.builders.shards import dense
-from kfac_core.distributed import (
-    BlockLoad,
-    Distributed,
-    place,
-    run_ranks,
-)
+from kfac_core.distributed import BlockLoad, Distributed, place, run_ranks
 from kfac_core.distributed.communicator import Traffic, communicator_names, connect
 
 SHAPES = {"a": (6, 4), "b": (4, 9), "c": (9, 9), "d": (2, 3), "e": (3, 7)}

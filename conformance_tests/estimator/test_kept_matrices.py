@@ -134,9 +134,7 @@ def test_every_block_takes_the_option(backend, rng, pair):
     found = {}
     for keep in (False, True):
         estimator = make(
-            {"a": kc.Block(layer, approximation)},
-            keep_matrices=keep,
-            damping_rule=rule,
+            {"a": kc.Block(layer, approximation)}, keep_matrices=keep, damping_rule=rule
         )
         estimator.update({"a": batch})
         if approximation.has_bases:

@@ -76,9 +76,7 @@ def test_the_residual_of_a_factor_is_truthful(backend, dtype, rng, kind):
     L = np.tril(spoiled(rng, np.linalg.cholesky(M), kind))
 
     residual = cholesky_residual(
-        backend.asarray(L, dtype),
-        *image(backend, dtype, M),
-        xp=backend.xp,
+        backend.asarray(L, dtype), *image(backend, dtype, M), xp=backend.xp
     )
 
     true = np.linalg.norm(L @ L.T - M) / np.linalg.norm(M)

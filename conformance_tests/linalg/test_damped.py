@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from kfac_core.errors import (
-    FactorizationError,
-    NotReadyError,
-)
+from kfac_core.errors import FactorizationError, NotReadyError
 from kfac_core.linalg import damped
 from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.diagonal import damped_diagonal

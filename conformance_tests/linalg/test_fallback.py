@@ -9,10 +9,7 @@ from kfac_core.array.status import Status
 from kfac_core.array.structure import combinable, leaves
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.linalg import factorize
-from kfac_core.linalg.factorize import (
-    cholesky_factor,
-    damped_inverse,
-)
+from kfac_core.linalg.factorize import cholesky_factor, damped_inverse
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 

@@ -52,9 +52,7 @@ def test_masked_rows_are_ignored(backend, dtype, rng, homogeneous, weighted):
     rows, weights = rng.normal(size=(8, 3)), rng.uniform(0.5, 2.0, size=8)
     mask = np.array([1, 1, 0, 1, 0, 1, 1, 0], bool)
     expected = reference.gram(
-        rows[mask],
-        weights=weights[mask] if weighted else None,
-        homogeneous=homogeneous,
+        rows[mask], weights=weights[mask] if weighted else None, homogeneous=homogeneous
     )
     rows[2], rows[4, 1], weights[7] = np.nan, np.inf, np.nan
 

@@ -181,10 +181,7 @@ def test_a_step_contracts_by_the_ratio_of_eigenvalues(backend, rng):
     R, _ = np.linalg.qr(rng.normal(size=(8, 8)))
     A = (R * [1.0, 0.25, 0.1, 0.08, 0.06, 0.04, 0.02, 0.01]) @ R.T
     turn = np.eye(8)
-    turn[:2, :2] = [
-        [np.cos(angle), -np.sin(angle)],
-        [np.sin(angle), np.cos(angle)],
-    ]
+    turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     given = backend.asarray(A)
     basis = basis_of(backend, R @ turn, ordered_basis(given))
 

@@ -109,11 +109,7 @@ def test_an_update_by_panels_is_the_dense_update(backend, dtype, rng, with_tail)
     stored = backend.asarray(lower_only(old), dtype)
 
     got = updated_gram(
-        SymmetricMatrix(stored, full_storage=False),
-        x,
-        0.75,
-        0.5,
-        xp=backend.xp,
+        SymmetricMatrix(stored, full_storage=False), x, 0.75, 0.5, xp=backend.xp
     )
 
     expected = 0.75 * old + 0.5 * extended.T @ extended

@@ -11,11 +11,7 @@ import pytest
 
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.errors import ShapeError
-from kfac_core.linalg.patches import (
-    extract_patches,
-    output_size,
-    resolve_padding,
-)
+from kfac_core.linalg.patches import extract_patches, output_size, resolve_padding
 
 from ..builders import conv_reference as reference
 from ..builders.tolerances import assert_close, assert_differs

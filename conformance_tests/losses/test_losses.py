@@ -85,10 +85,7 @@ def _normal_targets(mean, deviation):
     nodes, weights = np.polynomial.hermite_e.hermegauss(5)
     weights = weights / weights.sum()
     return [
-        (
-            float(np.prod(weights[list(index)])),
-            mean + deviation * nodes[list(index)],
-        )
+        (float(np.prod(weights[list(index)])), mean + deviation * nodes[list(index)])
         for index in itertools.product(range(5), repeat=len(mean))
     ]
 

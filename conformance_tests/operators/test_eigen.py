@@ -64,9 +64,7 @@ def test_negative_eigenvalues_are_kept_and_reported(backend, dtype, rng, check):
     A = rebuilt(np.array([1.0, 0.5, -0.25, -0.125]), V)
 
     basis = eigendecomposition(
-        problem(backend, backend.asarray(A, dtype)),
-        check=check,
-        name="fc/input",
+        problem(backend, backend.asarray(A, dtype)), check=check, name="fc/input"
     )
 
     w, Q = backend.to_numpy(basis.eigenvalues), backend.to_numpy(basis.eigenvectors)
@@ -94,9 +92,7 @@ def test_in_status_mode_it_is_flagged_and_nan(backend, dtype, bad):
     A[1, 1, 0] = A[1, 0, 1] = bad
 
     basis = eigendecomposition(
-        problem(backend, backend.asarray(A, dtype)),
-        check="status",
-        name="fc/input",
+        problem(backend, backend.asarray(A, dtype)), check="status", name="fc/input"
     )
 
     w, Q = backend.to_numpy(basis.eigenvalues), backend.to_numpy(basis.eigenvectors)

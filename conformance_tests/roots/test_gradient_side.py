@@ -7,9 +7,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.status import Status
-from kfac_core.errors import (
-    NotFiniteError,
-)
+from kfac_core.errors import NotFiniteError
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators import kronecker_operator
 from kfac_core.roots.gradient_side import GradientFactors

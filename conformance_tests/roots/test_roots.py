@@ -6,11 +6,7 @@ import pytest
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.array.status import Status
 from kfac_core.array.structure import leaves
-from kfac_core.errors import (
-    DampingError,
-    FactorizationError,
-    NotFiniteError,
-)
+from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 from kfac_core.linalg.certificate import probe_of
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix

@@ -122,12 +122,7 @@ PROGRAMS = {
     "slopes": (slopes, mlp(2, 5, 4, 1), (X,), set()),
     "Poisson": (poisson, mlp(2, 5, 4, 1), (X, EDGE), set()),
     "value and slopes": (value_and_slopes, mlp(2, 4, 1), (X,), set()),
-    "conv, embedding": (
-        images_and_words,
-        words(),
-        (array(5, 3, 3, 1), IDS),
-        set(),
-    ),
+    "conv, embedding": (images_and_words, words(), (array(5, 3, 3, 1), IDS), set()),
     "outside of layers": (outside_of_layers, extra(), (X,), {"['c']", "['shift']"}),
     "reverse only": (reverse_only, extra(), (X,), {"['c']", "['shift']"}),
     "batch norm in training": (

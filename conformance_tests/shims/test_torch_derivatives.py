@@ -190,13 +190,7 @@ def test_empirical_gradients_of_a_residual():
 def test_kronecker_factors_are_means_over_uses(fisher):
     """A use in reverse has what comes back as input, and what it multiplies as gradient."""
     model, x = nn.Linear(2, 3, bias=False), torch.randn(6, 2)
-    kfac = KFAC(
-        model,
-        likelihood="gaussian",
-        fisher=fisher,
-        decay=1.0,
-        output=None,
-    )
+    kfac = KFAC(model, likelihood="gaussian", fisher=fisher, decay=1.0, output=None)
     v = torch.randn(6, 3)
     y, z = model(x), v @ model.weight
     r = (y.square().sum(1) + z.square().sum(1))[:, None]

@@ -279,9 +279,9 @@ def test_losses_are_in_units_of_their_likelihood(kind):
     likelihood = "gaussian" if kind == "gaussian" else loss
     kfac = attached(model, likelihood=likelihood, loss=None)
     p = torch.sigmoid(model(x)).detach()
-    H = {
-        "bce": torch.diag((p * (1 - p)).mean(0)),
-    }.get(kind, torch.eye(P, dtype=x.dtype))
+    H = {"bce": torch.diag((p * (1 - p)).mean(0))}.get(
+        kind, torch.eye(P, dtype=x.dtype)
+    )
     c = {"bce": 1 / P, "mse": 2 / P, "mse sum": 2 * N, "gaussian": 1}[kind]
     ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
     A = ones.T @ ones / N

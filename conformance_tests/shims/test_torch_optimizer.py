@@ -280,10 +280,7 @@ def test_parameters_without_a_block_have_a_rate_of_their_own():
     alone = torch.tensor([n == "scale" for n in names])
     natural = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
     zero = torch.zeros(())
-    directions = [
-        torch.where(alone, zero, natural),
-        torch.where(alone, gradient, zero),
-    ]
+    directions = [torch.where(alone, zero, natural), torch.where(alone, gradient, zero)]
     assert_minimum(delta, gradient, F, directions)
     assert optimizer.metrics()["rate_of_others"] > 0
 

@@ -565,11 +565,7 @@ def test_examples_that_a_batch_norm_mixes_are_right_in_expectation(positions):
     )
     x = torch.randn(3, 3)
     kfac = KFAC(
-        model,
-        likelihood="categorical",
-        fisher="exact",
-        decay=1.0,
-        positions=positions,
+        model, likelihood="categorical", fisher="exact", decay=1.0, positions=positions
     )
     made = model[0](x)
     _, expected = by_hand([(x, made)], model[1:](made))
@@ -820,9 +816,7 @@ def test_sequences_of_several_lengths_are_one_batch(when, fisher, approximation)
     passes = [inputs] if when == "one pass" else [[x] for x in inputs]
     labels = y.split([len(x[0]) for x in passes])
     kfac = KFAC(
-        model,
-        approximations={"dense": approximation},
-        **{**EXACT, "fisher": fisher},
+        model, approximations={"dense": approximation}, **{**EXACT, "fisher": fisher}
     )
     rows, mixed, below, head = [], [], 0.0, 0.0
     for xs, own in zip(passes, labels, strict=True):

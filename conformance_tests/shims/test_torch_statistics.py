@@ -10,12 +10,7 @@ from kfac_core_shims.torch import KFAC  # noqa: E402
 
 from ..builders.torch_rows import root_of_hessian  # noqa: E402
 
-EXACT = {
-    "likelihood": "categorical",
-    "fisher": "exact",
-    "decay": 1.0,
-    "kl_clip": None,
-}
+EXACT = {"likelihood": "categorical", "fisher": "exact", "decay": 1.0, "kl_clip": None}
 
 
 pytestmark = pytest.mark.usefixtures("torch_float64")

@@ -432,9 +432,7 @@ PROGRAMS = {
         tanh_reentrant, raises=(kc.UnsupportedError, "use_reentrant=False")
     ),
     "one weight in two modules": Program(
-        model=Sharing,
-        loop=squares(randn(6, 3)),
-        skipped=["one.bias", "two.bias"],
+        model=Sharing, loop=squares(randn(6, 3)), skipped=["one.bias", "two.bias"]
     ),
     "an embedding that something else reads": Program(
         model=calling(

@@ -53,10 +53,7 @@ def step(theta, grad, direction, before, products, losses, damping):
 
     def attempt(lam):
         model = quadratic_model(
-            add_l2(grad, theta, **options),
-            directions,
-            curvature=curvature,
-            damping=lam,
+            add_l2(grad, theta, **options), directions, curvature=curvature, damping=lam
         )
         found = model.minimize(check="status")
         return model.change(found.coefficients, damped=True), {

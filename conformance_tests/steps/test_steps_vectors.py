@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.errors import (
-    ArgumentError,
-    DtypeError,
-    ShapeError,
-    UnsupportedError,
-)
+from kfac_core.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from kfac_core.steps import inner_product, linear_combination
 
 from ..builders.steps_reference import SIZE, flat, put, tree
