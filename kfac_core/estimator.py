@@ -325,8 +325,9 @@ class Estimator:
         ----------
         moments : mapping of str to Statistics
             Statistics of each part from `kfac_core.batch_moments`, with this estimator's
-            ``conventions`` and precision (and for `kfac_core.Eigen` its statistics), added
-            up by `Statistics.merged`.  The N of a mean loss is that of each part.
+            ``conventions`` and precision (and for `kfac_core.Eigen` its statistics),
+            added up by `Statistics.merged`.  For a mean loss, N is the number of examples
+            of each part.
 
         Raises
         ------
@@ -375,7 +376,7 @@ class Estimator:
         Raises
         ------
         UnknownBlockError, UnsupportedError, NotReadyError
-            For a name that is no block, a block without bases, or without statistics.
+            For an unknown name, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
             If a factor has no accurate basis (``check="raise"``).
 
@@ -563,7 +564,7 @@ class Estimator:
         Raises
         ------
         UnknownBlockError, NotReadyError
-            For a name that is no block, or a block that was never refreshed.
+            For an unknown name, or a block that was never refreshed.
         ConventionError
             For an unknown product, or if only some layers of a chain are given.
         ShapeError, DtypeError, MixedArraysError

@@ -579,7 +579,7 @@ def _entering_damping(
 ) -> Scalar:
     """Return a damping in a dtype; reads the value of a 0-d array if it is to raise.
 
-    The dtypes are those of computing and of applying.
+    `dtypes` are those of computing and of applying.
     """
     if isinstance(damping, ns.NUMBER):
         require_damping(damping)

@@ -108,7 +108,7 @@ def retrained_losses(
 def linear_datamodeling_score(
     scores: Any, subsets: Any, losses: Any, /, *, resamples: int = 1000, seed: int = 0
 ) -> DatamodelingScore:
-    """Return how well scores predict what retraining on subsets does.
+    """Return how well scores predict the losses after retraining on subsets.
 
     Parameters
     ----------
@@ -177,6 +177,6 @@ def _correlations(
     a, b = ranks
     spread = np.sqrt(np.sum(a * a, axis=0) * np.sum(b * b, axis=0))
     product = np.sum(a * b, axis=0)
-    found: np.ndarray[Any, Any] = np.zeros_like(spread)
-    np.divide(product, spread, out=found, where=spread > 0)
-    return found
+    correlations: np.ndarray[Any, Any] = np.zeros_like(spread)
+    np.divide(product, spread, out=correlations, where=spread > 0)
+    return correlations

@@ -82,7 +82,7 @@ class Collected:
         *,
         backend: str | None = None,
     ) -> Collected:
-        """Return what a file holds, for the layers of the network that it is of.
+        """Read a file, for the layers of its network.
 
         Parameters
         ----------
@@ -114,8 +114,8 @@ class Collected:
             )
         kinds = {k.name: k for k in (Kronecker, Eigen, Full, Diagonal)}
         blocks = {}
-        for name, held in state["blocks"].items():
-            options = dict(held["approximation"])
+        for name, saved in state["blocks"].items():
+            options = dict(saved["approximation"])
             blocks[name] = Block(layers[name], kinds[options.pop("name")](**options))
         conventions = state["conventions"]
         estimator = Estimator(
@@ -314,7 +314,7 @@ class _Run:
         estimator = self.estimator(self._stage_blocks())
         state = dict.fromkeys(self.blocks, BlockState())
         for name, statistics in self.statistics.items():
-            # Each row is an update of weight 1.
+            # The state counts one update of weight 1 for each row.
             rows = max(float(a.weight) for a in statistics.averages.values())
             age = 0 if statistics.bases else -1
             state[name] = BlockState(statistics, updates=int(rows), basis_age=age)
@@ -333,13 +333,13 @@ class _Run:
         }
 
     def _take(self, blocks: Blocks, skip: frozenset[str]) -> None:
-        """Go through the data, and add what blocks see."""
+        """Read the data, and add the rows of each block."""
         conventions = self.estimator(blocks).conventions
         options = UpdateOptions(conventions, 1.0, None, skip=skip)
         rank = 0 if self.communicator is None else self.communicator.rank
         with self.capture(blocks) as passes:
-            rest = itertools.islice(self.loader, self.batches, None)
-            for k, batch in enumerate(rest, self.batches):
+            remaining = itertools.islice(self.loader, self.batches, None)
+            for k, batch in enumerate(remaining, self.batches):
                 parts, count = passes(batch, (rank << 64) + (self.stage << 48) + k)
                 for part in parts:
                     for name in part.keys() & blocks.keys():
@@ -360,7 +360,7 @@ class _Run:
             old = block.initial(use.output_grads)
         new = update_block(block, old, batch, options, name=name)
         if options.skip:
-            # The examples were counted with the factors.
+            # The pass over the factors has counted the examples already.
             same = {"repeats": old.averages["repeats"]}
             new = replaced(new, averages={**new.averages, **same})
         self.statistics[name] = new
@@ -401,7 +401,7 @@ class _Run:
 
     def _rebased(self) -> dict[str, Statistics]:
         """Return the statistics with the bases of their factors, and zero moments."""
-        found = {}
+        by_block = {}
         for name, block in self.blocks.items():
             statistics = self.statistics[name]
             if isinstance(block.approximation, Eigen):
@@ -410,14 +410,14 @@ class _Run:
                 statistics = replaced(empty, averages=averages)
                 statistics = rebase_block(block, statistics, "zero", "raise")
                 if self.communicator is not None:
-                    # Of equal matrices libraries may return bases of other signs.
+                    # Libraries may return bases of equal matrices with other signs.
                     first = 1 if self.communicator.rank == 0 else 0
                     bases = map_structure(
                         lambda x, c=first: self._total(x * c), statistics.bases
                     )
                     statistics = replaced(statistics, bases=bases)
-            found[name] = statistics
-        return found
+            by_block[name] = statistics
+        return by_block
 
     def _save(self) -> None:
         if self.file is None:

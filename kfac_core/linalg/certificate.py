@@ -224,7 +224,7 @@ def smallest_known(
     -------
     array, 0-d
         That roundoff times the largest condition number, over the limit of residuals;
-        zero if the roots are of the dtype of storage, which has checks of its own.
+        zero if the roots have the dtype of storage, which other checks cover.
     """
     worst = xp.zeros_like(lowers[0][0, 0])
     if stored <= ns.roundoff_of(worst.dtype, xp=xp):

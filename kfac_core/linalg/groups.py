@@ -1,4 +1,4 @@
-"""Matrices made of independent groups of columns.
+"""Matrices with independent groups of columns.
 
 Conventions.  A vector is a matrix of shape ``(n, Q m)``, group q having the
 columns ``q m`` to ``(q + 1) m``; a stack of vectors has shape ``(Q, n, m)``.  With no

@@ -1,7 +1,7 @@
 """The Cholesky factor of a matrix that is diagonal in ``P (x) Q``, without forming it.
 
 Conventions.  Vectors are matrices V of shape ``(n, m)``, flattened row-major, P is n x n
-and stands left, Q is m x m.  The matrix ``(P (x) Q) diag(d) (P (x) Q)^T``, d of shape
+and is on the left, Q is m x m.  The matrix ``(P (x) Q) diag(d) (P (x) Q)^T``, d of shape
 ``(n, m)``, is in the basis Q of the columns m matrices of size n, ``M_k = P diag(d_k)
 P^T`` of column k of d; for ``S A (x) G + lam I`` with ``G = Q diag(g) Q^T`` they are
 ``S g_k A + lam I``.  So with

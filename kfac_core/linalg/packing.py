@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _first_layout(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-    """Return the static fields of a sum: the layout is that of the first."""
+    """Return the static fields of a sum, with the layout of the first."""
     full = all(fields["full_storage"] for fields in (first, *others))
     return {**first, "full_storage": full}
 
@@ -48,7 +48,7 @@ class PackedMatrix:
     size : int
         Number n of rows of the matrix.
     full_storage, row_major : bool
-        Triangles and order in memory of the matrix that it was made of.
+        Triangles and memory order of the unpacked matrix.
     """
 
     array: Array
@@ -138,7 +138,7 @@ def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:
     Raises
     ------
     ShapeError
-        For a shape that is not that of n rows.
+        For a shape that does not fit n rows.
     """
     constraints.require_shape("packed", packed, (..., *packed_shape(n)))
     k = (n + 1) // 2

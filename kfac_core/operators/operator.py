@@ -359,7 +359,7 @@ class CurvatureOperator(LinearMap):
         )
 
     def parts(self) -> dict[str, Any]:
-        """Return the damped factors or bases that the operator is made of, by name."""
+        """Return the damped factors or bases of the operator, by name."""
         return {}
 
     def _prepared_if_readable(self, factorization: Factorization, small: Array) -> Any:

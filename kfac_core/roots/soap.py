@@ -52,7 +52,7 @@ def side_blocks(
     Parameters
     ----------
     n, other : int
-        Length of the side, and m, that of the other.
+        Length of the side, and the length m of the other.
     least : int
         Sides up to this length have a whole basis.
     block : int
@@ -328,7 +328,7 @@ def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Sca
 
 
 def _times_rows(Q: Array, V: Array) -> Array:
-    """Return the blocks of Q times those of the rows of V."""
+    """Return the blocks of Q times the blocks of rows of V."""
     count, size = Q.shape[-3], Q.shape[-1]
     if count == 1:
         # A plain product, without reshaping.
@@ -339,7 +339,7 @@ def _times_rows(Q: Array, V: Array) -> Array:
 
 
 def _times_columns(V: Array, Q: Array) -> Array:
-    """Return the blocks of the columns of V times those of Q."""
+    """Return the blocks of columns of V times the blocks of Q."""
     count, size = Q.shape[-3], Q.shape[-1]
     if count == 1:
         return V @ Q[..., 0, :, :]

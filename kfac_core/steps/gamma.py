@@ -139,7 +139,7 @@ def search_gamma(
     Returns
     -------
     Trial
-        The first of the best; that of the present gamma where no change is finite.
+        The first of the best trials; the trial of the present gamma if no change is finite.
 
     Raises
     ------

@@ -92,7 +92,7 @@ def kl_clip(
     NotFiniteError
         For a size that is not finite (``check="raise"``).
     ConventionError, ShapeError, DtypeError, MixedArraysError, UnsupportedError
-        For arguments that cannot be used, by name, such as a bound that is not positive.
+        For invalid arguments, such as a bound that is not positive.
 
     Notes
     -----
@@ -173,7 +173,7 @@ def trust_region_rate(
     NotFiniteError
         For a size that is not finite (``check="raise"``).
     ConventionError, ShapeError, DtypeError, MixedArraysError
-        For arguments that cannot be used, by name.
+        For invalid arguments, by name.
 
     References
     ----------

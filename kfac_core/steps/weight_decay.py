@@ -52,7 +52,7 @@ def l2_penalty(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
-        For arrays that cannot be used, by name.
+        For invalid arrays, by name.
     """
     constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
     xp, (theta,) = entered(parameters=parameters)
