@@ -119,7 +119,7 @@ class TridiagonalOperator(CurvatureOperator):
         return total
 
     def _logdet(self) -> Array:
-        """Return ``log det F``, 0-d: the sum over the layers' blocks, reduced by the links."""
+        """Return ``log det F``, 0-d: the sum over the blocks, reduced by the links."""
         xp = ns.own_namespace(self.scale)
         total = xp.zeros_like(self.scale)
         for place in self._places:
