@@ -241,15 +241,20 @@ def run_shims(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv")
 def loops(session: nox.Session) -> None:
-    """Run PyTorch's training loops: plain ones, Lightning, accelerate, Hugging Face."""
+    """Run PyTorch's training loops, and Lightning, accelerate and Hugging Face."""
     trainers = ["accelerate", "lightning", "peft", "transformers>=5"]
     install(session, "scipy,torch,sklearn", *trainers, torch=True)
     folder = ROOT / "docs" / "examples" / "loops"
     for path in sorted(folder.glob("*.py")):
         if path.name != "problem.py":
             session.run("python", str(path), env={"HF_HUB_OFFLINE": "1"})
-    tests = "conformance_tests/shims/test_torch_libraries.py"
-    session.run("pytest", "--backend=numpy", tests, *session.posargs)
+    tests = [
+        "conformance_tests/shims/test_torch_libraries.py",
+        "conformance_tests/shims/test_trainers.py",
+        "conformance_tests/documentation/test_documentation.py",
+    ]
+    chosen = ["-k", "libraries or trainers"]
+    session.run("pytest", "--backend=numpy", *tests, *chosen, *session.posargs)
 
 
 PROCESSES = "conformance_tests/distributed/test_processes.py"

@@ -19,7 +19,8 @@ PAGES = sorted(
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
     if "```python" in path.read_text(encoding="utf-8")
 )
-FRAMEWORKS = {"flax", "jax", "keras", "optax", "torch"}
+TRAINERS = {"accelerate", "lightning", "transformers"}
+FRAMEWORKS = {"flax", "jax", "keras", "optax", "torch", *TRAINERS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -15,7 +15,16 @@ from types import ModuleType
 from typing import Any
 
 # Frameworks that integrations import, which need not be installed here.
-FRAMEWORKS = ["flax", "jax", "keras", "optax", "sklearn", "torch"]
+FRAMEWORKS = [
+    "flax",
+    "jax",
+    "keras",
+    "lightning",
+    "optax",
+    "sklearn",
+    "torch",
+    "transformers",
+]
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ GROUPS = (
         "One module for each framework, and what they share: :doc:`/writing_a_shim`.",
         (
             "kfac_core_shims.torch",
+            "kfac_core_shims.torch.trainers",
             "kfac_core_shims.jax",
             "kfac_core_shims.keras",
             "kfac_core_shims.numpy",
