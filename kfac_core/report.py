@@ -26,6 +26,7 @@ from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.fallback import fallback_of
 from kfac_core.linalg.rank_one import DampedRankOne
+from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.state import BlockState
 
 __all__ = ["BlockReport", "FactorReport", "Report", "report_of"]
@@ -143,7 +144,7 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     About a dozen products with the block and as many with its inverse, which is made
     for it where it was not prepared.
     """
-    operator: Any = state.operator
+    operator = state.operator
     factors: dict[str, FactorReport] = {}
     parts = {} if operator is None else operator.parts()
     for side, part in parts.items():
@@ -171,7 +172,7 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     )
 
 
-def _of_block(operator: Any) -> tuple[float | None, float | None]:
+def _of_block(operator: CurvatureOperator | None) -> tuple[float | None, float | None]:
     """Return the condition and the residual of a damped block, by its products."""
     if operator is None:
         return None, None

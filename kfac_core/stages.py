@@ -135,7 +135,7 @@ def update_block(
 
 def _updated_in_chunks(
     block: Block, statistics: Statistics, batch: BatchLike, options: UpdateOptions
-) -> tuple[Statistics, Any]:
+) -> tuple[Statistics, Array | int]:
     """Return the statistics after a batch that is read in chunks, and its flags."""
     chunks = block.row_parts(batch, max_patch_elements=options.max_patch_elements)
     total, flags = _sum_of_chunks(block, statistics.emptied(), chunks, options)
@@ -150,13 +150,13 @@ def _updated_in_chunks(
 
 def _sum_of_chunks(
     block: Block, empty: Statistics, chunks: Iterator[Any], options: UpdateOptions
-) -> tuple[Statistics, Any]:
+) -> tuple[Statistics, Array | int]:
     """Return the statistics of chunks of rows together, and the flags of the rows."""
     xp = options.xp
     # Weighted by its number of rows, so that merged chunks equal the whole batch.
     alone = replaced(options, decay=0.0, weight=None)
     total: Statistics | None = None
-    flags: Any = 0
+    flags: Array | int = 0
     for chunk in chunks:
         admission.require_place(empty, chunk)
         rows = chunk

@@ -412,7 +412,9 @@ def after_rebase(
     )
 
 
-def after_update(before: BlockState, statistics: Statistics, good: Any) -> BlockState:
+def after_update(
+    before: BlockState, statistics: Statistics, good: Array | int
+) -> BlockState:
     """Return a block's state with new statistics; counts increase if `good`."""
     one = good
     if not isinstance(good, int):

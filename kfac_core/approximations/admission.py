@@ -15,7 +15,7 @@ import numpy as np
 from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import UpdateOptions
-from kfac_core.array import Status, map_structure, replaced
+from kfac_core.array import Array, Status, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import all_finite, known_finite, known_true
 from kfac_core.array.structure import leaves
@@ -58,7 +58,7 @@ def require_options(options: UpdateOptions, /) -> None:
 
 def entering_options(
     options: UpdateOptions, statistics: Statistics, /
-) -> tuple[UpdateOptions, Any]:
+) -> tuple[UpdateOptions, Array | int]:
     """Return options with coefficients in the statistics' dtype, and flags of these.
 
     Python numbers were checked before; a 0-d array that is traced can only be flagged.
@@ -94,7 +94,7 @@ def require_place(statistics: Statistics, rows: Any, /) -> None:
 
 
 def flags_of_update(
-    earlier: Any,
+    earlier: Array | int,
     approximation: Approximation,
     rows: Any,
     new: Statistics,
@@ -131,7 +131,7 @@ def flags_of_update(
 
 
 def overflow_flags(
-    flags: Any,
+    flags: Array | int,
     approximation: Approximation,
     new: Statistics,
     options: UpdateOptions,

@@ -178,7 +178,7 @@ def coefficient_flags(decay: Scalar, weight: Scalar | None, /, *, xp: Namespace)
 
     Numbers were checked before; the value of a traced array can only be flagged.
     """
-    flags: Any = 0
+    flags: Array | int = 0
     if not isinstance(decay, float):
         good = (decay >= 0) & (decay <= 1)
         flags = flags | ns.status_unless(xp, good, Status.BAD_DECAY)
