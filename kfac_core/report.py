@@ -217,6 +217,7 @@ def _basis(basis: Eigendecomposition) -> FactorReport:
 
 def _uncertain(basis: Eigendecomposition, xp: Namespace) -> int:
     """Return the number of eigenvalues that may be roundoff alone."""
+    # `settled_eigenvalues` raised these to half of their error.
     raised = (basis.eigenvalues > 0) & (basis.eigenvalues <= 0.5 * basis.error)
     return int(xp.sum(xp.astype(raised, xp.int32)))
 

@@ -119,6 +119,7 @@ def aligned(
             for cell, w in zip(row, widths, strict=True)
         ]
         for parts in itertools.zip_longest(*cells, fillvalue=""):
+            # Wrapped cells continue below, in their own column.
             padded = (part.ljust(w) for part, w in zip(parts, widths, strict=True))
             lines.append("".join(f"  {part}" for part in padded).rstrip())
     return lines

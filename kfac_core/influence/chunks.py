@@ -71,6 +71,7 @@ def score_chunks(
             return Chunks(q, min(room // each, max(1, gradients.examples)), by_rows)
         if q == 1:
             raise _too_small(2 * size + each, max_elements, "one query and one example")
+        # Fewer queries at a time leave room for more examples.
         q = q // 2
 
 

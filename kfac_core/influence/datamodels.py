@@ -155,6 +155,7 @@ def linear_datamodeling_score(
         raise errors.ShapeError(f"Expected at least 3 subsets, got {S}.")
     predicted = -masks @ values.T
     rng = np.random.default_rng(seed)
+    # Bootstrap over the subsets, which are the independent runs.
     draws = rng.integers(S, size=(resamples, S))
     means = [_correlations(predicted[d], actual[d]).mean() for d in draws]
     low, high = np.quantile(means, [0.025, 0.975])

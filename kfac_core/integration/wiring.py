@@ -185,6 +185,7 @@ class Wiring:
         ConventionError
             For an unknown reduction, and where a block has no use.
         """
+        # Vectors of a likelihood belong to the summed loss, whatever the caller's loss.
         declared: Any = reduction if source_vectors is None else "sum"
         constraints.require_one_of("reduction", declared, get_args(LossReduction))
         sources = None if source_vectors is None else source_vectors.sources

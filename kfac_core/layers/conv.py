@@ -157,6 +157,7 @@ class Conv:
         resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)
+            # Each group owns an equal range of channels.
             if number % self.groups:
                 raise errors.ShapeError(
                     f"Expected `{name}` to be a multiple of `groups`, got {number} and "
@@ -313,6 +314,7 @@ class Conv:
         weight, bias = split_bias(matrix, self._patch_size)
         weight = xp.reshape(weight, (*self.kernel_size, c, self.out_channels))
         if self.weight_layout == "oi_spatial":
+            # From (*kernel, in, out) to (out, in, *kernel).
             weight = xp.permute_dims(weight, (d + 1, d, *range(d)))
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 

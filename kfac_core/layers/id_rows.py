@@ -88,6 +88,7 @@ class IdRows(OfOutputs):
             values = values if self.binary else values * self._standing(dtype, xp)
         if has_weights(self.mask, xp=xp):
             values = values * ns.cast(xp, self.mask, dtype)
+        # One number per id: the V-wide diagonal comes from counting.
         flat = xp.reshape(self.ids, (-1,))
         return count_indices(flat, xp.reshape(values, (-1,)), size=self.size, xp=xp)
 

@@ -57,6 +57,7 @@ def estimated_norm(
     place: dict[str, Any] = {"dtype": like.dtype, "device": ns.device_of(like)}
     index = xp.reshape(xp.arange(size, device=ns.device_of(like)), shape)
     x = xp.full(shape, 1.0 / size, **place)
+    # Hager's method: each step moves to the column of the largest gradient of |M x|_1.
     norm = 0.0
     for _ in range(_MOST_STEPS):
         y = product(x)

@@ -125,6 +125,7 @@ def updated_gram(
         total, x, tail=tail, decay=decay, scale=scale, xp=xp
     )
     if total is not None:
+        # Both triangles hold the sum only if they held both terms.
         full_storage = full_storage and total.full_storage
     return SymmetricMatrix(array, full_storage)
 

@@ -74,6 +74,7 @@ def side_by_side(
         return v
     moved = ns.moved_axis(xp.reshape(v, (K, *shape)), 0, -1, xp=xp)
     done = function(xp.reshape(moved, (*shape[:-1], k * K)))
+    # Undo: columns of all vectors back to one matrix for each.
     parts = xp.reshape(done, (*done.shape[:-1], k, K))
     parts = ns.moved_axis(parts, -1, 0, xp=xp)
     return xp.reshape(parts, (*many, *parts.shape[1:]))

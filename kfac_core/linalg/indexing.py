@@ -50,6 +50,7 @@ def count_indices(
     ids = xp.take(indices, order)
     sums = xp.cumulative_sum(xp.take(weights, order), include_initial=True)
     every = xp.arange(size + 1, dtype=ids.dtype, device=ns.device_of(ids))
+    # The sum of an id is the difference of cumulative sums at its two edges.
     edges = xp.take(sums, xp.searchsorted(ids, every))
     return edges[1:] - edges[:-1]
 

@@ -196,6 +196,7 @@ def _attempt(problem: _Spectral, xp: Namespace) -> KroneckerCholesky:
     blocks = (Q * squares[..., :, None, :]) @ xp.matrix_transpose(Q)
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
     corners = damped_cholesky(SymmetricMatrix(blocks, full_storage=True), 0.0, xp=xp)
+    # Both steps must succeed: the n x n factors of columns, then m x m blocks.
     positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
     valid = finite & positive
     corners = guarded(valid, corners, 1.0, xp=xp)
@@ -203,6 +204,7 @@ def _attempt(problem: _Spectral, xp: Namespace) -> KroneckerCholesky:
     factor = KroneckerCholesky(
         guarded(valid, safe, 1.0, xp=xp), corners, problem.right, status, status
     )
+    # Only the first failure counts: an invalid matrix has no residual.
     status = first_flag(
         (valid, Status.NOT_POSITIVE),
         (problem.residual(factor, xp) <= RESIDUAL_LIMIT, Status.INACCURATE),

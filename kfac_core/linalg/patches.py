@@ -148,6 +148,7 @@ def extract_patches(
             x[(..., slice(i * e, i * e + (size - 1) * s + 1, s), *behind)]
             for i in range(k)
         ]
+        # Along the last axis, so that taps vary more slowly than channels.
         x = xp.concat(taps, axis=-1) if taps[1:] else taps[0]
     return x
 

@@ -213,6 +213,7 @@ class DampedRankOne:
         if self.bias:
             body = body - mean * (v[-1:, :] / corner)
         base, w = self._solve_body(body), self._solve_body(mean)
+        # Sherman-Morrison, with the weight that eliminating the last coordinate leaves.
         gain = weight / (1.0 + weight * xp.matmul(xp.matrix_transpose(mean), w))
         solved = base - w * gain * xp.matmul(xp.matrix_transpose(w), body)
         if not self.bias:
@@ -260,6 +261,7 @@ class DampedRankOne:
             return replaced(self, block=replaced(block, inverse=inverse))
         if not int(flag):
             return self
+        # Where the mean dominates the covariance, Sherman-Morrison cancels.
         whole = self._dense_matrix().prepared("inverse", check=check, name=name)
         return replaced(self, whole=whole)
 

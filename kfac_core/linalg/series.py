@@ -143,10 +143,12 @@ def series_sum(correlation: Array, shares: Array, /, *, xp: Namespace) -> Array:
     x = xp.where(correlation <= 0, zero, correlation)
     y = xp.where(correlation < 0, -correlation, zero)
     lags = evens = odds = zero
+    # Horner's rule for three polynomials at once.
     for i in range(T - 1, -1, -1):
         lags = lags * x + (pairs[i] if i > 0 else 0.0)
         evens = evens * y + longer[i]
         odds = (odds + odd[i]) * y
+    # Two forms, since the first cancels for x < 0 and the second divides by 1 + y > 0.
     positive = pairs[0] + 2.0 * lags
     ends = (1.0 - y) * evens + (xp.sum(odd) + odds)
     both = pairs[0] * (1.0 - y) * (1.0 + y) + 2.0 * y * ends

@@ -217,6 +217,7 @@ def _symmetric_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
     psi, U, flags = flagged_eigenbasis(P, side, xp)
     clipped, too_large = excess(xp.max(xp.abs(psi)), xp)
     K, D = xp.matmul(side.root, U), xp.matmul(side.dual, U)
+    # Clip roundoff; a larger excess is in the flags.
     return xp.clip(psi, -1.0, 1.0), K, D, clipped, flags | too_large
 
 

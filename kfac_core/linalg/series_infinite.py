@@ -223,6 +223,7 @@ def _infinite_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
     squares, E, flags = flagged_eigenbasis(
         xp.matmul(xp.matrix_transpose(P), P), side, xp
     )
+    # Squares of singular values; roundoff makes small ones negative.
     squares = xp.clip(squares, 0.0, None)
     largest = xp.sqrt(xp.max(squares))
     clipped, too_large = excess(largest, xp)
@@ -252,6 +253,7 @@ def _doublings(
     limit = 10.0 * math.sqrt(P.shape[0] * Q.shape[0])
     for doublings in range(_MOST_DOUBLINGS):
         now = float(size(P, Q))
+        # The powers have vanished, or NaN will never vanish.
         if now <= eps or math.isnan(now):
             return doublings, size(P, Q) <= eps
         if now > limit:

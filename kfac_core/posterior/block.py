@@ -184,6 +184,7 @@ def _entered(
         good = math.isfinite(entered) and _in_range(entered, key)
     else:
         finite = F.namespace.isfinite(entered)
+        # With "status" a traced number is not read; `status` flags it.
         good = check == "status" or bool(finite & _in_range(entered, key))
     if not good:
         bound = "> 0" if key == "prior_precision" else ">= 0"

@@ -106,6 +106,7 @@ def covariance_of_coordinates(
     """
     xp = posterior.curvature.namespace
     weights = 1.0 / posterior.eigenvalues()
+    # In the eigenbasis the covariance is a weighted inner product of coordinates.
     lead = coordinates.shape[: coordinates.ndim - weights.ndim]
     left = xp.reshape(coordinates * weights, (*lead, -1))
     right = xp.reshape(coordinates, (*lead, -1))

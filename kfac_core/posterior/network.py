@@ -241,6 +241,7 @@ class Posterior:
             _matrix_of(layer, mean[name], p)  # only checked: samples have its layout
             Z = stack_to_matrices(layer, noise[name])
             leading[name] = tuple(Z.shape[:-2])
+            # In the layout of the parameters, with the axes of the noise in front.
             deviations = matrices_to_stack(layer, p.sample(Z))
             samples[name] = {
                 key: mean[name][key]
