@@ -22,6 +22,8 @@ from compared import BATCH, STEPS, compared, digits, options, shard
 
 chosen = options(__doc__)
 os.environ["XLA_FLAGS"] = (
+    # Most of the time is that of compiling, and arrays are small.
+    "--xla_backend_optimization_level=0 "
     f"--xla_force_host_platform_device_count={chosen.processes} "
     + os.environ.get("XLA_FLAGS", "")
 )
@@ -124,6 +126,8 @@ def train(program, size, dtype, mesh=None):
         weights, state, directions = program(
             weights, state, *place(given, DIVIDED), refresh
         )
+        if number % 5 == 0:
+            print(f"  step {number + 1} of {STEPS}", flush=True)
     return _named(weights), _named(directions)
 
 
@@ -160,14 +164,16 @@ def main():
         # What comes back is the same on all devices.
         return jax.tree.map(lambda x: x[0], by_device(weights, state, *shards, refresh))
 
-    alone = functools.cache(lambda: train(jax.jit(step), size, chosen.dtype))
+    # Arrays that are placed as results are, for which a program is not compiled again.
+    first = Mesh(np.array(jax.devices()[:1]), ("shards",))
+    alone = functools.cache(lambda: train(jax.jit(step), size, chosen.dtype, first))
     ways = {
         "shard_map": lambda: train(mapped, size, chosen.dtype, mesh),
         "pmap": lambda: train(pmapped, size, chosen.dtype),
         "jit with shardings": lambda: train(jax.jit(step), size, chosen.dtype, mesh),
     }
     for name, run in ways.items():
-        print(f"{name}:")
+        print(f"{name}, and one device:", flush=True)
         compared(run, alone, rank=0, size=size, dtype=chosen.dtype)
     return 0
 
