@@ -1,0 +1,410 @@
+"""What is done with the curvature of a trained model, beside other libraries.
+
+    python -m benchmarks.trained_models factors     # beside kronfluence, on GPT-2
+    python -m benchmarks.trained_models cost        # time and memory of `collect`
+    python -m benchmarks.trained_models scores      # LDS, beside kronfluence
+    python -m benchmarks.trained_models classes     # memory of 1,000 classes
+    python -m benchmarks.trained_models merging     # two halves of digits
+    python -m benchmarks.trained_models rounding    # GPT-2 in 3 bits
+
+Needs torch and scikit-learn; transformers and kronfluence for what is beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import kfac_core as kc
+from kfac_core.influence import linear_datamodeling_score, retrained_losses
+from kfac_core.linalg import rounded_weight
+from kfac_core_shims.torch import Posterior, collect, influence, merge
+
+TEXT = Path(__file__).parents[1] / "docs" / "mathematics.md"
+
+
+def characters(length: int = 32, count: int = 256) -> tuple[Any, int]:
+    """Return sequences of a text's characters, and how many characters there are."""
+    text = TEXT.read_text(encoding="utf-8")
+    known = sorted(set(text))
+    ids = torch.tensor([known.index(c) for c in text[: count * length]])
+    return ids.reshape(-1, length), len(known)
+
+
+def gpt(vocabulary: int, ids: Any, steps: int, seed: int = 0) -> Any:
+    """Return a GPT-2 of two layers, trained on sequences."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=ids.shape[1],
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        rows = ids[torch.arange(16) + 16 * (step % (len(ids) // 16))]
+        optimizer.zero_grad()
+        (token_losses(model, rows).mean() / (ids.shape[1] - 1)).backward()
+        optimizer.step()
+    return model
+
+
+def token_losses(model: Any, ids: Any) -> Any:
+    """Return the loss of each sequence, summed over its tokens."""
+    z = model(input_ids=ids).logits[:, :-1]
+    return cross_entropy(z.transpose(1, 2), ids[:, 1:], reduction="none").sum(1)
+
+
+def next_logits(model: Any, ids: Any) -> Any:
+    """Return the logits whose next character is known."""
+    return model(input_ids=ids).logits[:, :-1]
+
+
+def with_linear_layers(model: Any) -> Any:
+    """Return a copy whose Conv1D are linear layers of the same weights."""
+    found = copy.deepcopy(model)
+    for module in [*found.modules()]:
+        for name, child in [*module.named_children()]:
+            if type(child).__name__ == "Conv1D":
+                linear = nn.Linear(*child.weight.shape)
+                linear.weight.data = child.weight.data.T.clone()
+                linear.bias.data = child.bias.data.clone()
+                setattr(module, name, linear)
+    return found
+
+
+def kronfluence_of(
+    model: Any, loss: Any, data: Any, folder: str, names: list[str]
+) -> Any:
+    """Return kronfluence's analyzer of a model, with EKFAC's factors."""
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments
+    from kronfluence.task import Task
+
+    class Losses(Task):
+        def compute_train_loss(
+            self, batch: Any, model: Any, sample: bool = False
+        ) -> Any:
+            return loss(model, batch).sum()
+
+        def compute_measurement(self, batch: Any, model: Any) -> Any:
+            return loss(model, batch).sum()
+
+        def get_influence_tracked_modules(self) -> list[str]:
+            return names
+
+    task = Losses()
+    analyzer = Analyzer(
+        "compared", prepare_model(model, task), task, cpu=True, output_dir=folder,
+        disable_tqdm=True, log_level=50,
+    )  # fmt: skip
+    analyzer.fit_all_factors(
+        "factors",
+        data,
+        per_device_batch_size=32,
+        factor_args=FactorArguments(strategy="ekfac", use_empirical_fisher=True),
+        overwrite_output_dir=True,
+    )
+    return analyzer
+
+
+def factors() -> None:
+    """Compare both factors and the moments with kronfluence's, in float32."""
+    ids, vocabulary = characters()
+    model = gpt(vocabulary, ids, steps=30)
+    names = [n for n, m in model.named_modules() if type(m).__name__ == "Conv1D"]
+    other = [n for n, m in model.named_modules() if isinstance(m, nn.Module) and n]
+    skip = [n for n in other if n.endswith(("wte", "wpe", "lm_head"))]
+    skip += [n for n in other if n.rpartition(".")[2].startswith("ln_")]
+    found = collect(
+        model, ids.split(32), fisher="empirical", loss=token_losses, skip_layers=skip
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        data = torch.utils.data.TensorDataset(ids)
+
+        def loss(model: Any, batch: Any) -> Any:
+            return token_losses(model, batch[0])
+
+        analyzer = kronfluence_of(with_linear_layers(model), loss, data, folder, names)
+        covariances = analyzer.load_covariance_matrices("factors")
+        lambdas = analyzer.load_lambda_matrices("factors")
+    worst = {"input factor": 0.0, "output factor": 0.0, "trace of the moments": 0.0}
+    positions = ids.shape[1]
+    for name in names:
+        averages = found.statistics[name].averages
+        A, G = (averages[s].value(debias=True).full() for s in ("input", "output"))
+        for key, value, side in (
+            ("input factor", A, "activation"),
+            ("output factor", G, "gradient"),
+        ):
+            count = covariances[f"num_{side}_covariance_processed"][name]
+            expected = covariances[f"{side}_covariance"][name] / count
+            worst[key] = max(worst[key], _distance(value, expected))
+        E = averages["block"].value(debias=True)
+        L = lambdas["lambda_matrix"][name] / lambdas["num_lambda_processed"][name]
+        off = abs(float(E.sum() / L.sum()) - 1.0)
+        worst["trace of the moments"] = max(worst["trace of the moments"], off)
+    print(f"{len(names)} Conv1D with biases, {len(ids)} sequences of {positions}")
+    for key, value in worst.items():
+        print(f"{key:24} relative difference from kronfluence's {value:.1e}")
+
+
+def cost() -> None:
+    """Print time and memory of `collect`, beside passes and the bound of SYRK."""
+    torch.manual_seed(0)
+    width, layers, rows, batches = 512, 6, 2048, 8
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).eval()
+    data = torch.randn(batches, rows, width)
+
+    def passes() -> None:
+        for x in data:
+            model(x).square().sum().backward()
+
+    def grams() -> None:
+        x = torch.randn(rows, width + 1)
+        for _ in range(2 * layers * batches):
+            torch.mm(x.T, x)
+
+    gaussian: Any = {"likelihood": "gaussian"}
+    parts = {
+        "forward and backward passes": passes,
+        "Gram matrices (half of it is SYRK's bound)": grams,
+        "collect, factors": lambda: collect(model, data, ekfac=False, **gaussian),
+        "collect, EKFAC": lambda: collect(model, data, **gaussian),
+    }
+    for name, run in parts.items():
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            run()
+            seconds.append(time.process_time() - start)
+        print(f"{name:44} {min(seconds):6.2f} s of CPU time")
+
+
+def digits() -> tuple[Any, Any]:
+    """Return scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    return torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y)
+
+
+def classifier(
+    x: Any, y: Any, seed: int, start: Any = None, decay: float = 1e-3
+) -> Any:
+    """Return a classifier of digits, trained until it moves no more."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    if start is not None:
+        model.load_state_dict(start.state_dict())
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=100, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss = loss + 0.5 * decay * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model.eval()
+
+
+def example_losses(model: Any, batch: Any) -> Any:
+    """Return the loss of each example."""
+    return cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def scores(subsets: int = 50) -> None:
+    """Print LDS and CPU time of the scores, beside kronfluence's."""
+    x, y = digits()
+    x, y, new_x, new_y = x[:400], y[:400], x[400:450], y[400:450]
+    model = classifier(x, y, 0)
+    train = [*zip(x.split(100), y.split(100), strict=True)]
+    queries = [(new_x, new_y)]
+
+    def retrain(indices: Any, seed: int) -> Any:
+        part = classifier(x[indices], y[indices], seed)
+        return example_losses(part, queries[0]).detach().numpy()
+
+    masks, losses = retrained_losses(retrain, examples=len(x), subsets=subsets)
+    results: dict[str, Any] = {}
+    for name, options in {
+        "EKFAC": {},
+        "EKFAC, exact labels": {"fisher": "exact"},
+        "K-FAC": {"ekfac": False},
+    }.items():
+        start = time.process_time()
+        found = collect(model, train, **options)
+        values = influence(model, example_losses, train, queries, factors=found)
+        results[name] = values.scores, time.process_time() - start
+    start = time.process_time()
+    found = collect(model, train, fisher="exact")
+    values = influence(
+        model, example_losses, train, queries, factors=found, solver="cg", damping=1e-3,
+        tolerance=1e-3,
+    )  # fmt: skip
+    results["exact Gauss-Newton by CG"] = values.scores, time.process_time() - start
+    try:
+        results["kronfluence"] = _kronfluence_scores(model, (x, y), (new_x, new_y))
+    except ImportError:
+        print("kronfluence is not installed")
+    for name, (value, seconds) in results.items():
+        lds = linear_datamodeling_score(value, masks, losses)
+        low, high = lds.interval
+        print(
+            f"{name:26} LDS {lds.mean:.3f} ({low:.3f} to {high:.3f})  {seconds:6.2f} s"
+        )
+
+
+def _kronfluence_scores(model: Any, train: Any, queries: Any) -> tuple[Any, float]:
+    import kronfluence  # noqa: F401
+
+    start = time.process_time()
+    data, asked = (torch.utils.data.TensorDataset(*part) for part in (train, queries))
+    with tempfile.TemporaryDirectory() as folder:
+        analyzer = kronfluence_of(
+            copy.deepcopy(model), example_losses, data, folder, ["0", "2"]
+        )
+        analyzer.compute_pairwise_scores(
+            "scores", "factors", asked, data, per_device_query_batch_size=50,
+            per_device_train_batch_size=100, overwrite_output_dir=True,
+        )  # fmt: skip
+        found = analyzer.load_pairwise_scores("scores")["all_modules"]
+    return found, time.process_time() - start
+
+
+def classes() -> None:
+    """Print how much memory the variances of 1,000 classes take."""
+    torch.manual_seed(0)
+    for count in (250, 1000):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, count)).eval()
+        x = torch.randn(64, 64)
+        posterior = Posterior(model, x.split(32), prior_precision=1.0, ekfac=False)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.process_time()
+        variance = posterior.variance(x[:16])
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        P = sum(p.numel() for p in model.parameters())
+        print(
+            f"{count:5} classes: {tuple(variance.shape)} variances, {grown / 1024:.0f} MiB "
+            f"more at the peak, {time.process_time() - start:.1f} s; a dense Jacobian has "
+            f"{16 * count * P * 4 / 2**20:,.0f} MiB"
+        )
+
+
+def merging() -> None:
+    """Print the loss and accuracy of merged models, and of the mean and Fisher's."""
+    x, y = digits()
+    x, y, test_x, test_y = x[:1400], y[:1400], x[1400:], y[1400:]
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(3):
+        order = torch.randperm(1400, generator=torch.Generator().manual_seed(seed))
+        start = classifier(x[order[:50]], y[order[:50]], seed)
+        halves = [y[order] < 5, y[order] >= 5]
+        models = []
+        for half in halves:
+            own = order[half]
+            # A tenth of the other half's labels too, or there is nothing to merge into.
+            own = torch.cat([own, order[~half][:30]])
+            models.append((own, classifier(x[own], y[own], seed, start)))
+        parts = {
+            "EKFAC": {},
+            "diagonal Fisher": {"approximations": {"dense": kc.Diagonal()}},
+        }
+        candidates = {"first": models[0][1], "second": models[1][1]}
+        for name, options in parts.items():
+            found = [
+                collect(m, x[own].split(200), fisher="exact", **options)
+                for own, m in models
+            ]
+            merged = copy.deepcopy(start)
+            result = merge([m for _, m in models], found, damping_fraction=1e-3)
+            merged.load_state_dict(result.parameters)
+            candidates[name] = merged
+        mean = copy.deepcopy(start)
+        states = [m.state_dict() for _, m in models]
+        mean.load_state_dict({k: (states[0][k] + states[1][k]) / 2 for k in states[0]})
+        candidates["mean"] = mean
+        for name, model in candidates.items():
+            z = model(test_x)
+            accuracy = float((z.argmax(1) == test_y).float().mean())
+            rows.setdefault(name, []).append(
+                (float(cross_entropy(z, test_y)), accuracy)
+            )
+    for name, values in rows.items():
+        losses = " ".join(f"{loss:.3f}" for loss, _ in values)
+        accuracies = " ".join(f"{accuracy:.3f}" for _, accuracy in values)
+        print(f"{name:16} test loss {losses}   accuracy {accuracies}")
+
+
+def rounding(bits: int = 3) -> None:
+    """Print the divergence of a GPT-2 of rounded weights from the original."""
+    ids, vocabulary = characters()
+    for seed in range(3):
+        model = gpt(vocabulary, ids, steps=100, seed=seed)
+        log_p = torch.log_softmax(next_logits(model, ids), -1).detach()
+        names = [n for n, m in model.named_modules() if type(m).__name__ == "Conv1D"]
+        found = collect(
+            model, ids.split(32), forward=next_logits, ekfac=False, samples=4
+        )
+        line = []
+        for sides in ((), ("input",), ("input", "output")):
+            rounded = copy.deepcopy(model)
+            for name in names:
+                averages = found.statistics[name].averages
+                layer = rounded.get_submodule(name)
+                n = len(layer.weight)
+                factors = {
+                    f"{side}_factor": averages[side].value(debias=True).full()
+                    for side in sides
+                }
+                if "input" in sides:
+                    factors["input_factor"] = factors["input_factor"][:n, :n]
+                weight = rounded_weight(layer.weight.detach(), bits=bits, **factors)
+                layer.weight.data = weight
+            log_q = torch.log_softmax(next_logits(rounded, ids), -1).detach()
+            line.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
+        none, one, two = line
+        print(
+            f"seed {seed}: divergence {none:.4f} nearest, {one:.4f} one-sided, {two:.4f} "
+            f"two-sided ({1 - two / one:.0%} less)"
+        )
+
+
+def _distance(got: Any, expected: Any) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def main() -> None:
+    """Run what was asked for."""
+    runs = {f.__name__: f for f in (factors, cost, scores, classes, merging, rounding)}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=runs)
+    torch.set_num_threads(1)
+    np.set_printoptions(precision=3)
+    runs[parser.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()
