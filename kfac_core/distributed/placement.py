@@ -52,7 +52,7 @@ FLOPS_PER_BYTE = 200.0
 """Flops in the time of sending one byte: 6 for MPI and 36 for gloo within a machine, 90 for
 H100 GPUs within a node and 700 between nodes."""
 
-LARGEST_SHARE = 0.2
+LARGEST_SHARE = 0.1
 """Bytes that `choose_placement` allows, relative to averaging whole factors every step."""
 
 
@@ -332,7 +332,7 @@ def choose_placement(
     """Return the placement with the number of holders that costs least.
 
     The cost of a step is the bytes that a rank sends, plus the flops of its directions over
-    `FLOPS_PER_BYTE`.  Only placements are considered that send at most a fifth of what
+    `FLOPS_PER_BYTE`.  Only placements are considered that send at most a tenth of what
     averaging all factors at each step and sending their inverses at each refresh would; if
     there are none, all are.
 
