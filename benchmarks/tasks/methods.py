@@ -140,6 +140,15 @@ def _lbfgs(problem: Problem, rate: float) -> Any:
 _ADAM = 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
 
 METHODS: dict[str, Method] = {
+    "kfac-constant": Method(
+        title="`KFAC`, constant clip",
+        make=lambda problem, rate: kfac(problem, kl_clip=1e-3),
+        uses="preconditioner",
+    ),
+    "soap-constant": Method(
+        title="`SOAP`, constant rate",
+        make=lambda problem, rate: shims.SOAP(problem.network, 3e-3, anneal_after=None),
+    ),
     "kfac": Method(
         title="`KFAC(model)`",
         make=lambda problem, rate: kfac(problem),
@@ -150,7 +159,7 @@ METHODS: dict[str, Method] = {
     ),
     "kfac-core-soap": Method(
         title="`SOAP(model)`",
-        make=lambda problem, rate: getattr(shims, "SOAP")(problem.network),  # noqa: B009
+        make=lambda problem, rate: shims.SOAP(problem.network),
     ),
     "gauss-newton": Method(
         title="`GaussNewton(model)`",
@@ -199,7 +208,7 @@ METHODS: dict[str, Method] = {
         apt=lambda task: task.kind != "equation" and task.kind != "transformer",
     ),
 }
-"""Methods by name, this library's first."""
+"""Methods by name, this library's first: defaults of before, and of now."""
 
 
 def available(peers: Path | None) -> list[str]:
@@ -211,8 +220,6 @@ def available(peers: Path | None) -> list[str]:
     for name in METHODS:
         module = missing.get(name)
         if module is not None and importlib.util.find_spec(module) is None:
-            continue
-        if name == "kfac-core-soap" and not hasattr(shims, "SOAP"):
             continue
         found.append(name)
     return found

@@ -931,7 +931,7 @@ def test_a_layer_within_a_function_that_is_traced_by_itself_is_refused(called):
 
 
 @pytest.mark.skipif(not COMPILED, reason="PyTorch runs the step as it is written")
-@pytest.mark.parametrize("name", ["damping", "update_every", "kl_clip"])
+@pytest.mark.parametrize("name", ["damping", "update_every"])
 def test_a_schedule_that_a_compiled_step_would_not_follow_is_refused(name):
     """A damping was taken at step zero, without a word; the loop of one's own follows."""
     model = network(layers.Dense(3), shape=(4,))

@@ -19,6 +19,7 @@ from kfac_core.integration.quadratic_step import (
 )
 from kfac_core.integration.scheduled import ScheduledSteps
 from kfac_core.integration.schedules import (
+    Falling,
     Interval,
     Schedule,
     interval_at,
@@ -32,6 +33,7 @@ __all__ = [
     "Collected",
     "DampingRule",
     "EstimatorOptions",
+    "Falling",
     "Interval",
     "LayerCall",
     "NaturalGradient",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kfac_core.integration.schedules import Falling
+
 __all__ = [
     "DAMPING",
     "DAMPING_RULE",
@@ -25,7 +27,7 @@ __all__ = [
 DAMPING = 5e-3
 # Equal shifts: in the likelihood's units G is mostly below its shift, and stays damped.
 DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored_unit_pi"
-KL_CLIP = 1e-3
+KL_CLIP = Falling(1e-3, after=200.0)
 UPDATE_EVERY = 10
 REFRESH_EVERY = 50
 DECAY = 0.95

@@ -10,18 +10,56 @@ import math
 import numbers
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kfac_core import errors
 from kfac_core.array import Scalar
 
-__all__ = ["Interval", "Schedule", "interval_at", "require_positive", "value_at"]
+__all__ = [
+    "Falling",
+    "Interval",
+    "Schedule",
+    "interval_at",
+    "require_positive",
+    "value_at",
+]
 
 Schedule: TypeAlias = Scalar | Callable[[int], Scalar]
 """A number or a 0-d array, or a callable ``step -> number`` of the steps taken so far."""
 
 Interval: TypeAlias = int | Callable[[int], int]
 """A number of steps, at least 1, or a callable ``step -> number of steps``."""
+
+
+@dataclass(frozen=True)
+class Falling:
+    r"""A schedule that falls like one over the steps, :math:`f / (1 + t / \tau)`.
+
+    As a KL clip it shortens steps like :math:`1 / \sqrt{t}`.  Steps of constant length jump
+    out of narrow minima late in a run.
+
+    Attributes
+    ----------
+    first : float
+        Value f of the first step.
+    after : float
+        Steps tau after which the half is left.
+
+    Examples
+    --------
+    >>> from kfac_core.integration import Falling
+    >>> clip = Falling(0.002)
+    >>> clip(0), clip(100)
+    (0.002, 0.001)
+    """
+
+    first: float
+    after: float = 100.0
+
+    def __call__(self, step: Any, /) -> Any:
+        """Return the value after a number of steps."""
+        return self.first / (1.0 + step / self.after)
 
 
 def value_at(schedule: Schedule, step: int, /) -> Any:

@@ -51,7 +51,7 @@ class OptimizerOptions(kc.integration.EstimatorOptions, total=False):
     update_every: int
     refresh_every: int
     bases_every: int
-    kl_clip: float | None
+    kl_clip: kc.integration.Schedule | None
     decay: float
     axis_name: Any
 
@@ -198,7 +198,7 @@ class Optimizer:
         Bounds of the damping.
     bases_every : int
         Updates between the eigenbases of `kfac_core.Eigen` blocks.
-    kl_clip : float, optional
+    kl_clip : float or callable of int, optional
         Bound on ``alpha^2 grad . P grad``, where the learning rate is given.
     decay : float
         Factor on the old statistics at each update.
@@ -250,7 +250,7 @@ class Optimizer:
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
         bases_every: int = 100,
-        kl_clip: float | None = _DEFAULTS.KL_CLIP,
+        kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
         decay: float = _DEFAULTS.DECAY,
         axis_name: Any = None,
         **options: Unpack[kc.integration.EstimatorOptions],
@@ -517,7 +517,7 @@ class Optimizer:
                 _vector(gradients),
                 jax.tree.map(jnp.negative, _vector(direction)),
                 learning_rate=rate,
-                bound=self.kl_clip,
+                bound=value_at(self.kl_clip, state.steps),
                 check="status",
             )
             rate = rate * clip.scale

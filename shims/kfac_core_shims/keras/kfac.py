@@ -540,7 +540,7 @@ class KFAC(kc.integration.NaturalGradient):
     def _require_numbers(self) -> None:
         """Refuse schedules, which the step that Keras compiles would not follow."""
         options = {"damping": self.damping_schedule, "decay": self.decay_schedule}
-        for name in ("update_every", "refresh_every", "kl_clip"):
+        for name in ("update_every", "refresh_every"):
             options[name] = getattr(self, name)
         schedules = [name for name, value in options.items() if callable(value)]
         if schedules:
@@ -677,7 +677,7 @@ class KFAC(kc.integration.NaturalGradient):
                 vector,
                 directions,
                 learning_rate=self.learning_rate,
-                bound=self.kl_clip,
+                bound=kc.integration.value_at(self.kl_clip, steps),
                 check="status",
             ).scale
             directions = jax.tree.map(lambda g: g * nu, directions)
