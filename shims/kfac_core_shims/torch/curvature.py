@@ -11,20 +11,21 @@ import torch
 
 import kfac_core as kc
 from kfac_core_shims.torch import hooks
-from kfac_core_shims.torch.coverage import Coverage
-from kfac_core_shims.torch.factors import factors_of
-from kfac_core_shims.torch.gradients import Gradients, is_drawn_through
-from kfac_core_shims.torch.likelihoods import Criterion
-from kfac_core_shims.torch.loss_checks import LossCheck
-from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
-from kfac_core_shims.torch.passes import Observation, PassRecorder
-from kfac_core_shims.torch.sites import Found, Site
-from kfac_core_shims.torch.weights import (
+from kfac_core_shims.torch.balance import (
     balance,
     have_weights,
     numbers_of,
     require_scale,
 )
+from kfac_core_shims.torch.coverage import Coverage
+from kfac_core_shims.torch.factors import factors_of
+from kfac_core_shims.torch.gradients import Gradients, is_drawn_through
+from kfac_core_shims.torch.likelihoods import Criterion
+from kfac_core_shims.torch.loss_checks import LossCheck
+from kfac_core_shims.torch.observation import Observation
+from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
+from kfac_core_shims.torch.passes import PassRecorder
+from kfac_core_shims.torch.sites import Found, Site
 
 __all__ = ["Curvature"]
 

@@ -11,7 +11,7 @@ import kfac_core as kc
 from kfac_core_shims.torch import coverage, likelihoods, options, parallel
 from kfac_core_shims.torch.curvature import Curvature
 from kfac_core_shims.torch.finding import find_sites
-from kfac_core_shims.torch.passes import Observation
+from kfac_core_shims.torch.observation import Observation
 
 __all__ = ["KFAC"]
 

@@ -8,7 +8,7 @@ mean, over rows that `reduction` says; and that no gradient scaler multiplied it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import warn
 
 import torch
@@ -16,10 +16,8 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.likelihoods import CATEGORICAL, Criterion
+from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.weights import RowWeights, weights_of_rows
-
-if TYPE_CHECKING:
-    from kfac_core_shims.torch.passes import Observation
 
 __all__ = ["LossCheck"]
 

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kfac_core as kc
 from kfac_core_shims.torch import options, parallel
 from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.outputs import RandomState, pick
-from kfac_core_shims.torch.passes import Observation
 from kfac_core_shims.torch.private import without_fused_kernels
 from kfac_core_shims.torch.saving import as_bytes, of_bytes
 

@@ -14,7 +14,6 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,108 +24,12 @@ import kfac_core as kc
 from kfac_core_shims.torch import graph, private, uses
 from kfac_core_shims.torch.coverage import Coverage
 from kfac_core_shims.torch.gradients import Gradients, drawing, is_drawn_through
-from kfac_core_shims.torch.graph import Reached, RecordedCall
+from kfac_core_shims.torch.graph import Reached
 from kfac_core_shims.torch.loss_checks import LossCheck
+from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.weights import RowWeights, coarseness
 
-__all__ = ["Observation", "Pass", "PassRecorder"]
-
-
-@dataclass(eq=False)
-class Observation:
-    """Outputs of one forward pass.
-
-    Attributes
-    ----------
-    calls : list of RecordedCall
-        Calls that they depend on.
-    rows : float
-        Number of their rows, or the sum of the rows' weights.
-    weight : torch.Tensor or None
-        Weights of the rows.
-    share : float
-        Weight of all rows, beside those of other passes.
-    loss_factor : float
-        What the loss of a row is of its likelihood's negative log; see `RowLoss`.
-    scale : float or None
-        What the loss multiplied each row's term by, besides `weight`; None where its
-        gradient does not show it.
-    is_uniform : bool
-        Whether `scale` is that of two rows or more, all alike.
-    is_unscaled : bool
-        Whether no gradient has shown a scale, and nobody said that there is none.
-    largest : float
-        Largest entry of the outputs' gradient; see `RowWeights`.
-    coarse : float
-        Relative difference that roundoff may make in `scale`.
-    unread : torch.Tensor of bool, or None
-        Rows that the loss did not read; None where it read all, or that is not known.
-    reads_more : bool
-        Whether a further part of the loss read some of these.
-    uncovered : frozenset of str
-        Blocks whose weights the outputs depend on in a way that is not known.
-    is_differentiated : bool
-        Whether it counts.
-    is_forgotten : bool
-        Whether its gradients were cleared.
-    replay : tuple or None
-        Arguments of the model's call, positional and by name, and the state of the random
-        numbers before it; where these are kept.
-    hooks : list of torch.utils.hooks.RemovableHandle
-        Hooks of the nodes of the calls.
-    """
-
-    calls: list[RecordedCall] = field(default_factory=list)
-    rows: float = 0.0
-    weight: Any = None
-    share: float = 1.0
-    loss_factor: float = 1.0
-    scale: float | None = None
-    is_uniform: bool = False
-    is_unscaled: bool = False
-    largest: float = 0.0
-    coarse: float = 0.0
-    unread: Any = None
-    reads_more: bool = False
-    uncovered: frozenset[str] = frozenset()
-    is_differentiated: bool = False
-    is_forgotten: bool = False
-    replay: Any = None
-    hooks: list[Any] = field(default_factory=list)
-
-    def note_further_part(self, gradient: Any) -> None:
-        """Note that a further part of the loss came back, with its gradient if known."""
-        self.scale = None
-        known = self.unread is not None and gradient is not None
-        if known and bool(gradient[self.unread].any()):
-            self.reads_more = True
-
-    def checked_calls(self) -> list[kc.integration.LayerCall]:
-        """Return the calls; raise if they are not those of the loss."""
-        if self.reads_more:
-            raise kc.UnsupportedError(
-                "The loss was differentiated in parts, and a part reads rows of outputs "
-                "that the first did not, which were left out as ignored. Add the parts up "
-                "and differentiate their sum, or call observe(outputs) before; "
-                "kfac.discard() forgets what was no loss."
-            )
-        for call in self.calls:
-            call.require_unchanged()
-        return uses.joined(self.calls)
-
-    def forget(self) -> None:
-        """Forget the output gradients; the graph may be differentiated once more."""
-        self.is_forgotten = True
-        for hook in self.hooks:
-            hook.remove()
-        for call in self.calls:
-            call.output_grads, call.is_taken = [], False
-
-    def clear(self) -> None:
-        """Release all arrays: a loss that is kept keeps the calls."""
-        for call in self.calls:
-            call.clear()
-        self.replay = self.weight = self.unread = None
+__all__ = ["Pass", "PassRecorder"]
 
 
 class Pass:
