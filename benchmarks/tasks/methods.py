@@ -163,9 +163,10 @@ METHODS: dict[str, Method] = {
     ),
     "gauss-newton": Method(
         title="`GaussNewton(model)`",
-        make=lambda problem, rate: shims.GaussNewton(problem.network),
+        make=lambda problem, rate: shims.GaussNewton(
+            problem.network, minibatch=problem.batch < len(problem.train[0])
+        ),
         uses="residuals",
-        whole=True,
         apt=lambda task: task.one_output,
     ),
     "adam": Method(
