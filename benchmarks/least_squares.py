@@ -329,7 +329,7 @@ PROBLEMS: dict[str, Case] = {
         lambda: Equation(
             operator=absorption, exact=(warmth, coefficient), everywhere=True, **SQUARE
         ),
-        5.0,
+        15.0,
     ),
     "products": Case(lambda: Regression(target=products, d=6), 4.0),
     "ridges": Case(lambda: Regression(target=ridges, d=10), 4.0),
@@ -593,9 +593,14 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     problems = [p for p in PROBLEMS if any(r["problem"] == p for r in runs)]
-    figure = Figure((4.2 * len(problems), 3.6), dpi=110, layout="constrained")
+    columns = min(4, len(problems))
+    rows = math.ceil(len(problems) / columns)
+    figure = Figure((3.4 * columns, 3.0 * rows), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(problems), squeeze=False)[0]
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    panels, unused = grid[: len(problems)], grid[len(problems) :]
+    for axes in unused:
+        axes.set_axis_off()
     for axes, problem in zip(panels, problems, strict=True):
         for i, (name, method) in enumerate(METHODS.items()):
             for r in best_runs(runs, problem, name):
@@ -605,7 +610,9 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
                     axes.loglog(seconds, errors, color=f"C{i}", label=label)
         axes.set(title=problem, xlabel="CPU seconds", ylabel="relative error")
         axes.grid(alpha=0.25)
-    panels[0].legend(frameon=False, fontsize=8)
+    where = {"loc": "center"} if len(unused) else {}
+    legend = unused[0] if len(unused) else panels[0]
+    legend.legend(*panels[0].get_legend_handles_labels(), frameon=False, **where)
     figure.savefig(path)
 
 

@@ -247,6 +247,13 @@ def tasks(name: str) -> str:
     return str(module.tables(module.read_runs(path))[name])
 
 
+def least_squares(problem: str) -> str:
+    """Return a table of the least-squares benchmark, from the runs that are kept."""
+    module = importlib.import_module("benchmarks.least_squares")
+    path = ROOT / "benchmarks" / "measured_here" / "least_squares.jsonl"
+    return str(module.table(module.read(path), problem))
+
+
 _EXAMPLES = "docs/examples/adapters/"
 _ADAPTERS = (
     ("kfac_core_conformance.own:Own", "kfac_core"),
@@ -281,6 +288,15 @@ TABLES = {
     "influence": Table("docs/influence.md", influence, 60),
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
     "classifier": Table("docs/methods.md", partial(methods_on, "classifier"), 300),
+    **{
+        f"least squares {name}": Table(
+            "docs/samples.md", partial(least_squares, name), 1, ("torch",)
+        )
+        for name in (
+            *("poisson", "burgers", "heat", "inverse"),
+            *("products", "ridges", "bumps"),
+        )
+    },
     **{
         f"tasks {name}": Table(
             "docs/tasks.md", partial(tasks, f"tasks {name}"), 1, ("torch",)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Scalar, replaced
 from kfac_core.array import namespaces as ns
+from kfac_core.array.finite import truth_of
 from kfac_core.array.structure import structure
 from kfac_core.damping import require_damping
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
@@ -31,6 +32,9 @@ from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
 __all__ = ["SampleCurvature", "damped_kernel", "sample_curvature"]
+
+ACCURACY = 1e-4
+"""Of directions: their error is about the roundoff of K times its condition number."""
 
 
 @structure(static=("centered",))
@@ -307,7 +311,8 @@ def sample_curvature(
     Raises
     ------
     DampingError
-        For a damping that is negative or not finite.
+        For a damping that is negative, not finite, or so small beside K that directions
+        would not be right to 1e-4 (``check="raise"``).
     NotFiniteError, FactorizationError
         If K cannot be factorized to the accuracy that is promised (``check="raise"``).
 
@@ -349,6 +354,14 @@ def damped_kernel(
     lam = ns.full_of(xp, damping, K.array)
     if centered:
         K = _centered_kernel(K, J, xp)
+    least = ns.roundoff_of(K.array.dtype, xp=xp) / ACCURACY * K.trace()
+    shift = lam * J.examples
+    if check == "raise" and truth_of(shift < least, xp=xp):
+        raise errors.DampingError(
+            f"Expected a damping of at least {float(least) / J.examples:.1e} for K in "
+            f"{K.array.dtype}, so that directions are right to {ACCURACY:.0e}, got "
+            f"{float(lam):.1e}. Raise it; check='status' takes any."
+        )
     if isinstance(K, NystromKernel):
         kernel = IterativeKernel(J, K, lam * J.examples)
         return SampleCurvature(J, kernel, lam)

@@ -28,7 +28,7 @@ from kfac_core.integration.likelihoods import row_loss
 from kfac_core.integration.schedules import Schedule, require_positive
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.losses.loss import Loss
-from kfac_core.samples.curvature import damped_kernel
+from kfac_core.samples.curvature import ACCURACY, damped_kernel
 from kfac_core.samples.iterative import NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 from kfac_core.samples.search import Evaluation, search_step
@@ -285,8 +285,8 @@ def gauss_newton_step(
     size, trace = _sizes(r, J, K, options.centered, xp)
     if damping is None:
         follows = DAMPING_SHARE * (size * trace / J.samples) ** 0.5
-        # Below this K would be singular in its own roundoff.
-        least = ns.roundoff_of(K.array.dtype, xp=xp) * trace * (J.samples / J.examples)
+        roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
+        least = 2.0 * roundoff / ACCURACY * trace / J.examples
         damping = xp.where(follows > least, follows, least)
         # Of residuals that depend on nothing, which leave no step to damp.
         damping = xp.where(damping > 0, damping, xp.ones_like(damping))

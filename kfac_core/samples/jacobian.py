@@ -219,7 +219,8 @@ class Jacobian:
         Returns
         -------
         dict of str to dict of str to array
-            Parameter-shaped, in the dtype of the rows.
+            Parameter-shaped, in the dtype of the rows; products are in the wider one of
+            theirs and that of the coefficients.
 
         Raises
         ------
@@ -236,8 +237,10 @@ class Jacobian:
         for name, jacobian in self.layers.items():
             rows, layer = jacobian.rows, jacobian.layer
             c = xp.reshape(coefficients, (rows.examples, rows.sources))
-            c = ns.cast(xp, c, rows.like.dtype)
+            # Solutions w may be large where J^T w is not: it cancels in their dtype.
+            c = ns.cast(xp, c, xp.result_type(c, rows.like))
             matrix = combined_rows(rows, c, layer.matrix_shape, xp=xp)
+            matrix = ns.cast(xp, matrix, rows.like.dtype)
             combined[name] = layer.matrix_to_parameters(matrix)
         return combined
 
