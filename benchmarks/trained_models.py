@@ -92,7 +92,7 @@ def with_linear_layers(model: Any) -> Any:
 
 
 def kronfluence_of(
-    model: Any, loss: Any, data: Any, folder: str, names: list[str]
+    model: Any, loss: Any, data: Any, folder: str, names: list[str], *, empirical: bool
 ) -> Any:
     """Return kronfluence's analyzer of a model, with EKFAC's factors."""
     from kronfluence.analyzer import Analyzer, prepare_model
@@ -103,7 +103,11 @@ def kronfluence_of(
         def compute_train_loss(
             self, batch: Any, model: Any, sample: bool = False
         ) -> Any:
-            return loss(model, batch).sum()
+            if not sample:
+                return loss(model, batch).sum()
+            z = model(batch[0])  # Labels drawn from the model, of a classifier.
+            drawn = torch.multinomial(torch.softmax(z.detach(), -1), 1)[:, 0]
+            return loss(model, (batch[0], drawn)).sum()
 
         def compute_measurement(self, batch: Any, model: Any) -> Any:
             return loss(model, batch).sum()
@@ -120,7 +124,7 @@ def kronfluence_of(
         "factors",
         data,
         per_device_batch_size=32,
-        factor_args=FactorArguments(strategy="ekfac", use_empirical_fisher=True),
+        factor_args=FactorArguments(strategy="ekfac", use_empirical_fisher=empirical),
         overwrite_output_dir=True,
     )
     return analyzer
@@ -143,7 +147,9 @@ def factors() -> None:
         def loss(model: Any, batch: Any) -> Any:
             return token_losses(model, batch[0])
 
-        analyzer = kronfluence_of(with_linear_layers(model), loss, data, folder, names)
+        analyzer = kronfluence_of(
+            with_linear_layers(model), loss, data, folder, names, empirical=True
+        )
         covariances = analyzer.load_covariance_matrices("factors")
         lambdas = analyzer.load_lambda_matrices("factors")
     worst = {"input factor": 0.0, "output factor": 0.0, "trace of the moments": 0.0}
@@ -284,7 +290,12 @@ def _kronfluence_scores(model: Any, train: Any, queries: Any) -> tuple[Any, floa
     data, asked = (torch.utils.data.TensorDataset(*part) for part in (train, queries))
     with tempfile.TemporaryDirectory() as folder:
         analyzer = kronfluence_of(
-            copy.deepcopy(model), example_losses, data, folder, ["0", "2"]
+            copy.deepcopy(model),
+            example_losses,
+            data,
+            folder,
+            ["0", "2"],
+            empirical=False,
         )
         analyzer.compute_pairwise_scores(
             "scores", "factors", asked, data, per_device_query_batch_size=50,
