@@ -17,7 +17,6 @@ from curvlinops.kfac import FisherType
 from torch import nn
 
 import kfac_core as kc
-from kfac_core.operators import kronecker_operator
 from kfac_core_shims.torch import KFAC
 from kfac_core_shims.torch.gradients import differentiate
 from kfac_core_shims.torch.merging import FactorProducts
@@ -141,7 +140,7 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
         return loss
 
     def blocks(
-        self, make: Any = kronecker_operator, **options: Any
+        self, make: Any = kc.operators.kronecker_operator, **options: Any
     ) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Yield the operator of each block, and the places of its parameters."""
         if not (self._input_covariances or self._gradient_covariances):
@@ -223,7 +222,7 @@ class KFACInverseLinearOperator(curvlinops.KFACInverseLinearOperator):
         if A is not None:
             A = A + a * torch.eye(len(A), dtype=A.dtype, device=A.device)
         B = B + b * torch.eye(len(B), dtype=B.dtype, device=B.device)
-        return kronecker_operator(A, B, **options | {"rule": "factored"})
+        return kc.operators.kronecker_operator(A, B, **options | {"rule": "factored"})
 
 
 class _Heuristic:
@@ -236,7 +235,9 @@ class _Heuristic:
         if A is None and self.last[0] is B:
             # A bias's own block would be damped by the whole damping.
             options["damping"] = self.last[1]
-        made: Any = kronecker_operator(A, B, least_shift=self.least_shift, **options)
+        made: Any = kc.operators.kronecker_operator(
+            A, B, least_shift=self.least_shift, **options
+        )
         self.last = B, made.output.shift
         return made
 

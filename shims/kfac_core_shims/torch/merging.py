@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import kfac_core as kc
-from kfac_core.posterior import merged_weight, spectral_blocks
 from kfac_core_shims.torch.collecting import Factors, read_factors
 from kfac_core_shims.torch.stacks import ParameterStacks
 
@@ -73,7 +72,7 @@ def merge(
     ]
     for other in factors[1:]:
         kc.constraints.require_names("factors", other.blocks, factors[0].blocks)
-    curvatures = [spectral_blocks(f.blocks, f.statistics) for f in factors]
+    curvatures = [kc.posterior.spectral_blocks(f.blocks, f.statistics) for f in factors]
     named = [dict(f.model.named_parameters()) for f in factors]
     with torch.no_grad():
         mean = {
@@ -83,7 +82,7 @@ def merge(
         targets = {p: mean[name] for name, p in named[0].items()}
         residuals = {}
         for name, block in factors[0].blocks.items():
-            found = merged_weight(
+            found = kc.posterior.merged_weight(
                 [c[name] for c in curvatures],
                 [block.parameters_to_matrix(f.sites[name].values()) for f in factors],
                 examples=[f.examples for f in factors],
@@ -121,7 +120,7 @@ class FactorProducts:
         self._stacks = ParameterStacks(
             factors.sites, order=[*factors.model.parameters()]
         )
-        self._spectra = spectral_blocks(factors.blocks, factors.statistics)
+        self._spectra = kc.posterior.spectral_blocks(factors.blocks, factors.statistics)
         self._damping, self._power = damping, -1 if inverse else 1
         self.parameters = self._stacks.parameters
 

@@ -15,8 +15,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
-from kfac_core.influence import Influence, Queries
-from kfac_core.influence.queries import stored_queries
 from kfac_core_shims.torch.collecting import Factors, outputs_of
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.likelihoods import criterion_of
@@ -180,7 +178,14 @@ def influence(
             u, residuals, iterations = _conjugate_gradients(
                 product, inverse, g, tolerance, max_iterations
             )
-            stored = [Queries({n: stored_queries(x, x.dtype) for n, x in u.items()})]
+            stored = [
+                kc.influence.Queries(
+                    {
+                        n: kc.influence.queries.stored_queries(x, x.dtype)
+                        for n, x in u.items()
+                    }
+                )
+            ]
         pieces: dict[str, list[Any]] = {}
         names: list[tuple[str, ...]] = (
             [(name,) for name in inverse.blocks] if by_layer else [()]
@@ -242,12 +247,12 @@ def self_influence(
     return torch.cat(parts)
 
 
-def _inverse(factors: Factors, damping: Any, fraction: Any) -> Influence:
+def _inverse(factors: Factors, damping: Any, fraction: Any) -> kc.influence.Influence:
     if damping is None and fraction is None:
         fraction = 0.1
     blocks = covered_blocks(factors)
     statistics = {name: factors.statistics[name] for name in blocks}
-    return Influence.of_statistics(
+    return kc.influence.Influence.of_statistics(
         blocks, statistics, damping=damping, damping_fraction=fraction
     )
 
@@ -259,7 +264,7 @@ class _Taken:
     model: Any
     loss: Losses
     factors: Factors
-    inverse: Influence
+    inverse: kc.influence.Influence
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -436,7 +441,7 @@ def _forward_products(z: Any, parameters: list[Any], V: list[Any]) -> Any:
 
 def _conjugate_gradients(
     product: Any,
-    inverse: Influence,
+    inverse: kc.influence.Influence,
     b: dict[str, Any],
     tolerance: float,
     max_iterations: int,
@@ -513,19 +518,29 @@ def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int
     return found, shapes.pop()
 
 
-def _restricted(inverse: Influence, names: tuple[str, ...]) -> Influence:
-    return Influence(
+def _restricted(
+    inverse: kc.influence.Influence, names: tuple[str, ...]
+) -> kc.influence.Influence:
+    return kc.influence.Influence(
         {n: inverse.blocks[n] for n in names},
         {n: inverse.curvatures[n] for n in names},
         {n: inverse.damping[n] for n in names},
     )
 
 
-def _restricted_queries(queries: Queries, names: tuple[str, ...]) -> Queries:
-    return Queries({n: queries.blocks[n] for n in names}) if names else queries
+def _restricted_queries(
+    queries: kc.influence.Queries, names: tuple[str, ...]
+) -> kc.influence.Queries:
+    return (
+        kc.influence.Queries({n: queries.blocks[n] for n in names})
+        if names
+        else queries
+    )
 
 
-def _on_disk(queries: Queries, folder: Any, number: int) -> Queries:
+def _on_disk(
+    queries: kc.influence.Queries, folder: Any, number: int
+) -> kc.influence.Queries:
     """Return queries whose arrays lie in files, which are mapped into memory."""
     if folder is None:
         return queries
@@ -542,4 +557,4 @@ def _on_disk(queries: Queries, folder: Any, number: int) -> Queries:
         arrays = {k: x for k, x in vars(block).items() if x is not None and x.ndim > 1}
         files = {k: mapped(x, f"{place}.{k}") for k, x in arrays.items()}
         blocks[name] = replace(block, **files)
-    return Queries(blocks)
+    return kc.influence.Queries(blocks)

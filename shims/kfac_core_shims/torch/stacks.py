@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
+import kfac_core as kc
 from kfac_core_shims.torch.sites import Site
 
 __all__ = ["ParameterStacks"]
@@ -50,7 +50,9 @@ class ParameterStacks:
                     x = torch.stack([site.part.to_layer(one) for one in x])
                 x = x.reshape(len(x), *shape)
                 parts[role] = x if dtype is None else x.to(dtype)
-            found[name] = stack_to_matrices(site.layer, parts)
+            found[name] = kc.layers.parameter_stacks.stack_to_matrices(
+                site.layer, parts
+            )
         return found
 
     def stacks(self, matrices: Mapping[str, Any], /) -> list[Any]:
@@ -60,7 +62,9 @@ class ParameterStacks:
         by_id = {id(p): x for p, x in zip(self.parameters, found, strict=True)}
         for name, V in matrices.items():
             site = self.sites[name]
-            for role, x in matrices_to_stack(site.layer, V).items():
+            for role, x in kc.layers.parameter_stacks.matrices_to_stack(
+                site.layer, V
+            ).items():
                 for number, one in enumerate(x):
                     targets = {p: by_id[id(p)][number] for p in site.trained}
                     site.place({role: one}, targets)
