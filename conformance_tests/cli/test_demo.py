@@ -17,14 +17,18 @@ def demo(backend, folder, monkeypatch, *options):
     return main(["demo", "--quick", "--output", str(folder), *options])
 
 
-METHODS = {"numpy": ["KFACRegressor"], "torch": ["KFAC", "GaussNewton"]}
+METHODS = {
+    "numpy": ["KFACRegressor"],
+    "torch": ["KFAC", "GaussNewton"],
+    "jax": ["kfac_optimizer"],
+}
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_all_methods_learn_for_the_same_time(name, tmp_path, monkeypatch, capsys):
     """On the integration of each framework; no run is longer than an epoch over."""
-    if name == "torch":
-        pytest.importorskip(name)
+    for module in {"torch": ["torch"], "jax": ["jax", "optax"]}.get(name, []):
+        pytest.importorskip(module)
 
     assert demo(name, tmp_path, monkeypatch, "--seconds", "0.3", "--json") == 0
 
@@ -68,7 +72,7 @@ def test_a_missing_extra_is_named(module, tmp_path, monkeypatch, capsys):
     assert "kfac-core[demo]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["nonsense", "array_api_strict", "jax"])
+@pytest.mark.parametrize("name", ["nonsense", "array_api_strict"])
 def test_a_backend_that_it_does_not_know_is_refused(
     name, tmp_path, monkeypatch, capsys
 ):
