@@ -306,7 +306,11 @@ def _imported(package: str) -> ModuleType:
     # The annotations of validated options are evaluated, such as `float | Optimizer`.
     stand_in.__or__ = stand_in.__ror__ = lambda one, other: Any
     with mock(FRAMEWORKS):
-        return importlib.import_module(package)
+        module = importlib.import_module(package)
+        # Names that a package imports when they are first read.
+        for name in module.__all__:
+            getattr(module, name)
+        return module
 
 
 def data_text(name: Name) -> str:
