@@ -129,3 +129,20 @@ def test_other_methods_lower_the_energy(program, method):
     before, _, _ = program.measured(start, walkers=128, blocks=8)
     after, error, _ = program.measured(network, walkers=128, blocks=8)
     assert 12.5 - 6.0 * error < after < before
+
+
+def test_a_step_is_linear_in_the_local_energies():
+    """Near an eigenstate energies have no spread, and the damping must not vanish."""
+    from kfac_core_shims.torch import GaussNewton
+
+    x, energies = positions(30, 2), positions(30, seed=1)
+    changes = []
+    for scale in (1.0, 1e-6):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        before = torch.cat([p.detach().flatten() for p in net.parameters()])
+        optimizer = GaussNewton(net, centered=True)
+        optimizer.step(lambda net=net, scale=scale: (net(x)[:, 0], scale * energies))
+        after = torch.cat([p.detach().flatten() for p in net.parameters()])
+        changes.append((after - before) / scale)
+    torch.testing.assert_close(changes[1], changes[0], rtol=1e-6, atol=1e-8)
