@@ -13,12 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
-from torch.func import functional_call, grad, hessian, jvp, vmap  # noqa: E402
+from torch import func, nn  # noqa: E402
 from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import KFAC  # noqa: E402
+from kfac_core_shims.torch import KFAC, graph  # noqa: E402
 
 from ..builders import torch_zoo  # noqa: E402
 
@@ -55,9 +54,9 @@ def curvatures(u, x):
 
 
 def of_one_example(model):
-    return lambda p: functional_call(model, dict(model.named_parameters()), (p[None],))[
-        0, 0
-    ]
+    return lambda p: func.functional_call(
+        model, dict(model.named_parameters()), (p[None],)
+    )[0, 0]
 
 
 RESIDUALS = {
@@ -71,16 +70,22 @@ RESIDUALS = {
     )(model(x)),
     "biharmonic": lambda model, x: laplacian(laplacian(model(x), x), x),
     "batched": lambda model, x: curvatures(model(x), x),
-    "jvp": lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1],
-    "jvp of jvp": lambda model, x: jvp(
-        lambda y: jvp(model, (y,), (torch.ones_like(y),))[1],
+    "jvp": lambda model, x: func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jvp of jvp": lambda model, x: func.jvp(
+        lambda y: func.jvp(model, (y,), (torch.ones_like(y),))[1],
         (x,),
         (torch.ones_like(x),),
     )[1],
-    "vmap of grad": lambda model, x: vmap(grad(of_one_example(model)))(x),
-    "vmap of hessian": lambda model, x: vmap(
-        lambda p: hessian(of_one_example(model))(p).reshape(-1)
+    "vmap of grad": lambda model, x: func.vmap(func.grad(of_one_example(model)))(x),
+    "vmap of hessian": lambda model, x: func.vmap(
+        lambda p: func.hessian(of_one_example(model))(p).reshape(-1)
     )(x),
+    "vmap of jacrev of jacfwd": lambda model, x: func.vmap(
+        lambda p: func.jacrev(func.jacfwd(of_one_example(model)))(p).reshape(-1)
+    )(x),
+    "gradient of jvp": lambda model, x: derivative(
+        func.jvp(model, (x,), (torch.ones_like(x),))[1], x
+    ),
     # Rows of several numbers of uses: inner points, and points of the boundary.
     "joined": lambda model, x: torch.cat([laplacian(model(x), x), model(x[:2].sin())]),
     "twice": lambda model, x: derivative(model(x) + model(x.sin()), x),
@@ -212,7 +217,9 @@ def test_a_weight_norm_in_a_derivative():
     nn.utils.parametrizations.weight_norm(model[2])
     kfac = torch_zoo.attached(model, output=None)
     r = laplacian(model(x), x)
-    made = next(n for n in _nodes(r.grad_fn) if n.name().startswith("WeightNorm"))
+    made = next(
+        n for n in graph.Walk(r.grad_fn, 0).nodes if n.name().startswith("WeightNorm")
+    )
     inputs = [torch.autograd.graph.GradientEdge(made, 0), model[2].bias]
     kfac.observe(r)
     loss = 0.5 * r.square().mean()
@@ -350,13 +357,3 @@ def test_random_programs_are_right_or_name_skipped_layers(seed):
 
 def owner(model, name):
     return model.get_submodule(name.rpartition(".")[0])
-
-
-def _nodes(root):
-    seen, todo = {root}, [root]
-    while todo:
-        for below, _ in todo.pop().next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                todo.append(below)
-    return seen

@@ -26,11 +26,11 @@ from kfac_core_shims.torch.sites import Site
 __all__ = [
     "Reached",
     "RecordedCall",
+    "Walk",
     "calls_below",
     "gradients_at",
     "pull_back",
     "whole",
-    "recorded_below",
 ]
 
 _SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
@@ -181,7 +181,7 @@ def calls_below(
     reasons : dict of str to str
         Blocks with a use that is not, and what it is.
     """
-    walk = _Walk(root, token, stop)
+    walk = Walk(root, token, stop)
     recorded: dict[str, list[Reached]] = {name: [] for name in sites}
     for edge, call in walk.recorded:
         recorded[call.block].append(Reached(edge, call, share=share))
@@ -203,21 +203,16 @@ def calls_below(
     return [r for r in reached if keep_empty or r.call.examples], reasons
 
 
-def recorded_below(root: Any, token: int, /) -> list[tuple[GradientEdge, RecordedCall]]:
-    """Return the calls of layers that outputs depend on; see `calls_below`."""
-    return _Walk(root, token, ()).recorded
+class Walk:
+    """The nodes of a graph below its `root`, and calls of layers; see `calls_below`."""
 
-
-class _Walk:
-    """The part of a graph that is below a node."""
-
-    def __init__(self, root: Any, token: int, stop: Collection[Any]) -> None:
+    def __init__(self, root: Any, token: int, stop: Collection[Any] = ()) -> None:
         self.recorded: list[tuple[GradientEdge, Any]] = []
         self._sources: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
         self._above: dict[Any, list[tuple[Any, int, int]]] = defaultdict(list)
         self._saved: dict[Any, Any] = {}
         self._calls: set[Any] = set()
-        seen = {root}
+        self.nodes = seen = {root}
         todo = [root]
         while todo:
             node = todo.pop()

@@ -232,7 +232,7 @@ class PassRecorder:
         `root` is the node of the outputs, which are being differentiated with
         ``create_graph=True``.
         """
-        recorded = graph.recorded_below(root, self.token)
+        recorded = graph.Walk(root, self.token).recorded
         blocks = {call.block for _, call in recorded}
         for edge, _ in recorded:
             came = partial(_came_with_graph, weakref.ref(self), blocks)
@@ -240,8 +240,13 @@ class PassRecorder:
 
     def watch_tangents(self, outputs: Any, /) -> None:
         """Note all layers where a loss will read derivatives of outputs in forward mode."""
+        came = partial(_came_with_graph, weakref.ref(self), self.kfac.sites)
         for tangent in private.tangents(outputs):
             _watch_derivative(weakref.ref(self), self.kfac.sites, tangent)
+            # A reverse pass over it does not read the tangent itself.
+            for root in filter(None, (x.grad_fn for x in private.levels(tangent))):
+                for node in graph.Walk(root, self.token).nodes:
+                    node.register_hook(came)
 
     def require_no_derivatives(self) -> None:
         """Raise if the loss read derivatives of outputs, and nothing was observed."""
@@ -511,8 +516,8 @@ def _came_with_graph(
 def _watch_derivative(
     recorder: Callable[[], PassRecorder | None], blocks: Iterable[str], x: Any
 ) -> None:
-    if x is not None and private.base(x).requires_grad:
-        private.base(x).register_hook(partial(_read, recorder, blocks))
+    if x is not None and (base := private.levels(x)[-1]).requires_grad:
+        base.register_hook(partial(_read, recorder, blocks))
 
 
 def _read(

@@ -22,11 +22,11 @@ __all__ = [
     "accumulates",
     "add_to_each",
     "backward_pass",
-    "base",
     "filled_copy",
     "forget_compiled",
     "is_graph_kept",
     "is_transformed",
+    "levels",
     "multiply_each",
     "outside_compilers",
     "padding_widths",
@@ -176,11 +176,11 @@ def is_transformed(x: Any, /) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-def base(x: Any, /) -> Any:
-    """Return what is below the transformations of `torch.func`, in the caller's graph."""
-    while is_transformed(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x
+def levels(x: Any, /) -> list[Any]:
+    """Return a tensor below each transformation of `torch.func`, the caller's the last."""
+    if not is_transformed(x):
+        return [x]
+    return [x, *levels(torch._C._functorch.get_unwrapped(x))]
 
 
 def tangents(x: Any, /) -> list[Any]:
