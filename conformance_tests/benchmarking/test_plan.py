@@ -12,6 +12,7 @@ import kfac_core as kc
 from ..builders.benchmark_folder import import_benchmarks
 from ..builders.shards import dense
 
+pytest.importorskip("kfac_core_backends")
 import_benchmarks()
 
 from benchmarks.plan.__main__ import main  # noqa: E402
