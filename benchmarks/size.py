@@ -31,7 +31,7 @@ PACKAGES = {
 KIT = "kfac_core_conformance"
 """Folder of the conformance kit, a package of its own and no test."""
 
-BUDGETS = {"core": 18_000, "integrations": 7_200, "tests": 33_000}
+BUDGETS = {"core": 19_500, "integrations": 9_500, "tests": 33_000}
 """Code lines that the design asks for."""
 
 REFUSALS = {"core": 0.07, "integrations": 0.10}
