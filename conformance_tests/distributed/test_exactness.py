@@ -112,10 +112,10 @@ def _require_exact(backend, size, steps=4):
     [(1, "refresh"), (2, "update"), (3, "refresh"), (6, "refresh"), (1, "owner")],
 )
 def test_every_strategy_gives_the_same(holders, reduce):
-    """Owners that send directions, groups, and everybody."""
+    """Owners that send directions, groups, and everybody; bases of a null space too."""
     backend = HOST
     rng = np.random.default_rng(holders)
-    blocks = {"a": kc.Block(dense(4, 3), kc.Kronecker()), **_several()}
+    blocks = {"a": kc.Block(dense(65, 4), kc.Eigen()), **_several()}
     options = {"holders": holders, "reduce": reduce, "bucket_bytes": 100}
 
     alone, found = both(backend, rng, blocks, 6, options=options)
