@@ -45,7 +45,14 @@ def main() -> None:
 def run_missing(path: Path, tasks: list[str], methods: list[str], seeds: int) -> None:
     """Append the runs that a file does not have yet, one line each."""
     runs = read_runs(path)
-    reference = runs[0]["reference"] if runs else price_of_work()
+    price = price_of_work()
+    reference = runs[0]["reference"] if runs else price
+    if not 0.5 < price / reference < 2.0:
+        raise SystemExit(
+            f"{path} holds runs of a machine that does the fixed piece of work in "
+            f"{reference:.2g} s, and this one takes {price:.2g} s: its ratio to a step "
+            "of training differs too, so begin a new --file."
+        )
     for task, method, rate, seed in _wanted(path, tasks, methods, seeds):
         measured = run(task, method, rate, seed, reference=reference)
         key = {"task": task, "method": method, "rate": rate, "seed": seed}

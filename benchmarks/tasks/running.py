@@ -3,7 +3,9 @@
 The clock is the CPU time of the process on one thread, and stands still while losses are
 measured.  Seconds are those of the machine at the file's first run: before each run a
 fixed piece of work is timed, and the budget is stretched where other programs slow the
-machine down, so that runs of one file have done equal work.
+machine down, so that runs of one file have done equal work.  A file belongs to one
+machine: on another processor this piece of work and a step of training differ by
+different factors.
 """
 
 from __future__ import annotations
