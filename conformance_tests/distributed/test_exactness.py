@@ -408,7 +408,7 @@ def test_what_a_rank_keeps_shrinks_with_their_number():
         return numbers
 
     alone = np.asarray(run_ranks(1, kept)[0])
-    # Of a symmetric matrix one triangle: 325 and 300 numbers, and some scalars.
+    # One triangle of each symmetric matrix, 325 and 300 numbers, and some scalars.
     assert 625 <= alone[0] / 48 <= 635
     for p in (2, 4, 8):
         for numbers in run_ranks(p, kept):

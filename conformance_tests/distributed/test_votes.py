@@ -80,8 +80,10 @@ def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes):
         for step in range(4):
             before = communicator.traffic.calls["all_reduce"]
             rows = EXAMPLES[rank] * positions[rank]
-            mine = calls_of(step, ends[rank], ends[rank + 1])
-            directions.append(kfac.directions(gradients_of(step), mine, rows=rows))
+            local_calls = calls_of(step, ends[rank], ends[rank + 1])
+            directions.append(
+                kfac.directions(gradients_of(step), local_calls, rows=rows)
+            )
             calls.append(communicator.traffic.calls["all_reduce"] - before)
         return directions, calls
 
@@ -113,9 +115,11 @@ def test_a_refresh_in_the_background_takes_over_after_its_lag(size):
         start, stop = ends[communicator.rank], ends[communicator.rank + 1]
         directions, ages = [], []
         for step in range(11):
-            mine = calls_of(step, start, stop)
+            local_calls = calls_of(step, start, stop)
             rows = 2 * (stop - start)
-            directions.append(kfac.directions(gradients_of(step), mine, rows=rows))
+            directions.append(
+                kfac.directions(gradients_of(step), local_calls, rows=rows)
+            )
             ages.append(kfac.operator_age)
             if step == 7:
                 # A step that fails in between changes nothing.

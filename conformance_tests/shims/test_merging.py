@@ -30,7 +30,7 @@ def data(seed, count=12):
 
 
 def test_operators_are_the_dense_blocks_in_the_models_order():
-    """Of a convolution, a norm and a linear layer; of the inverse, the dense inverse."""
+    """The operators of three layers, and their inverses, are the dense matrices."""
     pytest.importorskip("scipy")
     one = model(0)
     factors = collect(one, data(0))

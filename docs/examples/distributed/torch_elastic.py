@@ -65,10 +65,12 @@ def train(folder, communicator):
     for step in range(first, STEPS):
         rows = batch(step)
         # Every `size`-th example, from this process's first on.
-        mine = slice(rows.start + rank, rows.stop, size)
+        local_rows = slice(rows.start + rank, rows.stop, size)
         optimizer.zero_grad()
-        logits = parallel(images[mine])
-        loss = torch.nn.functional.cross_entropy(logits, labels[mine], reduction="sum")
+        logits = parallel(images[local_rows])
+        loss = torch.nn.functional.cross_entropy(
+            logits, labels[local_rows], reduction="sum"
+        )
         # DistributedDataParallel averages over processes.
         (loss * size / (rows.stop - rows.start)).backward()
         kfac.step()
