@@ -30,7 +30,7 @@ PATIENCE = 300
 # What people look for, and the pages of which one must be found first.
 SEARCHES = {
     "install": ("install",),
-    "EKFAC": ("api/kfac_core.Eigen",),
+    "EKFAC": ("api/kfac_core.EKFAC",),
     "Laplace": ("posteriors", "api/kfac_core.Posterior"),
     "damping": ("damping", "api/damping"),
     "distributed": ("distributed", "api/distributed"),

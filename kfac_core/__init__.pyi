@@ -61,7 +61,7 @@ from . import (
     steps as steps,
 )
 from .approximations.approximation import Approximation as Approximation
-from .approximations.eigen import Eigen as Eigen
+from .approximations.ekfac import EKFAC as EKFAC
 from .approximations.kfoc import KFOC as KFOC
 from .approximations.kronecker import Kronecker as Kronecker
 from .approximations.options import (
@@ -191,13 +191,13 @@ from .options import (
     Averaging as Averaging,
 )
 from .options import (
+    Coupling as Coupling,
+)
+from .options import (
     Execution as Execution,
 )
 from .options import (
     Refreshing as Refreshing,
-)
-from .options import (
-    Sharing as Sharing,
 )
 from .posterior.network import Posterior as Posterior
 
@@ -238,13 +238,14 @@ __all__ = [
     "ConcurrentChangeError",
     "ConventionError",
     "Conventions",
+    "Coupling",
     "CurvatureOperator",
     "DampingError",
     "DecayError",
     "Dense",
     "Diagonal",
     "DtypeError",
-    "Eigen",
+    "EKFAC",
     "Embedding",
     "Estimator",
     "Execution",
@@ -272,7 +273,6 @@ __all__ = [
     "ScaledIdentity",
     "Series",
     "ShapeError",
-    "Sharing",
     "SparseRows",
     "StateError",
     "Statistics",

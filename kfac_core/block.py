@@ -63,7 +63,7 @@ class Block:
     --------
     >>> import kfac_core as kc
     >>> layer = kc.Dense(in_features=64, out_features=10, bias=True, weight_layout="io")
-    >>> kfac, ekfac = kc.Block(layer, kc.Kronecker()), kc.Block(layer, kc.Eigen())
+    >>> kfac, ekfac = kc.Block(layer, kc.Kronecker()), kc.Block(layer, kc.EKFAC())
     """
 
     layer: Layer

@@ -39,7 +39,7 @@ from kfac_core.operators.operator import (
     VECTOR_PRODUCTS,
     CurvatureOperator,
 )
-from kfac_core.options import Averaging, Execution, Refreshing, Sharing
+from kfac_core.options import Averaging, Coupling, Execution, Refreshing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
 from kfac_core.stages import EXECUTOR, PREPARE, Executor
@@ -120,7 +120,7 @@ class Estimator:
         Debiasing, burn-in and the weight of updates.
     refreshing : Refreshing, optional
         Which factorizations a refresh prepares, and how failures are handled.
-    sharing : Sharing, optional
+    coupling : Coupling, optional
         Shared factors, tied weights and chains of layers.
     precision : Precision, optional
         Dtypes of storing, computing and applying.  By default all are the dtype of a
@@ -187,7 +187,7 @@ class Estimator:
         mode: EstimationMode | None = None,
         averaging: Averaging | None = None,
         refreshing: Refreshing | None = None,
-        sharing: Sharing | None = None,
+        coupling: Coupling | None = None,
         precision: Precision | None = None,
         execution: Execution | Distributed | Executor | None = None,
     ) -> None:
@@ -206,7 +206,7 @@ class Estimator:
             blocks,
             conventions=Conventions(reduction=reduction, sources=sources),
             damping_rule=damping_rule,
-            sharing=sharing,
+            coupling=coupling,
             averaging=averaging,
             refreshing=refreshing,
             precision=precision,
@@ -325,7 +325,7 @@ class Estimator:
         ----------
         moments : mapping of str to Statistics
             Statistics of each part from `kfac_core.batch_moments`, with this estimator's
-            ``conventions`` and precision (and for `kfac_core.Eigen` its statistics),
+            ``conventions`` and precision (and for `kfac_core.EKFAC` its statistics),
             added up by `Statistics.merged`.  For a mean loss, N is the number of examples
             of each part.
 
@@ -355,7 +355,7 @@ class Estimator:
         moments: MomentStart,
         check: Check = "raise",
     ) -> None:
-        """Recompute the eigenbases of `Eigen` (EKFAC) blocks.
+        """Recompute the eigenbases of `EKFAC` blocks.
 
         Call it before the first `refresh` of such a block, and from then on less often
         than `refresh`: the eigendecompositions cost about ten times as much.  Operators are
@@ -364,7 +364,7 @@ class Estimator:
         Parameters
         ----------
         names : iterable of str, optional
-            Blocks to rebase; by default all `Eigen` blocks with statistics.
+            Blocks to rebase; by default all `EKFAC` blocks with statistics.
         moments : {"kronecker", "carried", "zero"}
             How the second moments start in the new bases: from the eigenvalues of the
             factors, transformed from the old bases, or at zero.  After ``"zero"``, call

@@ -1,6 +1,6 @@
 """The curvature of a network: a description, a state, and pure functions of both.
 
-A `Network` describes blocks by name, conventions and sharing, without arrays.
+A `Network` describes blocks by name, conventions and coupling, without arrays.
 `Network.update` and `Network.refresh` take a `NetworkState` and return a new one;
 `Network.precondition` returns products.  Each is a loop of a stage over blocks.
 
@@ -34,7 +34,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import require_finite_rows
 from kfac_core.linalg.factorizations import Solving
 from kfac_core.operators.operator import CurvatureOperator
-from kfac_core.options import RANGES, Averaging, Refreshing, Sharing
+from kfac_core.options import RANGES, Averaging, Coupling, Refreshing
 from kfac_core.sharing.layers import NamedLayers
 from kfac_core.stages import Executor, ProductCall, plain
 from kfac_core.state import BlockState, NetworkState
@@ -45,7 +45,7 @@ _OPTIONS = {
     "blocks": constraints.mapping_to(constraints.instance_of(Block)),
     "conventions": constraints.instance_of(Conventions),
     "damping_rule": RANGES["rule"],
-    "sharing": constraints.optional(constraints.instance_of(Sharing)),
+    "coupling": constraints.optional(constraints.instance_of(Coupling)),
     "averaging": constraints.optional(constraints.instance_of(Averaging)),
     "refreshing": constraints.optional(constraints.instance_of(Refreshing)),
     "precision": RANGES["precision"],
@@ -69,7 +69,7 @@ class Network:
         backpropagated vectors.
     max_patch_elements : int, optional
         See `Execution`.
-    blocks, damping_rule, sharing, averaging, refreshing, precision
+    blocks, damping_rule, coupling, averaging, refreshing, precision
         See `Estimator`.
 
     Raises
@@ -101,18 +101,18 @@ class Network:
         *,
         conventions: Conventions,
         damping_rule: DampingRule = "factored",
-        sharing: Sharing | None = None,
+        coupling: Coupling | None = None,
         averaging: Averaging | None = None,
         refreshing: Refreshing | None = None,
         precision: Precision | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
         constraints.require_options(locals(), **_OPTIONS)
-        self.layers = NamedLayers(blocks, sharing or Sharing())
+        self.layers = NamedLayers(blocks, coupling or Coupling())
         self.blocks = self.layers.blocks
         self.conventions = conventions
         self.damping_rule: DampingRule = damping_rule
-        self.sharing = sharing or Sharing()
+        self.coupling = coupling or Coupling()
         self.averaging = averaging or Averaging()
         self.refreshing = refreshing or Refreshing()
         self.precision = precision or Precision()
@@ -338,7 +338,7 @@ class Network:
             block = self.blocks[name]
             if name not in with_bases:
                 raise errors.UnsupportedError(
-                    f"Block {name!r} ({block.approximation.name}) has no bases; only Eigen "
+                    f"Block {name!r} ({block.approximation.name}) has no bases; only EKFAC "
                     "blocks have bases."
                 )
             statistics = state.blocks[name].known_statistics(name)

@@ -12,7 +12,7 @@ from kfac_core.array.precision import Precision
 from kfac_core.damping import DampingRule
 from kfac_core.linalg.factorizations import Factorization, Solving
 
-__all__ = ["RANGES", "Averaging", "Execution", "Refreshing", "Sharing"]
+__all__ = ["RANGES", "Averaging", "Coupling", "Execution", "Refreshing"]
 
 RANGES = {
     "debias": constraints.FLAG,
@@ -161,8 +161,8 @@ class Refreshing(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing(_Options):
-    """Factors, weights and chains that blocks of a network share.
+class Coupling(_Options):
+    """How blocks are coupled: shared factors, shared weights, chains of layers.
 
     Parameters
     ----------
@@ -187,12 +187,12 @@ class Sharing(_Options):
     Three projections of an attention layer read the same inputs, and keep one input factor:
 
     >>> import kfac_core as kc
-    >>> sharing = kc.Sharing(factors={"k/input": "q/input", "v/input": "q/input"})
+    >>> coupling = kc.Coupling(factors={"k/input": "q/input", "v/input": "q/input"})
     >>> layer = kc.Dense(in_features=8, out_features=8, bias=True, weight_layout="io")
     >>> network = kc.Network(
     ...     {name: kc.Block(layer, kc.Kronecker()) for name in "qkv"},
     ...     conventions=kc.Conventions(reduction="sum", sources="sum"),
-    ...     sharing=sharing,
+    ...     coupling=coupling,
     ... )
     """
 

@@ -213,7 +213,7 @@ def batch_moments(
     precision : Precision, optional
         Precision whose storage dtype is used.
     statistics : Statistics, optional
-        Statistics that are to absorb these.  The second moments of `kfac_core.Eigen`
+        Statistics that are to absorb these.  The second moments of `kfac_core.EKFAC`
         are taken in their bases, and in the coordinates without.
     check : {"raise", "status"}
         See `UpdateOptions`.
@@ -323,7 +323,7 @@ def rebase_block(
     statistics : Statistics
         Statistics of the block; not modified.
     moments : {"kronecker", "carried", "zero"}
-        How the second moments start; see `kfac_core.Eigen.rebased`.
+        How the second moments start; see `kfac_core.EKFAC.rebased`.
     check : {"raise", "status"}
         Whether a failed eigendecomposition raises, or keeps the old bases and sets a flag.
     name : str

@@ -73,7 +73,7 @@ def test_eigen_is_the_best_diagonal_in_its_basis(backend, rng):
     x, g = rng.normal(size=(15, 3)), rng.normal(size=(15, 2))
     g = g * (1 + x[:, :1] ** 2)
     layer = dense_layer(3, 2)
-    eigen, batch = kc.Eigen(), kc.Batch(backend.asarray(x), backend.asarray(g))
+    eigen, batch = kc.EKFAC(), kc.Batch(backend.asarray(x), backend.asarray(g))
     block = kc.Block(layer, eigen)
     statistics = learn(block, batch)
     statistics = kc.rebase_block(block, statistics, "zero", "raise")
@@ -297,7 +297,7 @@ def test_scale_and_shift_are_summed_to_their_shapes(
     [
         (embedding(), kc.Kronecker(), "input='diagonal'"),
         (embedding(), kc.TNT(), "dense or conv"),
-        (embedding(), kc.Eigen(), "Eigen.input='diagonal'"),
+        (embedding(), kc.EKFAC(), "EKFAC.input='diagonal'"),
         (kc.Parameters(shapes={"w": (2,)}), kc.Kronecker(), "Full or Diagonal"),
         (kc.ScaleShift(scale_shape=(2,), shift_shape=None), kc.TNT(), "dense or conv"),
     ],

@@ -16,13 +16,13 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-4}
 
 def dense(n, m):
     layer = dense_layer(n, m, bias=False)
-    return kc.Block(layer, kc.Eigen())
+    return kc.Block(layer, kc.EKFAC())
 
 
 def grouped_conv(n, m):
     """Return two groups of 1x1 convolutions, whose statistics are stacks."""
     layer = conv_layer(2 * n, 2 * m, (1,), bias=False, groups=2)
-    return kc.Block(layer, kc.Eigen())
+    return kc.Block(layer, kc.EKFAC())
 
 
 def draw(rng, block, rows=ROWS):

@@ -184,7 +184,7 @@ def test_tnt_is_exact_on_a_factorial_design(backend, rng, bias):
 def test_eigenvalue_correction_changes_nothing_on_a_factorial_design(backend, rng):
     """EKFAC's second moments are the products of the factors' eigenvalues."""
     x, g = all_pairs(*levels(rng))
-    eigen = kc.Eigen()
+    eigen = kc.EKFAC()
     layer = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
     block = kc.Block(layer, eigen)
     fed = kc.Batch(backend.asarray(x), backend.asarray(g))

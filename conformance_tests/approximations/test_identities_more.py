@@ -19,7 +19,7 @@ from ..builders.tolerances import assert_close, assert_differs
 
 N, IN, OUT = 12, 4, 3
 LAYER = dense_layer(IN, OUT, bias=False)
-EIGEN = kc.Eigen()
+EIGEN = kc.EKFAC()
 
 
 def exact_block(x, g):

@@ -143,8 +143,8 @@ def test_an_input_factor_is_shared_with_its_kind_alone(backend, dtype, rng):
     """Two blocks of one input; Kronecker's factor is another by a factor of S."""
     x, batches, V, gradients = fed(backend, dtype, rng, "ab")
     batches["b"] = kc.Batch(batches["a"].inputs, batches["b"].output_grads, sources=1)
-    sharing = kc.Sharing(factors={"b/input": "a/input"})
-    network = network_of("ab", sharing=sharing)
+    coupling = kc.Coupling(factors={"b/input": "a/input"})
+    network = network_of("ab", coupling=coupling)
 
     state = network.update(network.empty(), batches, decay=0.5)
     state = network.refresh(state, damping=DAMPING)
@@ -155,9 +155,9 @@ def test_an_input_factor_is_shared_with_its_kind_alone(backend, dtype, rng):
     assert float(backend.to_numpy(state["b"].statistics.like)) == 0
     blocks = {"a": kc.Block(dense_layer(), kc.Kronecker()), "b": block_of()}
     with pytest.raises(kc.ConventionError, match="different kinds"):
-        kc.Network(blocks, conventions=SUM, sharing=sharing)
+        kc.Network(blocks, conventions=SUM, coupling=coupling)
     with pytest.raises(kc.ConventionError, match="no output factor"):
-        network_of("ab", sharing=kc.Sharing(factors={"b/output": "a/output"}))
+        network_of("ab", coupling=kc.Coupling(factors={"b/output": "a/output"}))
 
 
 def test_the_record_format_refuses_it_by_name():

@@ -322,7 +322,7 @@ CASES = {
     ),
     "tnt": Case(DENSE, kc.TNT(), _tnt, _tensor),
     "eigen": Case(
-        DENSE, kc.Eigen(), _exact, _corrected, start=_in_bases, of_a_network=False
+        DENSE, kc.EKFAC(), _exact, _corrected, start=_in_bases, of_a_network=False
     ),
     "kfoc": Case(
         DENSE,

@@ -18,7 +18,7 @@ PAIRS = {
     "tnt": (DENSE, kc.TNT()),
     "tnt of an array": (kc.Parameters(shapes={"w": (2, 3, 2)}), kc.TNT()),
     "kfoc": (DENSE, kc.KFOC(iterations=2)),
-    "eigen": (DENSE, kc.Eigen()),
+    "eigen": (DENSE, kc.EKFAC()),
     "diagonal": (DENSE, kc.Diagonal()),
     "full": (DENSE, kc.Full()),
     "symmetric": (DENSE, kc.Series(variant="symmetric", steps=5)),

@@ -10,7 +10,7 @@ import kfac_core as kc
 GROUPS = {
     "averaging": kc.Averaging,
     "refreshing": kc.Refreshing,
-    "sharing": kc.Sharing,
+    "coupling": kc.Coupling,
     "execution": kc.Execution,
 }
 

@@ -35,7 +35,7 @@ def every_block() -> dict[str, kc.Block]:
         "independent": kc.Block(dense(3, 2), kc.Series(variant="independent")),
         "symmetric": kc.Block(dense(3, 2), kc.Series(variant="symmetric", steps=5)),
         "infinite": kc.Block(dense(3, 2), kc.Series(variant="infinite")),
-        "eigen": kc.Block(dense(3, 4), kc.Eigen(moment_decay=0.8)),
+        "eigen": kc.Block(dense(3, 4), kc.EKFAC(moment_decay=0.8)),
         "diagonal": kc.Block(dense(2, 3), kc.Diagonal()),
         "full": kc.Block(dense(2, 2), kc.Full()),
         "scaled identity": kc.Block(

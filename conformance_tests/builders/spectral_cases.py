@@ -109,7 +109,7 @@ def _make_case(backend: Any, dtype: str, kind: str) -> Case:
     g = rng.normal(size=(EXAMPLES, *shared, m))
     derivatives = rng.normal(size=(OUTPUTS, EXAMPLES, *shared, m))
     approximation = {
-        "eigen": kc.Eigen(),
+        "eigen": kc.EKFAC(),
         "diagonal": kc.Diagonal(),
         "full": kc.Full(),
         "diagonal_input": kc.Kronecker(input="diagonal"),

@@ -18,7 +18,7 @@ SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 
 def make(pair="kronecker", **options):
     layer, approximation = PAIRS[pair]
-    rule = "exact" if approximation.name == "eigen" else "factored"
+    rule = "exact" if approximation.name == "ekfac" else "factored"
     settings = SETTINGS | {"damping_rule": rule} | options
     return make_estimator({"a": kc.Block(layer, approximation)}, **settings)
 

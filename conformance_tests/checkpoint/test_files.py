@@ -85,8 +85,8 @@ def test_a_factor_of_another_block_is_not_taken_for_zero(tmp_path, rng):
         "k": kc.Block(LAYER, kc.Kronecker()),
     }
     options = {"reduction": "sum", "damping": 0.3, "damping_rule": "exact"}
-    sharing = kc.Sharing(factors={"k/input": "q/input"})
-    saved = kc.Estimator(blocks, **options, sharing=sharing)
+    coupling = kc.Coupling(factors={"k/input": "q/input"})
+    saved = kc.Estimator(blocks, **options, coupling=coupling)
     x, g = rng.normal(size=(N, n)), rng.normal(size=(2, N, m))
     saved.update({"q": kc.Batch(x, g[0]), "k": kc.Batch(x, g[1])})
     saved.refresh()
@@ -95,11 +95,11 @@ def test_a_factor_of_another_block_is_not_taken_for_zero(tmp_path, rng):
     kc.save_checkpoint(operators, saved, parts="operators")
 
     alone = kc.Estimator(blocks, **options)
-    with pytest.raises(kc.StateError, match=r"block 'k': .*'input'.*Sharing\(factors"):
+    with pytest.raises(kc.StateError, match=r"block 'k': .*'input'.*Coupling\(factors"):
         kc.load_checkpoint(whole, alone, backend="numpy")
     assert "k" not in alone.state.blocks or alone.state["k"].updates == 0
 
-    again = kc.Estimator(blocks, **options, sharing=sharing)
+    again = kc.Estimator(blocks, **options, coupling=coupling)
     kc.load_checkpoint(whole, again, backend="numpy")
     again.refresh()
     kc.load_checkpoint(operators, alone, backend="numpy")

@@ -115,7 +115,7 @@ def test_every_strategy_gives_the_same(holders, reduce):
     """Owners that send directions, groups, and everybody; bases of a null space too."""
     backend = HOST
     rng = np.random.default_rng(holders)
-    blocks = {"a": kc.Block(dense(65, 4), kc.Eigen()), **_several()}
+    blocks = {"a": kc.Block(dense(65, 4), kc.EKFAC()), **_several()}
     options = {"holders": holders, "reduce": reduce, "bucket_bytes": 100}
 
     alone, found = both(backend, rng, blocks, 6, options=options)
@@ -250,7 +250,7 @@ def test_sharing_and_chains(size):
         name: kc.Block(dense(n, m), kc.Kronecker())
         for name, n, m in (("fc1", 3, 4), ("fc2", 4, 2))
     }
-    sharing = kc.Sharing(
+    coupling = kc.Coupling(
         factors={"k/input": "q/input", "v/input": "q/input"},
         chains={"encoder": ("fc1", "fc2")},
     )
@@ -269,7 +269,7 @@ def test_sharing_and_chains(size):
             *(backend, np.random.default_rng(3), blocks, size),
             schedule=schedule,
             options={"holders": holders, "reduce": "owner" if size == 3 else "refresh"},
-            sharing=sharing,
+            coupling=coupling,
         )
         first = first or found[0]
         for directions in found:

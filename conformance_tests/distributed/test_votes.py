@@ -19,7 +19,7 @@ from kfac_core.errors import (
 
 BLOCKS = {
     "one": kc.Block(dense(3, 2), kc.Kronecker()),
-    "two": kc.Block(dense(2, 3), kc.Eigen()),
+    "two": kc.Block(dense(2, 3), kc.EKFAC()),
 }
 EXAMPLES = [4, 0, 3]
 """Examples of each rank."""

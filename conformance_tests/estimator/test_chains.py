@@ -35,9 +35,9 @@ OTHER = kc.Block(LAYERS["first"], kc.Kronecker())
 def make(**options):
     """Return an estimator of a chain and of one block besides."""
     settings = {"reduction": "sum", "damping": DAMPING, "decay": DECAY}
-    sharing = kc.Sharing(chains={"chain": NAMES})
+    coupling = kc.Coupling(chains={"chain": NAMES})
     return make_estimator(
-        {**BLOCKS, "other": OTHER}, **{"sharing": sharing} | settings | options
+        {**BLOCKS, "other": OTHER}, **{"coupling": coupling} | settings | options
     )
 
 
@@ -229,7 +229,7 @@ def test_invalid_chains_raise(backend):
     for error, message, chains, options in cases:
         with pytest.raises(error, match=message):
             kc.Estimator(
-                blocks, reduction="sum", sharing=kc.Sharing(chains=chains), **options
+                blocks, reduction="sum", coupling=kc.Coupling(chains=chains), **options
             )
     for others in (
         {"weights": {"use": "first"}},
@@ -239,7 +239,7 @@ def test_invalid_chains_raise(backend):
             kc.Estimator(
                 blocks,
                 reduction="sum",
-                sharing=kc.Sharing(chains={"c": NAMES}, **others),
+                coupling=kc.Coupling(chains={"c": NAMES}, **others),
             )
 
 
@@ -252,12 +252,12 @@ def test_a_network_of_a_chain_is_compiled(requires_backend, rng):
     network = kc.Network(
         {name: kc.Block(layer, kc.Kronecker()) for name, layer in renamed.items()},
         conventions=kc.Conventions(reduction="sum", sources="sum"),
-        sharing=kc.Sharing(chains={"chain": tuple(renamed)}),
+        coupling=kc.Coupling(chains={"chain": tuple(renamed)}),
     )
     same = kc.Network(
         {name: kc.Block(layer, kc.Kronecker()) for name, layer in renamed.items()},
         conventions=kc.Conventions(reduction="sum", sources="sum"),
-        sharing=kc.Sharing(chains={"chain": list(renamed)}),
+        coupling=kc.Coupling(chains={"chain": list(renamed)}),
     )
     assert network == same
     assert hash(network) == hash(same)
@@ -320,7 +320,7 @@ def test_a_model_of_pytorch_is_one_chain(requires_backend, rng):
         fisher="exact",
         damping=DAMPING,
         kl_clip=None,
-        sharing=kc.Sharing(chains={"model": ("0", "1")}),
+        coupling=kc.Coupling(chains={"model": ("0", "1")}),
         damping_rule="factored",
     )
 

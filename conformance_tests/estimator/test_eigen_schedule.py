@@ -20,13 +20,13 @@ DAMPING = 0.2
 
 def dense(**options):
     layer = dense_layer(IN, OUT)
-    return kc.Block(layer, kc.Eigen(**options))
+    return kc.Block(layer, kc.EKFAC(**options))
 
 
 def grouped_conv():
     """Return two groups of 1x1 convolutions: dense layers on the pixels."""
     layer = conv_layer(2 * IN, 2 * OUT, (1,), bias=False, groups=2)
-    return kc.Block(layer, kc.Eigen())
+    return kc.Block(layer, kc.EKFAC())
 
 
 def make(block, **options):
@@ -266,7 +266,7 @@ def test_an_embedding_has_a_block_whose_input_basis_is_the_ids(backend, rng, bag
     g = rng.normal(size=(4, 1 if bags else 3, m)) * [1.0, 3.0]
     options = {"bag": True, "duplicates": bag} if bags else {}
     layer = kc.Embedding(num_embeddings=V, features=m, weight_layout="io", **options)
-    estimator = make(kc.Block(layer, kc.Eigen(input="diagonal")))
+    estimator = make(kc.Block(layer, kc.EKFAC(input="diagonal")))
     fed = kc.Batch(backend.asarray(ids), backend.asarray(g[:, 0] if bags else g))
     estimator.update({"a": fed})
     estimator.rebase(moments="zero")
@@ -300,7 +300,7 @@ def test_gradients_of_the_examples_are_never_all_formed():
     n = m = 128
     x, g = rng.normal(size=(64, 2, n)), rng.normal(size=(64, 2, m))
     layer = dense_layer(n, m, bias=False)
-    block = kc.Block(layer, kc.Eigen())
+    block = kc.Block(layer, kc.EKFAC())
     batch = kc.Batch(x, g)
     statistics = block.initial(x)
     learn(block, batch, statistics)
@@ -315,7 +315,7 @@ def test_gradients_of_the_examples_are_never_all_formed():
 def test_parts_of_a_batch_have_their_moments_in_the_bases(backend, rng):
     """They were taken in the coordinates, and added to moments in eigenbases."""
     layer = dense_layer(4, 3, bias=False)
-    block = kc.Block(layer, kc.Eigen())
+    block = kc.Block(layer, kc.EKFAC())
     estimator = kc.Estimator(
         {"a": block}, reduction="sum", damping=0.1, damping_rule="exact", decay=0.0
     )

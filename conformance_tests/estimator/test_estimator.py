@@ -112,7 +112,7 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
     ],
 )
 def test_factors_that_cannot_be_shared_are_refused(shared, message):
-    """What is wrong with a sharing is said when the estimator is made."""
+    """What is wrong with a coupling is said when the estimator is made."""
     full = kc.Block(dense().layer, kc.Full())
     reduced = kc.Block(dense().layer, kc.Kronecker(sharing="reduce"))
     blocks = {"q": dense(), "p": dense(), "k": dense(m=2), "d": full, "r": reduced}

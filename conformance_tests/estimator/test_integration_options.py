@@ -94,7 +94,7 @@ def test_dampings_and_decays_follow_their_schedules(backend, rng):
 def test_bases_have_their_own_interval(backend, rng):
     """EKFAC's bases at the first step and every third; refreshes at each."""
     estimator = kc.Estimator(
-        {"one": kc.Block(LAYER, kc.Eigen())},
+        {"one": kc.Block(LAYER, kc.EKFAC())},
         damping=DAMPING,
         reduction="sum",
         mode="exact",

@@ -129,7 +129,7 @@ def test_products_without_matrices_raise(backend, rng, approximation):
 def test_every_block_takes_the_option(backend, rng, pair):
     """Directions are the same to the bit, and the report has what can be known."""
     layer, approximation = PAIRS[pair]
-    rule = "exact" if approximation.name == "eigen" else "factored"
+    rule = "exact" if approximation.name == "ekfac" else "factored"
     batch = fed(backend, rng, layer)
     found = {}
     for keep in (False, True):

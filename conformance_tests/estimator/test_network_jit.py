@@ -21,7 +21,7 @@ KRONECKER = kc.Kronecker()
 STEPPED = {
     "kronecker": ({"a": KRONECKER, "b": KRONECKER}, "factored"),
     "exact": ({"a": KRONECKER}, "exact"),
-    "mixed": ({"a": kc.TNT(), "b": kc.Diagonal(), "c": kc.Eigen()}, "factored_unit_pi"),
+    "mixed": ({"a": kc.TNT(), "b": kc.Diagonal(), "c": kc.EKFAC()}, "factored_unit_pi"),
 }
 
 
@@ -159,7 +159,7 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
 
 def test_states_of_an_estimator_can_be_donated(jax, jax_backend, rng):
     """Its operators may have arrays of its statistics; a state in form has its own."""
-    held = estimator_of({"a": kc.Eigen()}, "exact")
+    held = estimator_of({"a": kc.EKFAC()}, "exact")
     batches = draw(jax_backend, rng, "a")
     held.update(batches)
     held.rebase(moments="kronecker")

@@ -168,7 +168,7 @@ def test_products_are_zero_before_the_first_refresh(backend, rng):
 def test_no_array_is_twice_in_a_first_state(backend):
     """A program that is given all of it to write over needs as many arrays as fields."""
     layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
-    kinds = {"kronecker": kc.Kronecker(), "eigen": kc.Eigen(), "tnt": kc.TNT()}
+    kinds = {"kronecker": kc.Kronecker(), "eigen": kc.EKFAC(), "tnt": kc.TNT()}
     blocks = {name: kc.Block(layer, kind) for name, kind in kinds.items()}
     network = make_estimator(blocks, reduction="sum", damping_rule="exact").network
 

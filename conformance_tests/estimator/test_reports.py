@@ -24,12 +24,12 @@ def make(block, **options):
 def test_every_block_has_a_condition_and_a_certificate(backend, rng, pair):
     """The condition is the dense one's in the 1-norm, from below by at most a third."""
     layer, approximation = PAIRS[pair]
-    rule = "exact" if approximation.name == "eigen" else "factored"
+    rule = "exact" if approximation.name == "ekfac" else "factored"
     estimator = make(kc.Block(layer, approximation), damping_rule=rule)
     empty = estimator.report()["a"]
     assert (empty.condition, empty.residual, empty.factors) == (None, None, {})
     estimator.update({"a": fed(backend, rng, layer)})
-    if approximation.name == "eigen":
+    if approximation.name == "ekfac":
         estimator.rebase(moments="kronecker")
     estimator.refresh()
 

@@ -253,7 +253,7 @@ DAMAGE = {
 def test_negative_scales_and_counts_raise(rng, pair):
     """Scales, counts of rows, ranks, shifts and residuals, in an array or a number."""
     layer, approximation = PAIRS[pair]
-    rule = "exact" if approximation.name == "eigen" else "factored"
+    rule = "exact" if approximation.name == "ekfac" else "factored"
     settings = {"damping": 0.3, "damping_rule": rule, "reduction": "sum"}
     own = make_estimator({"a": kc.Block(layer, approximation)}, **settings)
     own.update({"a": fed(np, rng, layer)})
@@ -336,3 +336,20 @@ def test_a_damping_in_an_array_is_saved(backend, batches):
     fresh.load_state_dict(kept.state_dict())
 
     assert float(fresh.damping) == 0.25
+
+
+def test_a_state_that_calls_ekfac_eigen_is_read(rng):
+    """Files may use the name that EKFAC has in records."""
+    layer, approximation = PAIRS["eigen"]
+    settings = {"damping": 0.3, "damping_rule": "exact", "reduction": "sum"}
+    saved, fresh = (
+        make_estimator({"a": kc.Block(layer, approximation)}, **settings)
+        for _ in range(2)
+    )
+    saved.update({"a": fed(np, rng, layer)})
+    state = saved.state_dict()
+    state["blocks"]["a"]["approximation"]["name"] = "eigen"
+
+    fresh.load_state_dict(state)
+
+    assert differences(frozen(saved.state_dict()), frozen(fresh.state_dict())) == []

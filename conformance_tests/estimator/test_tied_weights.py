@@ -89,7 +89,7 @@ def test_bad_uses_are_refused_where_they_are_written(uses, error):
         "table": kc.Block(table, kc.Kronecker(input="diagonal")),
     }
     with pytest.raises(error, match="tied_weights"):
-        make_estimator(blocks, sharing=kc.Sharing(weights=uses), **SETTINGS)
+        make_estimator(blocks, coupling=kc.Coupling(weights=uses), **SETTINGS)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

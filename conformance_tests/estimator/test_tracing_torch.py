@@ -222,7 +222,7 @@ def test_inputs_are_not_modified(torch, tensors):
 
 NETWORKS = {
     "kronecker": ({"a": kc.Kronecker(), "b": kc.Kronecker()}, "factored"),
-    "eigen": ({"a": kc.Eigen()}, "exact"),
+    "eigen": ({"a": kc.EKFAC()}, "exact"),
     "mixed": ({"a": kc.TNT(), "b": kc.Diagonal()}, "factored"),
 }
 

@@ -271,8 +271,8 @@ def test_blocks_on_different_devices_are_not_stacked(requires_backend, rng):
 
 def test_blocks_with_shared_factors_are_not_stacked(backend, rng):
     """A block that takes a factor of another's is fed by itself, with the same sums."""
-    sharing = kc.Sharing(factors={"b/input": "a/input"})
-    network = network_of({name: block_of() for name in NAMES}, sharing=sharing)
+    coupling = kc.Coupling(factors={"b/input": "a/input"})
+    network = network_of({name: block_of() for name in NAMES}, coupling=coupling)
     seen, inner = data(rng), Seen()
     x = seen["a"][0][0]
     batches = {n: batch_of(backend, "float64", x, seen[n][0][1]) for n in NAMES}

@@ -215,7 +215,7 @@ def _layer(layer: LinearLayer) -> kc.Layer:
 def _approximation(problem: Problem) -> kc.Approximation:
     made: dict[str, Any] = {
         "kronecker": lambda: kc.Kronecker(sharing=problem.sharing),
-        "eigen": lambda: kc.Eigen(sharing=problem.sharing),
+        "eigen": lambda: kc.EKFAC(sharing=problem.sharing),
         "tnt": kc.TNT,
         "full": kc.Full,
         "diagonal": kc.Diagonal,

@@ -20,7 +20,7 @@ GROUPED = conv_layer(4, 6, (1,), groups=2)
 
 OTHERS = {
     "grouped": (GROUPED, kc.Kronecker()),
-    "grouped eigen": (GROUPED, kc.Eigen()),
+    "grouped eigen": (GROUPED, kc.EKFAC()),
     "diagonal input": (DENSE, kc.Kronecker(input="diagonal")),
 }
 EVERY = [*KINDS, *itertools.product(OTHERS, ("factored", "exact"))]
@@ -52,7 +52,7 @@ def chain_operator(backend, rng):
         {name: kc.Block(layer, kc.Kronecker()) for name in ("one", "two")},
         reduction="sum",
         damping=LAMBDA,
-        sharing=kc.Sharing(chains={"both": ("one", "two")}),
+        coupling=kc.Coupling(chains={"both": ("one", "two")}),
     )
     x, g = (
         {n: backend.asarray(rng.normal(size=(9, 3))) for n in ("one", "two")}

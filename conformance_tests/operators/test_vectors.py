@@ -40,7 +40,7 @@ def operator_of(backend, dtype, rng, approximation, *, groups=1, rule="exact"):
 
 @pytest.mark.parametrize(
     ("approximation", "rule"),
-    [*itertools.product([kc.Kronecker()], RULES), (kc.Eigen(), "exact")],
+    [*itertools.product([kc.Kronecker()], RULES), (kc.EKFAC(), "exact")],
     ids=str,
 )
 @pytest.mark.parametrize("product", PRODUCTS)

@@ -26,7 +26,7 @@ def statistics_of(blocks, batches):
     found = {}
     for name, block in blocks.items():
         found[name] = learn(block, batches[name])
-        if isinstance(block.approximation, kc.Eigen):
+        if isinstance(block.approximation, kc.EKFAC):
             rebased = kc.rebase_block(block, found[name], "zero", "raise")
             found[name] = learn(block, batches[name], rebased)
     return found
@@ -158,7 +158,7 @@ class Net:
         x = self.backend.to_numpy(batch.inputs)
         g = self.backend.to_numpy(batch.output_grads)
         A, G, _ = reference.kronecker_factors(x, g, bias=True)
-        if not isinstance(approximation, kc.Eigen):
+        if not isinstance(approximation, kc.EKFAC):
             return np.kron(A, G)
         Q = np.kron(np.linalg.eigh(A)[1], np.linalg.eigh(G)[1])
         rows = reference.rows_of(x, g, bias=True)
@@ -187,7 +187,7 @@ class Net:
         return self.parameters({name: J})[name]
 
 
-@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.Eigen()], ids=["kfac", "ekfac"])
+@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.EKFAC()], ids=["kfac", "ekfac"])
 def test_the_evidence_is_that_of_the_dense_blocks(backend, kind):
     """All terms, for a tau of each block and a prior mean that is not zero."""
     net, rng = Net(backend, kind, kind="ce"), np.random.default_rng(3)
@@ -213,7 +213,7 @@ def test_the_evidence_is_that_of_the_dense_blocks(backend, kind):
         assert abs(backend.to_numpy(getattr(terms, name)) - value) < 1e-8
 
 
-@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.Eigen()], ids=["kfac", "ekfac"])
+@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.EKFAC()], ids=["kfac", "ekfac"])
 def test_predictive_covariances_add_up_over_blocks(backend, kind):
     """Jacobians as parameters for one block, as a `Batch` for another."""
     net = Net(backend, kind, kind="ce")

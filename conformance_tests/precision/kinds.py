@@ -294,7 +294,7 @@ KINDS = {
         _uncorrelated,
     ),
     "KFOC": _of_layer(kc.KFOC(iterations=60), RULES, _kfoc),
-    "Eigen": _of_layer(kc.Eigen(), EXACT, _kronecker),
+    "EKFAC": _of_layer(kc.EKFAC(), EXACT, _kronecker),
     "TNT": Kind(kc.Block(_TENSOR, kc.TNT()), RULES, _draw, _gradient_batch, _tnt),
     "Full": _of_layer(kc.Full(), EXACT, _full),
     "Diagonal": _of_layer(kc.Diagonal(), EXACT, _diagonal),

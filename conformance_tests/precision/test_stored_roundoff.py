@@ -16,7 +16,7 @@ KINDS = {
     "exact": (kc.Kronecker(), "exact"),
     "factored": (kc.Kronecker(), "factored"),
     "factored_unit_pi": (kc.Kronecker(), "factored_unit_pi"),
-    "Eigen": (kc.Eigen(), "exact"),
+    "EKFAC": (kc.EKFAC(), "exact"),
     "Full": (kc.Full(), "exact"),
 }
 
@@ -58,7 +58,7 @@ def dense(kind, x, g, damping):
     if kind == "Full":
         D = np.einsum("ki,ko->kio", x, g).reshape(len(x), -1)
         return D.T @ D / len(x) + damping * np.eye(D.shape[1])
-    if kind in ("exact", "Eigen"):
+    if kind in ("exact", "EKFAC"):
         return np.kron(A, G) + damping * np.eye(len(A) * len(G))
     pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
     a, b = (pi, 1 / pi) if kind == "factored" else (1.0, 1.0)

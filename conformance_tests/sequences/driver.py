@@ -187,7 +187,7 @@ class Sequence:
         damping = draw.choice((0.05, 0.3, 2.0, self.place(np.asarray(0.4))))
         decay = draw.choice((0.0, 0.5, 1.0))
         moments = draw.choice(("kronecker", "carried", "zero"))
-        bases = [n for n in names if CASES[self.cases[n]][1].name == "eigen"]
+        bases = [n for n in names if CASES[self.cases[n]][1].name == "ekfac"]
         if first is not None:
             all_of_them = {
                 n: batch_of(c, seed, self.place)["a"] for n, c in self.cases.items()

@@ -119,7 +119,7 @@ def test_directions_are_those_of_the_dense_matrix(small, compiled_step):
     np.testing.assert_allclose(flat(direction["two"]), expected, rtol=1e-7)
 
 
-SCHEDULES = {"kronecker": (kc.Kronecker(), None), "eigen": (kc.Eigen(), 20)}
+SCHEDULES = {"kronecker": (kc.Kronecker(), None), "eigen": (kc.EKFAC(), 20)}
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -288,7 +288,7 @@ def assert_close_vectors(found, expected):
         np.testing.assert_allclose(found["a"][role], x, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.Eigen()])
+@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.EKFAC()])
 def test_a_compiled_estimator_is_the_estimator(rng, kind):
     """With decays and dampings that change, and one program a stage."""
     rule = "exact" if kind.has_bases else "factored"

@@ -26,7 +26,7 @@ def problem(rng):
         k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()
     }
     x = jnp.asarray(rng.normal(size=(21, 4)), jnp.float32)
-    network = Network(apply, params, x, approximation=lambda name, layer: kc.Eigen())
+    network = Network(apply, params, x, approximation=lambda name, layer: kc.EKFAC())
     return network, params, x
 
 

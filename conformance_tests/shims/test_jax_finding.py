@@ -441,7 +441,7 @@ def test_an_embedding_may_make_logits_too(rng, vectors):
     np.testing.assert_allclose(flat(found["weight"]), expected, rtol=1e-7)
     with pytest.raises(kc.ConventionError, match="both embeds ids and makes logits"):
         shim.Network(
-            function, params, jnp.asarray(ids), approximation=lambda *_: kc.Eigen()
+            function, params, jnp.asarray(ids), approximation=lambda *_: kc.EKFAC()
         )
 
 

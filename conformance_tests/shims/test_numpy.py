@@ -279,7 +279,7 @@ def test_steps_of_ekfac_are_in_its_bases():
         **SETTINGS | {"update_every": 1, "damping_rule": "exact"},
         likelihood="gaussian",
         fisher="exact",
-        layers={"fc": kc.Block(layer, kc.Eigen())},
+        layers={"fc": kc.Block(layer, kc.EKFAC())},
     )
     X = np.concatenate([x, np.ones((12, 1))], axis=1)
     F = np.kron(X.T @ X / 12, np.eye(3)) + DAMPING * np.eye(15)

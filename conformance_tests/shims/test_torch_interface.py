@@ -169,7 +169,7 @@ def test_approximations_by_name_class_and_kind():
     kfac = KFAC(
         model,
         approximations={
-            "1": kc.Eigen(),
+            "1": kc.EKFAC(),
             nn.Linear: kc.Kronecker(output="diagonal"),
             "scale_shift": None,
         },
@@ -177,7 +177,7 @@ def test_approximations_by_name_class_and_kind():
         update_every=1,
     )
     found = {n: b.approximation.name for n, b in kfac.estimator.blocks.items()}
-    assert found == {"0": "kronecker", "1": "eigen"}
+    assert found == {"0": "kronecker", "1": "ekfac"}
     assert kfac.estimator.blocks["0"].approximation.output == "diagonal"
     assert [*kfac.skipped] == ["2.weight", "2.bias"]
     other = KFAC(model, skip_layers=["0", "LayerNorm"])
@@ -187,7 +187,7 @@ def test_approximations_by_name_class_and_kind():
         two_lines(model, kfac, x, y, fn.cross_entropy)
     assert kfac.estimator.state["1"].basis_age == 2
     text = repr(kfac)
-    assert "Eigen(" in text
+    assert "EKFAC(" in text
     assert "2.weight: it was asked for" in text
 
 
@@ -442,7 +442,7 @@ def test_overlap_changes_no_bit():
     def run(overlap):
         model = copy.deepcopy(first)
         options = {"update_every": 1, "refresh_every": 2, "lr": 0.1}
-        options["approximations"] = {"one": kc.Eigen()}
+        options["approximations"] = {"one": kc.EKFAC()}
         kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
         found = []
         for i, (x, y) in enumerate(batches):

@@ -284,7 +284,7 @@ def test_eigenbases_and_operators_on_every_rank():
     options = {
         "fisher": "exact",
         "reduction": "mean",
-        "approximations": {nn.Linear: kc.Eigen()},
+        "approximations": {nn.Linear: kc.EKFAC()},
         "bases_every": 4,
     }
 
@@ -475,7 +475,7 @@ class Experts(nn.Module):
         return self.last(torch.tanh(torch.cat(found)[torch.argsort(order)]))
 
 
-@pytest.mark.parametrize("kind", [kc.Kronecker, kc.Eigen])
+@pytest.mark.parametrize("kind", [kc.Kronecker, kc.EKFAC])
 def test_a_layer_that_one_rank_uses_later(kind):
     """Between two refreshes it gets its first operator, and with EKFAC its bases, at once.
 

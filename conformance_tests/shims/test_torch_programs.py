@@ -803,7 +803,7 @@ class Lengths(nn.Module):
         return self.head(self.mixed)
 
 
-@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.Eigen()])
+@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.EKFAC()])
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("when", ["one pass", "accumulated"])
 def test_sequences_of_several_lengths_are_one_batch(when, fisher, approximation):

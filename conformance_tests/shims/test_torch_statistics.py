@@ -142,7 +142,7 @@ def test_updates_of_ekfac_are_in_its_bases():
         model,
         likelihood="gaussian",
         fisher="exact",
-        approximations={"0": kc.Eigen()},
+        approximations={"0": kc.EKFAC()},
         damping_rule="exact",
         damping=0.1,
         update_every=5,

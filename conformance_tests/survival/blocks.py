@@ -28,8 +28,8 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "kronecker conv": (CONV, kc.Kronecker(), "factored"),
     "uncorrelated": (CONV, kc.Kronecker(input="uncorrelated"), "factored"),
     "embedding": (EMBEDDING, kc.Kronecker(input="diagonal"), "factored"),
-    "eigen": (DENSE, kc.Eigen(), "exact"),
-    "eigen decay": (DENSE, kc.Eigen(moment_decay=0.5), "exact"),
+    "eigen": (DENSE, kc.EKFAC(), "exact"),
+    "eigen decay": (DENSE, kc.EKFAC(moment_decay=0.5), "exact"),
     "diagonal": (DENSE, kc.Diagonal(), "factored"),
     "full": (DENSE, kc.Full(), "exact"),
     "scale": (SCALE, kc.Full(), "exact"),
@@ -58,7 +58,7 @@ def made(case: str, /, **options: Any) -> kc.Estimator:
     first = dense_layer(3, 3)
     blocks = {"fc1": kc.Block(first, approximation), "fc2": block}
     return kc.Estimator(
-        blocks, **settings, sharing=kc.Sharing(chains={"a": ("fc1", "fc2")})
+        blocks, **settings, coupling=kc.Coupling(chains={"a": ("fc1", "fc2")})
     )
 
 

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "exact": (DENSE, kc.Kronecker(), "exact"),
     "diagonal": (DENSE, kc.Kronecker(input="diagonal"), "factored"),
     "uncorrelated": (CONV, kc.Kronecker(input="uncorrelated"), "factored"),
-    "eigen": (DENSE, kc.Eigen(), "exact"),
+    "eigen": (DENSE, kc.EKFAC(), "exact"),
     "full": (DENSE, kc.Full(), "factored"),
     "tnt": (kc.Parameters(shapes={"w": (2, 2, 2)}), kc.TNT(), "factored"),
     "kfoc": (DENSE, kc.KFOC(iterations=2), "factored"),

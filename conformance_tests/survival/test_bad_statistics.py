@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
         kc.Kronecker(input="diagonal", output="diagonal"),
         "factored",
     ),
-    "eigen": (LAYER, kc.Eigen(), "exact"),
+    "eigen": (LAYER, kc.EKFAC(), "exact"),
     "full": (LAYER, kc.Full(), "exact"),
     "diagonal": (LAYER, kc.Diagonal(), "exact"),
     "kfoc": (LAYER, kc.KFOC(iterations=3), "factored"),

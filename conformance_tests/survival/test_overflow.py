@@ -16,7 +16,7 @@ LAYER = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
 KINDS = {
     "kronecker": (kc.Kronecker(), "factored"),
     "diagonal factors": (kc.Kronecker(input="diagonal", output="diagonal"), "factored"),
-    "eigen": (kc.Eigen(), "exact"),
+    "eigen": (kc.EKFAC(), "exact"),
     "full": (kc.Full(), "exact"),
     "diagonal": (kc.Diagonal(), "exact"),
     "kfoc": (kc.KFOC(iterations=2), "factored"),

@@ -131,7 +131,7 @@ def kfac_scores(weights, train, query, *, eigenvalues_corrected, **damping):
         layer = kc.Dense(
             in_features=n - 1, out_features=m, bias=True, weight_layout="io"
         )
-        kind = kc.Eigen() if eigenvalues_corrected else kc.Kronecker()
+        kind = kc.EKFAC() if eigenvalues_corrected else kc.Kronecker()
         block = blocks[name] = kc.Block(layer, kind)
         seen = kc.batch_moments(block, batches[name], conventions=conventions)
         if eigenvalues_corrected:

@@ -25,7 +25,7 @@ from kfac_core.posterior import Posterior
 
 NOISE = 0.01
 NAMES = ("hidden", "output")
-KINDS = {"K-FAC": kc.Kronecker(), "EKFAC": kc.Eigen(), "whole blocks": kc.Full()}
+KINDS = {"K-FAC": kc.Kronecker(), "EKFAC": kc.EKFAC(), "whole blocks": kc.Full()}
 WHOLE = "whole network"
 
 
@@ -110,7 +110,7 @@ def posterior_of(kind, weights, x, tau):
         )
         block = blocks[name] = kc.Block(layer, kind)
         moments = kc.batch_moments(block, seen[name], conventions=conventions)
-        if isinstance(kind, kc.Eigen):
+        if isinstance(kind, kc.EKFAC):
             moments = kc.rebase_block(block, moments, "zero", "raise")
             moments = kc.update_block(
                 block,

@@ -202,7 +202,7 @@ GROUPS = (
 
 # Under which other words people look for a name.
 ALSO_CALLED = {
-    "kfac_core.Eigen": "EKFAC",
+    "kfac_core.EKFAC": "EKFAC",
     "kfac_core.Kronecker": "K-FAC",
     "kfac_core.TNT": "tensor-normal",
     "kfac_core.Posterior": "Laplace",

@@ -16,7 +16,7 @@ from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 __all__ = ["Approximation", "MomentStart", "Reduction"]
 
 MomentStart = Literal["kronecker", "carried", "zero"]
-"""How EKFAC's second moments start after a change of basis; see `kfac_core.Eigen`."""
+"""How EKFAC's second moments start after a change of basis; see `kfac_core.EKFAC`."""
 
 Reduction = Literal["sum", "none"]
 """How statistics of processes are combined; see `Approximation.reduction`."""
@@ -77,7 +77,7 @@ class Approximation(Protocol):
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:
-        """The kind of each factor that another block may take, by side; see `Sharing`.
+        """The kind of each factor that another block may take, by side; see `Coupling`.
 
         Blocks may share a factor where its kind and its size are the same, so that two
         statistics that differ, by a constant too, need different kinds.
@@ -193,7 +193,7 @@ class Approximation(Protocol):
             Statistics in new bases.
         """
         raise errors.UnsupportedError(
-            f"{self.name} has no bases; only Eigen blocks have bases."
+            f"{self.name} has no bases; only EKFAC blocks have bases."
         )
 
     def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:

@@ -77,7 +77,7 @@ class BlockTridiagonal(Approximation):
     ... }
     >>> estimator = kc.Estimator(
     ...     {name: kc.Block(layer, kc.Kronecker()) for name, layer in layers.items()},
-    ...     sharing=kc.Sharing(chains={"net": ("one", "two")}),
+    ...     coupling=kc.Coupling(chains={"net": ("one", "two")}),
     ...     reduction="sum",
     ...     damping=0.1,
     ... )
@@ -173,7 +173,7 @@ class BlockTridiagonal(Approximation):
         """Return why a layer is not supported, or None if it is."""
         if layer.kind == "chain":
             return None
-        return "one layer has no neighbors; name several in `Sharing(chains=...)`"
+        return "one layer has no neighbors; name several in `Coupling(chains=...)`"
 
     def rows(self, layer: Layer, batch: Any, /) -> ChainRows:
         """Return what the layers saw as rows."""

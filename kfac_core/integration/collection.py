@@ -3,7 +3,7 @@
 Conventions.  The curvature is that of one example's negative log-likelihood, summed over
 its rows (tokens, positions) and averaged over the N examples of the data set.  A framework
 gives a *capture*: what makes batches of layers from a batch of data.  Everything else is
-here.  A block of `kfac_core.Eigen` takes the data twice: once for its factors, once for the
+here.  A block of `kfac_core.EKFAC` takes the data twice: once for its factors, once for the
 second moments in their bases.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kfac_core import constraints, errors
-from kfac_core.approximations.eigen import Eigen
+from kfac_core.approximations.ekfac import EKFAC
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import UpdateOptions
 from kfac_core.approximations.second_moment import Diagonal, Full
@@ -112,7 +112,7 @@ class Collected:
                 f"{path}: expected a file that `collect` wrote for this network"
                 + (f", got blocks {sorted(missing)}." if missing else ".")
             )
-        kinds = {k.name: k for k in (Kronecker, Eigen, Full, Diagonal)}
+        kinds = {k.name: k for k in (Kronecker, EKFAC, Full, Diagonal)}
         blocks = {}
         for name, saved in state["blocks"].items():
             options = dict(saved["approximation"])
@@ -327,7 +327,7 @@ class _Run:
             return dict(self.blocks)
         return {
             name: Block(block.layer, block.approximation.factors)
-            if isinstance(block.approximation, Eigen)
+            if isinstance(block.approximation, EKFAC)
             else block
             for name, block in self.blocks.items()
         }
@@ -404,7 +404,7 @@ class _Run:
         by_block = {}
         for name, block in self.blocks.items():
             statistics = self.statistics[name]
-            if isinstance(block.approximation, Eigen):
+            if isinstance(block.approximation, EKFAC):
                 empty = block.initial(statistics.like)
                 averages = {**empty.averages, **statistics.averages}
                 statistics = replaced(empty, averages=averages)
@@ -459,4 +459,4 @@ def _parts(blocks: Blocks, max_elements: int | None) -> Iterator[dict[str, Block
 
 
 def _has_moments(block: Block) -> bool:
-    return isinstance(block.approximation, Eigen)
+    return isinstance(block.approximation, EKFAC)

@@ -17,13 +17,13 @@ class EstimatorOptions(TypedDict, total=False):
 
     Attributes
     ----------
-    averaging, refreshing, sharing, precision
+    averaging, refreshing, coupling, precision
         See `kfac_core.Estimator`.
     """
 
     averaging: options.Averaging | None
     refreshing: options.Refreshing | None
-    sharing: options.Sharing | None
+    coupling: options.Coupling | None
     precision: Precision | None
 
 

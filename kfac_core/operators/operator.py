@@ -332,7 +332,7 @@ class CurvatureOperator(LinearMap):
         """
         raise errors.UnsupportedError(
             f"{type(self).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
-            "block with Kronecker, Eigen, Diagonal or Full."
+            "block with Kronecker, EKFAC, Diagonal or Full."
         )
 
     def at_rows(self, indices: Array, /) -> CurvatureOperator:

@@ -37,7 +37,7 @@ def spectral_blocks(
     Parameters
     ----------
     blocks : mapping of str to Block
-        With the approximations Kronecker, Eigen, Diagonal, Full, or any other whose
+        With the approximations Kronecker, EKFAC, Diagonal, Full, or any other whose
         operator has `kfac_core.CurvatureOperator.spectral`.
     statistics : mapping of str to Statistics
         Statistics of the same blocks; not modified.
@@ -64,7 +64,7 @@ def spectral_blocks(
 
     Notes
     -----
-    About ``9 (n^3 + m^3)`` flops a block, ``9 (n m)^3`` for `Full`.  A block of `Eigen`
+    About ``9 (n^3 + m^3)`` flops a block, ``9 (n m)^3`` for `Full`.  A block of `EKFAC`
     is taken in the bases that its statistics hold: those are the coordinates until its
     first rebase.
     """
@@ -91,6 +91,6 @@ def spectral_blocks(
         except errors.UnsupportedError as error:
             raise errors.UnsupportedError(
                 f"Block {name!r}: expected an approximation with an eigenbasis, as "
-                f"Kronecker, Eigen, Diagonal and Full have. {error}"
+                f"Kronecker, EKFAC, Diagonal and Full have. {error}"
             ) from None
     return spectra

@@ -14,7 +14,7 @@ from kfac_core.block import BatchLike, Block, Vector
 from kfac_core.damping import require_set_damping
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached
-from kfac_core.options import Sharing
+from kfac_core.options import Coupling
 from kfac_core.sharing.chains import Chains
 from kfac_core.sharing.shared_factors import SharedFactors
 from kfac_core.sharing.tied_weights import TiedWeights
@@ -29,7 +29,7 @@ class NamedLayers:
     ----------
     blocks : mapping of str to Block
         One block for each layer.
-    sharing : Sharing
+    coupling : Coupling
         Shared factors, tied weights and chains.
 
     Attributes
@@ -47,12 +47,12 @@ class NamedLayers:
         For names or blocks that cannot be shared so.
     """
 
-    def __init__(self, blocks: Mapping[str, Block], sharing: Sharing) -> None:
+    def __init__(self, blocks: Mapping[str, Block], coupling: Coupling) -> None:
         self.by_layer = dict(blocks)
-        self._chains = Chains(sharing.chains, blocks)
+        self._chains = Chains(coupling.chains, blocks)
         self.blocks = self._chains.blocks
-        self._weights = TiedWeights(sharing.weights, self.blocks)
-        self.factors = SharedFactors(sharing.factors, self.blocks)
+        self._weights = TiedWeights(coupling.weights, self.blocks)
+        self.factors = SharedFactors(coupling.factors, self.blocks)
 
     @property
     def has_chains(self) -> bool:

@@ -49,7 +49,7 @@ class SharedFactors:
             one, other = _parse(taker, blocks), _parse(giver, blocks)
             if _kind_and_size(one, blocks) != _kind_and_size(other, blocks):
                 raise errors.ConventionError(
-                    f"`Sharing.factors`: {taker!r} and {giver!r} are factors of different "
+                    f"`Coupling.factors`: {taker!r} and {giver!r} are factors of different "
                     f"kinds or sizes: {_kind_and_size(one, blocks)} and "
                     f"{_kind_and_size(other, blocks)}."
                 )
@@ -58,7 +58,7 @@ class SharedFactors:
         chained = set(self.pairs) & set(self.pairs.values())
         if chained:
             raise errors.ConventionError(
-                f"`Sharing.factors`: {sorted(chained)} both take and give a factor. Let "
+                f"`Coupling.factors`: {sorted(chained)} both take and give a factor. Let "
                 "all takers name the one block that computes it."
             )
 
@@ -167,14 +167,14 @@ def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
     name, _, side = text.rpartition("/")
     if side not in ("input", "output"):
         raise errors.ConventionError(
-            f"`Sharing.factors`: expected 'block/input' or 'block/output', got {text!r}."
+            f"`Coupling.factors`: expected 'block/input' or 'block/output', got {text!r}."
         )
     if name not in blocks:
-        raise constraints.unknown_block(name, blocks, option="Sharing.factors")
+        raise constraints.unknown_block(name, blocks, option="Coupling.factors")
     if side not in blocks[name].approximation.factor_kinds:
         raise errors.ConventionError(
-            f"`Sharing.factors`: block {name!r} ({blocks[name].approximation.name}) has no "
-            f"{side} factor that could be shared."
+            f"`Coupling.factors`: block {name!r} ({blocks[name].approximation.name}) has "
+            f"no {side} factor that could be shared."
         )
     return name, side
 

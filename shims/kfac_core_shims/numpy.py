@@ -110,7 +110,7 @@ class KFAC(kc.integration.ScheduledSteps):
         How blocks are computed; with `Distributed`, also by whom.
     **options
         Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
-        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
+        ``coupling``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.approximations.eigen import Eigen
+from kfac_core.approximations.ekfac import EKFAC
 from kfac_core.array.backend import Array
 from kfac_core.array.selection import Selection
 from kfac_core.array.structure import is_structure
@@ -125,7 +125,7 @@ class Recomputation:
             )
         assert statistics is not None
         approximation = block.approximation
-        if isinstance(approximation, Eigen):
+        if isinstance(approximation, EKFAC):
             # The format defines all moments in the bases of the last factors.
             statistics = kc.rebase_block(block, statistics, "zero")
             for seen in recorded.updates:

@@ -15,7 +15,7 @@ __all__ = [
     "AnyApproximation",
     "Approximation",
     "Diagonal",
-    "Eigen",
+    "EKFAC",
     "Full",
     "Kronecker",
     "Series",
@@ -53,7 +53,7 @@ class TNT(Approximation, tag="tnt", frozen=True):
     factors = ("input", "output")
 
 
-class Eigen(Approximation, tag="eigen", frozen=True):
+class EKFAC(Approximation, tag="eigen", frozen=True):
     """Second moments in the eigenbases of the Kronecker factors (EKFAC)."""
 
     factors = ("input", "output", "block")
@@ -69,7 +69,7 @@ class Series(Approximation, tag="series", frozen=True):
     variant: Literal["independent", "symmetric", "infinite"]
 
 
-AnyApproximation: TypeAlias = Kronecker | Diagonal | Full | TNT | Eigen | Series
+AnyApproximation: TypeAlias = Kronecker | Diagonal | Full | TNT | EKFAC | Series
 
 APPROXIMATIONS: dict[str, type[Approximation]] = {
     approximation.tag(): approximation for approximation in get_args(AnyApproximation)

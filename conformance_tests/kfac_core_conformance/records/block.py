@@ -112,15 +112,18 @@ def describe(block: kfac_core.Block, /) -> dict[str, Any]:
     RecordError
         For any other block.
     """
-    kind, name = block.layer.kind, block.approximation.name
-    if kind not in LAYERS or name not in APPROXIMATIONS:
+    kind, approximation = block.layer.kind, block.approximation
+    # The format's names are its own: EKFAC is "eigen" there.
+    known = {part.__name__: part for part in APPROXIMATIONS.values()}
+    part = known.get(type(approximation).__name__)
+    if kind not in LAYERS or part is None:
         raise RecordError(
-            f"The format has no {name} block of a {kind} layer. Layers: "
+            f"The format has no {approximation.name} block of a {kind} layer. Layers: "
             f"{', '.join(LAYERS)}; approximations: {', '.join(APPROXIMATIONS)}."
         )
     return {
         "layer": _described(LAYERS[kind], block.layer),
-        "approximation": _described(APPROXIMATIONS[name], block.approximation),
+        "approximation": _described(part, approximation),
     }
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 
 from kfac_core.damping import DampingRule
 from kfac_core.errors import RecordError
-from kfac_core_conformance.records.approximations import Eigen, Full, Series
+from kfac_core_conformance.records.approximations import EKFAC, Full, Series
 from kfac_core_conformance.records.block import BlockDescription
 from kfac_core_conformance.records.schema import Name, NonNegative, Part, Shape
 
@@ -250,7 +250,7 @@ def _block_statistic(block: BlockDescription, n: int, m: int, lead: Shape) -> Sh
         return (n * m, n * m)
     if not block.layer.is_matrix:
         return (n * m,)
-    if isinstance(block.approximation, Eigen) and lead:
+    if isinstance(block.approximation, EKFAC) and lead:
         return (*lead, n, m // lead[0])
     return (n, m)
 

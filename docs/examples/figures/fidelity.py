@@ -93,12 +93,12 @@ def catalogue(seen: Seen) -> dict[str, Any]:
         "Kronecker()": kc.Kronecker(),
         "TNT()": kc.TNT(),
         "KFOC(iterations=5)": kc.KFOC(iterations=5),
-        "Eigen()": kc.Eigen(),
+        "EKFAC()": kc.EKFAC(),
         "Full()": kc.Full(),
     }
     if shared:
         found['Kronecker(sharing="reduce")'] = kc.Kronecker(sharing="reduce")
-        found['Eigen(sharing="reduce")'] = kc.Eigen(sharing="reduce")
+        found['EKFAC(sharing="reduce")'] = kc.EKFAC(sharing="reduce")
     if seen.layer.kind == "conv":
         found['Kronecker(input="uncorrelated")'] = kc.Kronecker(input="uncorrelated")
     elif shared:
@@ -116,7 +116,7 @@ def fed(block: kc.Block, seen: Seen) -> kc.Statistics:
     statistics = kc.update_block(
         block, block.initial(seen.inputs), seen.batch, kc.UpdateOptions(**options)
     )
-    if isinstance(block.approximation, kc.Eigen):
+    if isinstance(block.approximation, kc.EKFAC):
         statistics = kc.rebase_block(block, statistics, "zero", "raise")
         statistics = kc.update_block(
             block, statistics, seen.batch, kc.UpdateOptions(**options)
@@ -145,7 +145,7 @@ def flops(approximation: Any, seen: Seen) -> float:
             return PRODUCTS * n * m
         case kc.Full():
             return float((n * m) ** 3) + PRODUCTS * 2.0 * (n * m) ** 2
-        case kc.Eigen():
+        case kc.EKFAC():
             return 9.0 * cubes + PRODUCTS * 2.0 * product
         case kc.Series():
             # Roots, correlations and one eigendecomposition a side.

@@ -90,7 +90,7 @@ def blocks(seen: Seen) -> dict[str, Array]:
     dense = {"exact": seen.dense_block()}
     for name, approximation in {
         r"K-FAC: $A \otimes G$": kc.Kronecker(),
-        "EKFAC": kc.Eigen(),
+        "EKFAC": kc.EKFAC(),
     }.items():
         block = kc.Block(layer, approximation)
         operator = kc.operator_of(

@@ -27,12 +27,12 @@ class Estimated:
         Of every block.
     damping : float
         Of the block, split between factors as `rule` says.
-    sharing : kfac_core.Sharing, optional
+    coupling : kfac_core.Coupling, optional
         What blocks have in common.
     """
 
     def __init__(
-        self, problem, approximation, *, damping, rule="factored", sharing=None
+        self, problem, approximation, *, damping, rule="factored", coupling=None
     ):
         self.steps = 0
         self.estimator = kc.Estimator(
@@ -41,7 +41,7 @@ class Estimated:
             damping=damping,
             damping_rule=rule,
             reduction="sum",
-            sharing=sharing,
+            coupling=coupling,
         )
 
     @property

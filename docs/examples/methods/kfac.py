@@ -31,7 +31,7 @@ class EKFAC(Estimated):
     """
 
     def __init__(self, problem, *, damping):
-        super().__init__(problem, kc.Eigen(), damping=damping, rule="exact")
+        super().__init__(problem, kc.EKFAC(), damping=damping, rule="exact")
 
     def due(self, step):
         return True

@@ -7,5 +7,5 @@ from methods.curvature import Estimated
 def tridiagonal(problem, *, damping):
     """A chain of dense layers, each conditioned on the next one."""
     chains = {"network": tuple(problem.layers)}
-    sharing = kc.Sharing(chains=chains)
-    return Estimated(problem, kc.Kronecker(), damping=damping, sharing=sharing)
+    coupling = kc.Coupling(chains=chains)
+    return Estimated(problem, kc.Kronecker(), damping=damping, coupling=coupling)

@@ -37,7 +37,7 @@ def collect(
     ----------
     network : Network
         Its blocks say which statistics are taken: for EKFAC make it with
-        ``approximation=lambda name, layer: kc.Eigen()``.
+        ``approximation=lambda name, layer: kc.EKFAC()``.
     params : pytree
         Trained parameters.
     loader : iterable

@@ -59,10 +59,10 @@ class KFAC:
     decay : float
         Factor on the old statistics at each update, from 0 to 1.
     bases_every : int
-        Number of updates between recomputations of the bases of `kfac_core.Eigen` (EKFAC)
+        Number of updates between recomputations of the bases of `kfac_core.EKFAC`
         blocks.  Without such blocks it is not read.
     moments : {"kronecker", "carried"}
-        How second moments start in new bases; see `kfac_core.Eigen.rebased`.
+        How second moments start in new bases; see `kfac_core.EKFAC.rebased`.
     axis_name : hashable, optional
         Name of the axis (or names of the axes) that the step is mapped over by ``pmap`` or
         ``shard_map``: statistics are those of all devices' examples, and gradients are
@@ -73,7 +73,7 @@ class KFAC:
         `kfac_core.Estimator`.
     **options
         Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
-        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
+        ``coupling``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------

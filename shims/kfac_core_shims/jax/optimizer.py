@@ -197,7 +197,7 @@ class Optimizer:
     min_damping, max_damping : float
         Bounds of the damping.
     bases_every : int
-        Updates between the eigenbases of `kfac_core.Eigen` blocks.
+        Updates between the eigenbases of `kfac_core.EKFAC` blocks.
     kl_clip : float or callable of int, optional
         Bound on ``alpha^2 grad . P grad``, where the learning rate is given.
     decay : float
@@ -206,7 +206,7 @@ class Optimizer:
         See `KFAC`; `transition` is then to be called inside the mapped axis.
     **options
         Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
-        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
+        ``coupling``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Raises
     ------

@@ -76,7 +76,7 @@ class KFAC(kc.integration.NaturalGradient):
         program on JAX.
     **options
         Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
-        ``sharing``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
+        ``coupling``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------

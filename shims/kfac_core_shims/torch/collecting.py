@@ -125,7 +125,7 @@ def collect(
         ``(model, batch) -> losses`` of the examples, (N,), for ``fisher="empirical"``.
     ekfac : bool
         Whether the second moments in the bases of `kfac_core.Kronecker` factors are taken
-        too, as of `kfac_core.Eigen`, by going through the data once more.
+        too, as of `kfac_core.EKFAC`, by going through the data once more.
     approximations, skip_layers
         As of `KFAC`.
     max_elements : int, optional
@@ -193,7 +193,7 @@ def collect(
         site = found.sites[name]
         if ekfac and isinstance(kind, kc.Kronecker) and not site.part.tied:
             same: dict[str, Any] = dataclasses.asdict(kind)
-            kind = kc.Eigen(**same)
+            kind = kc.EKFAC(**same)
         blocks[name] = kc.Block(site.layer, kind)
 
     @contextmanager

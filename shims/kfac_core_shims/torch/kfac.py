@@ -104,7 +104,7 @@ class KFAC(Curvature):
     execution : kfac_core.Execution or kfac_core.distributed.Distributed, optional
         How blocks are computed; with `Distributed`, also by whom.
     **estimator_options
-        Other options of `kfac_core.Estimator`: ``averaging``, ``precision``, ``sharing``,
+        Other options of `kfac_core.Estimator`: ``averaging``, ``precision``, ``coupling``,
         and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes

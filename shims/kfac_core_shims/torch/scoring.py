@@ -389,7 +389,7 @@ def output_rows(
         approximations={
             # What sums over the rows of an example asks whose they are.
             **dict.fromkeys(factors.all_sites),
-            **{n: kc.Eigen(input=_side(b)) for n, b in blocks.items()},
+            **{n: kc.EKFAC(input=_side(b)) for n, b in blocks.items()},
         },
         output=None,
         communicator="alone",

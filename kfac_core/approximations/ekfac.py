@@ -10,7 +10,7 @@ before they are squared.  Damping is exact.
 
 The bases are part of the statistics, with eigenvalues that descend and a residual check;
 at first they are the coordinate bases.  An update adds to the factors, and to E in the
-current bases; `Eigen.rebased` changes to the bases of the current factors.  The basis of
+current bases; `EKFAC.rebased` changes to the bases of the current factors.  The basis of
 a diagonal factor is always the coordinate basis, so that an embedding has a block too.
 
 A basis is determined only where eigenvalues are distinct, and E differs between bases of
@@ -62,7 +62,7 @@ from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.products import multiply_matrices
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
-__all__ = ["Eigen"]
+__all__ = ["EKFAC"]
 
 BasisFactor = Literal["full", "diagonal"]
 """Structures of a factor that has an eigenbasis."""
@@ -71,7 +71,7 @@ _SIDES = ("input", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eigen(Approximation):
+class EKFAC(Approximation):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
 
     With the factors :math:`A = Q_A \mathrm{diag}(a) Q_A^T` and
@@ -135,7 +135,7 @@ class Eigen(Approximation):
     >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
     >>> layer = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io")
     >>> estimator = kc.Estimator(
-    ...     {"fc": kc.Block(layer, kc.Eigen())},
+    ...     {"fc": kc.Block(layer, kc.EKFAC())},
     ...     reduction="sum",
     ...     damping=1e-2,
     ...     damping_rule="exact",
@@ -153,7 +153,7 @@ class Eigen(Approximation):
     sharing: WeightSharing = "expand"
     moment_decay: float | None = None
 
-    name = "eigen"
+    name = "ekfac"
     reduction = "sum"
     has_bases = True
 
@@ -330,7 +330,7 @@ class Eigen(Approximation):
         """Return why a layer is not supported, or None if it is."""
         problem = self.factors.problem_with(layer)
         if problem is not None and layer.kind == "embedding":
-            return problem.replace("Kronecker", "Eigen")
+            return problem.replace("Kronecker", "EKFAC")
         return problem
 
     @property
