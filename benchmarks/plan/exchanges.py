@@ -248,8 +248,7 @@ def _sums(
             for dtype, length in _lengths({item.key: item.average}).items():
                 parts.setdefault(dtype, [0] * p)[item.owner] += length
         for dtype, of_ranks in sorted(parts.items()):
-            asked = options.statistics_dtype
-            size = BYTES[asked if asked and "float" in dtype else dtype]
+            size = BYTES[dtype]
             if everywhere:
                 messages.append(Message("all_reduce", (sum(of_ranks),), size, p))
             else:

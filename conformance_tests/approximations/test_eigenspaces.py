@@ -5,6 +5,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.eigenspaces import eigenspaces
 from ..builders.layers import conv_layer, dense_layer
 from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close
@@ -86,14 +87,6 @@ def test_the_order_of_rows_is_nothing(backend, rng, block, dtype):
             )
             error = np.linalg.norm(product - other_product)
             assert error <= BOUNDS[dtype] * np.linalg.norm(product)
-
-
-def eigenspaces(A):
-    """Return projectors on the directions of A, and one on its null space."""
-    values, Q = np.linalg.eigh(A)
-    null = values < 1e-10 * values[-1]
-    projectors = [np.outer(q, q) for q in Q.T[~null]]
-    return projectors + ([Q[:, null] @ Q[:, null].T] if null.any() else [])
 
 
 @pytest.mark.parametrize("carried", [False, True])

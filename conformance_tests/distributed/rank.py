@@ -13,6 +13,7 @@ import contextlib
 import copy
 import datetime
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -27,6 +28,8 @@ from pathlib import Path
 import numpy as np
 
 import kfac_core as kc
+from conformance_tests.builders.eigenspaces import BOUNDS, Singular
+from conformance_tests.builders.tolerances import relative_error
 from kfac_core.distributed import (
     Distributed,
     connect,
@@ -712,6 +715,16 @@ def soap(communicator):
         assert torch.linalg.norm(one - other) < 1e-7 * torch.linalg.norm(other)
 
 
+def singular(communicator):
+    """EKFAC of fewer rows than columns, with sums in either dtype, is the dense one."""
+    problem = Singular.drawn(np.random.default_rng(7))
+    for storage, reduce in itertools.product(BOUNDS, ("refresh", "update", "owner")):
+        execution = Distributed(communicator=communicator, reduce=reduce, holders=1)
+        found = problem.direction(communicator, storage, execution)
+        error = relative_error(found, problem.expected())
+        assert error < BOUNDS[storage], f"{storage}, {reduce}: {error}"
+
+
 def stepped_by_kfac(communicator):
     """KFACOptimizer on two processes with unequal shards takes the steps of one."""
     import torch
@@ -1224,7 +1237,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         *(exchanges, owned, noticed, late, killed, raises, nan, options, code, unlike),
-        *(shares, foreign, lost, regained),
+        *(shares, foreign, lost, regained, singular),
         *(
             apart,
             stepped_by_kfac,

@@ -26,6 +26,8 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "distributed"
 ENGINES = os.environ.get("KFAC_CORE_TEST_PROCESSES", "").split(",")
 QUIET = {
     **os.environ,
+    # Ranks use the builders of these tests.
+    "PYTHONPATH": os.pathsep.join(sys.path),
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -51,6 +53,7 @@ OF_TORCH = (
     *WAITING,
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "soap:2", "soap:3"),
+    *("singular:2", "singular:3"),
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
     *("stepped_by_kfac:2", "meshes:4", "meshes:6"),
     *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4", "owned:8"),
@@ -372,12 +375,12 @@ def test_other_options_of_one_rank_are_named_on_all(jobs):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("scenario", ["ddp", "divided", "soap"])
+@pytest.mark.parametrize("scenario", ["ddp", "divided", "soap", "singular"])
 def test_several_processes_take_the_steps_of_one(jobs, scenario, size):
     """Five steps with shards of unequal sizes and none, to 1e-10.
 
     Beside DistributedDataParallel, where overlap changes no bit, and with parameters that
-    `fully_shard` or tensor parallelism divides.
+    `fully_shard` or tensor parallelism divides; EKFAC in a null space.
     """
     assert jobs.said("torch", scenario, size) == dict.fromkeys(range(size), "fine")
 

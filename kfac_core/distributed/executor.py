@@ -699,7 +699,6 @@ class DistributedExecutor(Executor):
             self._communicator,
             items.values(),
             to_owners=to_owners,
-            dtype=self.options.statistics_dtype,
             bucket_bytes=self._message_bytes,
         )
 

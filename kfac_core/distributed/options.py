@@ -17,7 +17,7 @@ LossScale = Literal["shard", "batch", "ddp"]
 """What each process's output gradients are gradients of; see `Distributed`."""
 
 MessageDtype = Literal["float32", "float64"]
-"""Dtypes of messages with statistics and operators."""
+"""Dtypes of messages with operators."""
 
 DirectionDtype = Literal["bfloat16", "float32", "float64"]
 """Dtypes of messages with directions."""
@@ -56,8 +56,6 @@ class Distributed:
         mean over this rank's rows; this rank's part of the mean over all rows; or p times
         that, so that the mean of gradients over ranks is the gradient of the whole batch.
         The last two cost one more exchange an update.
-    statistics_dtype : {"float32", "float64"}, optional
-        Dtype in which statistics are sent and added up; by default their own.
     operators_dtype : {"float32", "float64"}, optional
         Dtype in which operators and bases are sent, where it is narrower than their own.
     directions_dtype : {"bfloat16", "float32", "float64"}, optional
@@ -88,6 +86,9 @@ class Distributed:
     those of one message, has a second vote, and sends as many numbers as a refresh
     otherwise does.  The bases of EKFAC are on all ranks.
 
+    Statistics are sent in the dtype that they are stored in, see `kfac_core.Precision`, so
+    that eigenvalues below its roundoff are known as such.
+
     The rank that sends operators, bases or directions in a narrower dtype rounds its own
     copy too, so that all ranks have the same to the bit.  What is not sent is not rounded.
     The residual of a factor is that of its factorization, before it was sent.  States are
@@ -99,7 +100,6 @@ class Distributed:
     interval: int = 10
     reduce: Literal["refresh", "update", "owner"] = "refresh"
     loss: LossScale = "shard"
-    statistics_dtype: MessageDtype | None = None
     operators_dtype: MessageDtype | None = None
     directions_dtype: DirectionDtype | None = None
     bucket_bytes: int = 25 * 2**20
@@ -114,7 +114,6 @@ class Distributed:
             interval=constraints.COUNT,
             reduce=constraints.one_of("refresh", "update", "owner"),
             loss=constraints.literal(LossScale),
-            statistics_dtype=constraints.optional(constraints.literal(MessageDtype)),
             operators_dtype=constraints.optional(constraints.literal(MessageDtype)),
             directions_dtype=constraints.optional(constraints.literal(DirectionDtype)),
             bucket_bytes=constraints.COUNT,

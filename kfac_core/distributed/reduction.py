@@ -24,7 +24,7 @@ from kfac_core.array import Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import leaves
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.transport import buckets, in_dtype, pack, unpack
+from kfac_core.distributed.transport import buckets, pack, unpack
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
@@ -103,7 +103,6 @@ def summed(
     /,
     *,
     to_owners: bool,
-    dtype: str | None,
     bucket_bytes: int,
 ) -> dict[str, Average]:
     """Return the sums over all ranks of averages.
@@ -116,8 +115,6 @@ def summed(
         The same keys, owners and shapes on all ranks.
     to_owners : bool
         Whether each rank gets what it owns, or everything.
-    dtype : str or None
-        Dtype of floating messages; None is that of the averages.
     bucket_bytes : int
         Size from which a message is sent.
 
@@ -145,7 +142,6 @@ def summed(
         for name in sorted({name for part in parts for name in part.arrays}):
             arrays = [part.flat(name, like) for part in parts]
             flat = ns.own_namespace(like).concat(arrays) if arrays[1:] else arrays[0]
-            flat = in_dtype(flat, _wire(name, dtype))
             if to_owners:
                 counts = [int(array.shape[0]) for array in arrays]
                 handles[name] = communicator.reduce_scatter(flat, counts)
@@ -155,7 +151,7 @@ def summed(
         started.append((form, handles))
     sums: dict[str, Average] = {}
     for form, handles in started:
-        arrived = {name: in_dtype(h.wait(), name) for name, h in handles.items()}
+        arrived = {name: h.wait() for name, h in handles.items()}
         sums |= unpack(form, arrived)
     return sums
 
@@ -163,8 +159,3 @@ def summed(
 def bytes_of(item: Item, /) -> int:
     """Return about how many bytes an average has, as `summed` fills its messages."""
     return sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))
-
-
-def _wire(name: str, dtype: str | None) -> str:
-    """Return the dtype of a message, for numbers of a dtype."""
-    return dtype if dtype is not None and name.startswith("float") else name
