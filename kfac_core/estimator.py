@@ -13,6 +13,7 @@ belong to no gradient graph.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, get_args
@@ -56,7 +57,8 @@ class _Change:
     """
 
     def __init__(self, estimator: Estimator) -> None:
-        self._estimator = estimator
+        # A cycle would keep all statistics until garbage is collected.
+        self._estimator: Estimator = weakref.proxy(estimator)
         self._thread: int | None = None
 
     def __enter__(self) -> NetworkState:
@@ -644,7 +646,9 @@ class Estimator:
             return placement.owned_by(self._executor.options.communicator.rank)
         return [*self.blocks]
 
-    def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, *, owned: bool = False, deferred: bool = False
+    ) -> dict[str, Any]:
         """Return settings, statistics and operators as plain dicts and arrays.
 
         Parameters
@@ -652,6 +656,9 @@ class Estimator:
         owned : bool
             Whether only the blocks that this process owns are returned, of all rows; those
             of all processes together are the state.
+        deferred : bool
+            Whether arrays are the state's own, and what has to be packed is a function that
+            returns it: for writing them one at a time, without a second state in memory.
 
         Returns
         -------
@@ -671,6 +678,7 @@ class Estimator:
             self._promises(),
             damping=self._damping,
             decay=self._decay,
+            deferred=deferred,
         )
 
     def load_state_dict(

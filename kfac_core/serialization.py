@@ -65,6 +65,7 @@ _COUNTS = [
 ]
 """The counts of a block, which are zero or -1 in an empty state."""
 
+_NUMBERS = (bool, int, float, str)
 _STATE = {"format", "version", "conventions", "settings", "blocks"}
 _BLOCK = {"layer", "approximation", "values"}
 _LARGEST_COUNT = 2**31 - 1
@@ -115,6 +116,7 @@ def dump_state(
     *,
     damping: Any,
     decay: float,
+    deferred: bool = False,
 ) -> dict[str, Any]:
     """Return a state as plain dicts and copies of its arrays.
 
@@ -129,6 +131,8 @@ def dump_state(
     damping, decay
         Damping of the next refresh and decay of the next update, restored when the state is
         loaded.
+    deferred : bool
+        Whether arrays are not copied, and triangles are functions that pack them.
 
     Returns
     -------
@@ -151,7 +155,10 @@ def dump_state(
         "conventions": dict(promises),
         "settings": settings,
         "blocks": {
-            name: {**_description(network.blocks[name]), "values": _values(block_state)}
+            name: {
+                **_description(network.blocks[name]),
+                "values": _values(block_state, deferred),
+            }
             for name, block_state in state.blocks.items()
         },
     }
@@ -239,7 +246,7 @@ def _description(block: Block) -> dict[str, Any]:
     return json.loads(json.dumps(described, default=operators.index))  # type: ignore[no-any-return]
 
 
-def _values(state: BlockState) -> dict[str, Any]:
+def _values(state: BlockState, deferred: bool) -> dict[str, Any]:
     """Return the arrays and numbers of a block by their paths."""
     if state.operator is not None and bool(state.operator.status() != 0):
         # A first refresh by status failed on a device: an operator of NaN is of no use.
@@ -248,7 +255,16 @@ def _values(state: BlockState) -> dict[str, Any]:
     counts = {name: int(getattr(state, name)) for name in _COUNTS}
     values: dict[str, Any] = {}
     _collect(replaced(state, damping=damping, **counts), "", values)
-    return values
+    return values if deferred else {k: _copied(x) for k, x in values.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Return a packed triangle, the copy of an array, or a number as it is."""
+    if callable(value):
+        return value()
+    if type(value) in _NUMBERS:
+        return value
+    return ns.own_namespace(value).asarray(value, copy=True)
 
 
 def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
@@ -256,7 +272,7 @@ def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
     cls = type(value)
     if cls is SymmetricMatrix:
         xp = ns.own_namespace(value.array)
-        values[path] = pack_triangle(value.array, xp=xp)
+        values[path] = functools.partial(pack_triangle, value.array, xp=xp)
         # The roundoff of a factorization depends on both, and resuming is bit for bit.
         values[_below(path, "row_major")] = ns.is_row_major(value.array)
         values[_below(path, "full_storage")] = value.full_storage
@@ -267,10 +283,8 @@ def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
     elif cls is dict:
         for name, part in value.items():
             _collect(part, _below(path, name), values)
-    elif cls in (bool, int, float, str):
-        values[path] = value
     elif value is not None:
-        values[path] = ns.own_namespace(value).asarray(value, copy=True)
+        values[path] = value
 
 
 def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:

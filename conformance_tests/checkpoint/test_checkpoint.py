@@ -1,6 +1,9 @@
 """Estimators in files: whole or not at all, and the same on every backend."""
 
+import contextlib
+import functools
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -181,3 +184,35 @@ def test_files_of_other_blocks_are_joined(backend, rng, tmp_path):
         assert value.tobytes() == expected[name].tobytes()
     with pytest.raises(kc.StateError, match="has blocks of the files before"):
         kc.checkpoint.join_checkpoints(path, [parts[0], parts[0]])
+
+
+def test_collecting_by_parts_has_one_part_in_memory(tmp_path):
+    """Factors, bases and moments of one layer of many, and less than as much beside."""
+    w = 128
+    layer = kc.Dense(in_features=w, out_features=w, bias=False, weight_layout="io")
+    blocks = {f"layer{i}": kc.Block(layer, kc.Eigen()) for i in range(6)}
+    data = [np.random.default_rng(k).normal(size=(4, w)) for k in range(2)]
+
+    @contextlib.contextmanager
+    def capture(taken):
+        yield lambda x, seed: ([{name: kc.Batch(x, x) for name in taken}], len(x))
+
+    def run(taken, name):
+        estimator = functools.partial(kc.Estimator, reduction="sum")
+        kc.integration.collect_statistics(
+            taken,
+            capture,
+            data,
+            estimator=estimator,
+            path=tmp_path / name,
+            max_elements=1,
+        )
+
+    run({"layer0": blocks["layer0"]}, "first")  # Imports what is imported when needed.
+    tracemalloc.start()
+    try:
+        run(blocks, "all")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * 5 * w * w * 8

@@ -249,7 +249,9 @@ class EKFAC(Approximation):
         xp = statistics.namespace
         bases: dict[str, Eigendecomposition] = {}
         status = xp.zeros_like(statistics.status)
-        for side in statistics.bases:
+        for side in _SIDES:
+            if getattr(self, side) != "full":
+                continue
             average = statistics.averages[side]
             value = FullFactor().value(
                 average, debias=True, dtype=average.weight.dtype, xp=xp
@@ -353,7 +355,13 @@ class EKFAC(Approximation):
         squares = in_basis.squares(statistics.dtype, xp=xp)
         squares = split_groups(squares, old.sum.shape[:-2], xp=xp)
         # E <- decay E + weight c / N sum_mn (Q_A^T D Q_G)^2
-        return old.plus(squares, options.decay, scale, shares.example_weight)
+        return old.plus(
+            squares,
+            options.decay,
+            scale,
+            shares.example_weight,
+            overwrite=options.overwrite,
+        )
 
     def _kronecker_moments(
         self,
@@ -425,8 +433,15 @@ def _carried_moments(
 def _no_moments(
     statistics: Statistics, bases: Mapping[str, Eigendecomposition], xp: Namespace
 ) -> Average:
-    old = statistics.averages["block"]
-    return Average(xp.zeros_like(old.sum), xp.zeros_like(old.weight))
+    n, m = (
+        bases[side].eigenvalues.shape
+        if side in bases
+        else statistics.averages[side].sum.shape
+        for side in _SIDES
+    )
+    like = statistics.like
+    zeros = xp.zeros((*n, m[-1]), dtype=like.dtype, device=ns.device_of(like))
+    return Average(zeros, xp.zeros_like(like))
 
 
 def _coordinates(lead: tuple[int, ...], size: int, place: Place) -> Eigendecomposition:

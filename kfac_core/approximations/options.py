@@ -49,6 +49,9 @@ class UpdateOptions:
         processed in chunks of examples, with the same result.
     deferred : bool
         Whether the caller reads the flags; a network reads those of all blocks at once.
+    overwrite : bool
+        Whether the sums of second moments are updated in place where the library can: the
+        old statistics are then of no further use, whatever becomes of the update.
     xp : namespace, optional
         Array API namespace of the statistics, for `Approximation.updated`; set by
         `kfac_core.update_block`.
@@ -61,6 +64,7 @@ class UpdateOptions:
     check: Check = "raise"
     max_patch_elements: int | None = None
     deferred: bool = False
+    overwrite: bool = False
     xp: Namespace = None
 
     def shares(

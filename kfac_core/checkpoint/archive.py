@@ -9,9 +9,10 @@ Shape and dtype of an array are read before its numbers are.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,26 +116,34 @@ def opened(path: str | os.PathLike[str], /) -> Iterator[Archive]:
 
 
 def write_archive(
-    file: IO[bytes], document: str, arrays: Iterable[np.ndarray[Any, np.dtype[Any]]], /
+    file: IO[bytes],
+    document: Mapping[str, Any],
+    arrays: Iterable[np.ndarray[Any, np.dtype[Any]]],
+    /,
 ) -> None:
-    """Write an archive.
+    """Write an archive, an array at a time.
 
     Parameters
     ----------
     file : binary file
         Open for writing.
-    document : str
-        The JSON document, in ASCII.
+    document : mapping
+        The JSON document; read after the arrays, which may add to it.
     arrays : iterable of numpy.ndarray
         Arrays of the dtypes `DTYPES`.
     """
     # A `ZipInfo` without a time, so that equal states give equal files.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo(DOCUMENT), document)
         for index, values in enumerate(arrays):
             info = zipfile.ZipInfo(f"{index}.npy")
+            header = np.lib.format.header_data_from_array_1_0(values)
             with archive.open(info, "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, values, allow_pickle=False)
+                np.lib.format.write_array_header_1_0(member, header)
+                # `write_array` would copy 16 MiB at a time.
+                member.write(np.ascontiguousarray(values).data)
+            del values  # Before the next one is computed.
+        text = json.dumps(document, allow_nan=False)
+        archive.writestr(zipfile.ZipInfo(DOCUMENT), text)
 
 
 def path_of(path: Any, /) -> Path:

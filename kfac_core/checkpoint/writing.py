@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -104,25 +103,9 @@ def save_checkpoint(
     constraints.require_kind("estimator", estimator, Estimator, "an Estimator")
     constraints.require_range("parts", parts, constraints.literal(Parts))
     target = target_of(path)
-    state = _only(estimator.state_dict(), parts)
-    arrays: list[Any] = []
-    indices: dict[bytes, int] = {}
+    state = _only(estimator.state_dict(deferred=True), parts)
     tensors: dict[str, int] = {}
     transposed: list[str] = []
-    for name, block in state["blocks"].items():
-        for inner, value in [*block["values"].items()]:
-            if array_api_compat.is_array_api_obj(value):
-                values = to_numpy(value)
-                if not ns.is_row_major(values):
-                    transposed.append(f"{name}/{inner}")
-                    values = np.swapaxes(values, -1, -2)
-                values = np.asarray(values, order="C")
-                key = _key(values)
-                if key not in indices:
-                    indices[key] = len(arrays)
-                    arrays.append(values)
-                tensors[f"{name}/{inner}"] = indices[key]
-                del block["values"][inner]
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -133,7 +116,32 @@ def save_checkpoint(
     }
     if about is not None:
         document["about"] = dict(about)
-    write_atomically(target, document, arrays)
+    write_atomically(target, document, _arrays(state["blocks"], tensors, transposed))
+
+
+def _arrays(
+    blocks: Mapping[str, Any], tensors: dict[str, int], transposed: list[str]
+) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+    """Yield the arrays of a state that differ; note by name which array a tensor is."""
+    indices: dict[bytes, int] = {}
+    for name, block in blocks.items():
+        for inner, value in [*block["values"].items()]:
+            if callable(value):
+                value = value()
+            if not array_api_compat.is_array_api_obj(value):
+                continue
+            values = to_numpy(value)
+            if not ns.is_row_major(values):
+                transposed.append(f"{name}/{inner}")
+                values = np.swapaxes(values, -1, -2)
+            values = np.asarray(values, order="C")
+            key = _key(values)
+            is_new = key not in indices
+            tensors[f"{name}/{inner}"] = indices.setdefault(key, len(indices))
+            del block["values"][inner], value
+            if is_new:
+                yield values
+            del values
 
 
 def target_of(path: str | os.PathLike[str], /) -> Path:
@@ -159,16 +167,15 @@ def write_atomically(
     target : Path
         The file.
     document : mapping
-        What is not an array, as JSON.
+        What is not an array, as JSON; read after the arrays.
     arrays : iterable of numpy.ndarray
         Arrays in the order that the document says.
     """
-    text = json.dumps(document, allow_nan=False)
     # Not by `tempfile`, which creates private files and ignores the umask.
     temporary = target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.part")
     try:
         with temporary.open("xb") as file:
-            write_archive(file, text, arrays)
+            write_archive(file, document, arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -109,11 +109,27 @@ class Average:
         return Average(total, weights, ns.as_array(before + rows))
 
     def plus(
-        self, value: Scalar, decay: Scalar, scale: Scalar, weight: Scalar, /
+        self,
+        value: Scalar,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Scalar,
+        /,
+        *,
+        overwrite: bool = False,
     ) -> Average:
-        """Return the average after ``sum <- decay sum + scale value`` of an array."""
-        total = ns.as_array(ns.as_number(self.sum) * decay + value * scale)
-        return self.following(total, None, decay, weight)
+        """Return the average after ``sum <- decay sum + scale value`` of an array.
+
+        With `overwrite` both arrays are used up.
+        """
+        total = ns.as_number(self.sum)
+        if overwrite:
+            total *= decay
+            value *= scale
+            total += value
+        else:
+            total = total * decay + value * scale
+        return self.following(ns.as_array(total), None, decay, weight)
 
     def absorbed(
         self,

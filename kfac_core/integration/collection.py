@@ -335,7 +335,7 @@ class _Run:
     def _take(self, blocks: Blocks, skip: frozenset[str]) -> None:
         """Read the data, and add the rows of each block."""
         conventions = self.estimator(blocks).conventions
-        options = UpdateOptions(conventions, 1.0, None, skip=skip)
+        options = UpdateOptions(conventions, 1.0, None, skip=skip, overwrite=True)
         rank = 0 if self.communicator is None else self.communicator.rank
         with self.capture(blocks) as passes:
             remaining = itertools.islice(self.loader, self.batches, None)
@@ -405,9 +405,6 @@ class _Run:
         for name, block in self.blocks.items():
             statistics = self.statistics[name]
             if isinstance(block.approximation, EKFAC):
-                empty = block.initial(statistics.like)
-                averages = {**empty.averages, **statistics.averages}
-                statistics = replaced(empty, averages=averages)
                 statistics = rebase_block(block, statistics, "zero", "raise")
                 if self.communicator is not None:
                     # Libraries may return bases of equal matrices with other signs.
