@@ -2,7 +2,8 @@
 
     python -m benchmarks.trained_models factors     # beside kronfluence, on GPT-2
     python -m benchmarks.trained_models cost        # time and memory of `collect`
-    python -m benchmarks.trained_models scores      # LDS, beside kronfluence
+    python -m benchmarks.trained_models scores      # LDS on digits, beside kronfluence
+    python -m benchmarks.trained_models characters  # LDS on GPT-2, beside kronfluence
     python -m benchmarks.trained_models classes     # memory of 1,000 classes
     python -m benchmarks.trained_models merging     # two halves of digits
     python -m benchmarks.trained_models rounding    # GPT-2 in 3 bits
@@ -33,7 +34,7 @@ from kfac_core_shims.torch import Posterior, collect, influence, merge
 TEXT = Path(__file__).parents[1] / "docs" / "mathematics.md"
 
 
-def characters(length: int = 32, count: int = 256) -> tuple[Any, int]:
+def sequences(length: int = 32, count: int = 256) -> tuple[Any, int]:
     """Return sequences of a text's characters, and how many characters there are."""
     text = TEXT.read_text(encoding="utf-8")
     known = sorted(set(text))
@@ -42,7 +43,7 @@ def characters(length: int = 32, count: int = 256) -> tuple[Any, int]:
 
 
 def gpt(vocabulary: int, ids: Any, steps: int, seed: int = 0) -> Any:
-    """Return a GPT-2 of two layers, trained on sequences."""
+    """Return a GPT-2 of two layers, trained on batches of 16 sequences in their order."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
@@ -92,9 +93,18 @@ def with_linear_layers(model: Any) -> Any:
 
 
 def kronfluence_of(
-    model: Any, loss: Any, data: Any, folder: str, names: list[str], *, empirical: bool
+    model: Any,
+    loss: Any,
+    data: Any,
+    folder: str,
+    names: list[str],
+    *,
+    drawn_loss: Any = None,
 ) -> Any:
-    """Return kronfluence's analyzer of a model, with EKFAC's factors."""
+    """Return kronfluence's analyzer of a model, with EKFAC's factors.
+
+    They are empirical unless `drawn_loss` is given: the losses of labels that it draws.
+    """
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import FactorArguments
     from kronfluence.task import Task
@@ -103,11 +113,7 @@ def kronfluence_of(
         def compute_train_loss(
             self, batch: Any, model: Any, sample: bool = False
         ) -> Any:
-            if not sample:
-                return loss(model, batch).sum()
-            z = model(batch[0])  # Labels drawn from the model, of a classifier.
-            drawn = torch.multinomial(torch.softmax(z.detach(), -1), 1)[:, 0]
-            return loss(model, (batch[0], drawn)).sum()
+            return (drawn_loss if sample else loss)(model, batch).sum()
 
         def compute_measurement(self, batch: Any, model: Any) -> Any:
             return loss(model, batch).sum()
@@ -124,7 +130,9 @@ def kronfluence_of(
         "factors",
         data,
         per_device_batch_size=32,
-        factor_args=FactorArguments(strategy="ekfac", use_empirical_fisher=empirical),
+        factor_args=FactorArguments(
+            strategy="ekfac", use_empirical_fisher=drawn_loss is None
+        ),
         overwrite_output_dir=True,
     )
     return analyzer
@@ -132,7 +140,7 @@ def kronfluence_of(
 
 def factors() -> None:
     """Compare both factors and the moments with kronfluence's, in float32."""
-    ids, vocabulary = characters()
+    ids, vocabulary = sequences()
     model = gpt(vocabulary, ids, steps=30)
     names = [n for n, m in model.named_modules() if type(m).__name__ == "Conv1D"]
     other = [n for n, m in model.named_modules() if isinstance(m, nn.Module) and n]
@@ -147,9 +155,7 @@ def factors() -> None:
         def loss(model: Any, batch: Any) -> Any:
             return token_losses(model, batch[0])
 
-        analyzer = kronfluence_of(
-            with_linear_layers(model), loss, data, folder, names, empirical=True
-        )
+        analyzer = kronfluence_of(with_linear_layers(model), loss, data, folder, names)
         covariances = analyzer.load_covariance_matrices("factors")
         lambdas = analyzer.load_lambda_matrices("factors")
     worst = {"input factor": 0.0, "output factor": 0.0, "trace of the moments": 0.0}
@@ -241,8 +247,15 @@ def example_losses(model: Any, batch: Any) -> Any:
     return cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
+def drawn_losses(model: Any, batch: Any) -> Any:
+    """Return the loss of each example of labels that are drawn from the model."""
+    z = model(batch[0])
+    drawn = torch.multinomial(torch.softmax(z.detach(), -1), 1)[:, 0]
+    return cross_entropy(z, drawn, reduction="none")
+
+
 def scores(subsets: int = 50) -> None:
-    """Print LDS and CPU time of the scores, beside kronfluence's."""
+    """Print LDS and CPU time of the scores of digits, beside kronfluence's."""
     x, y = digits()
     x, y, new_x, new_y = x[:400], y[:400], x[400:450], y[400:450]
     model = classifier(x, y, 0)
@@ -254,55 +267,121 @@ def scores(subsets: int = 50) -> None:
         return example_losses(part, queries[0]).detach().numpy()
 
     masks, losses = retrained_losses(retrain, examples=len(x), subsets=subsets)
-    results: dict[str, Any] = {}
-    for name, options in {
-        "EKFAC": {},
-        "EKFAC, exact labels": {"fisher": "exact"},
-        "K-FAC": {"ekfac": False},
-    }.items():
-        start = time.process_time()
-        found = collect(model, train, **options)
-        values = influence(model, example_losses, train, queries, factors=found)
-        results[name] = values.scores, time.process_time() - start
-    start = time.process_time()
-    found = collect(model, train, fisher="exact")
-    values = influence(
-        model, example_losses, train, queries, factors=found, solver="cg", damping=1e-3,
-        tolerance=1e-3,
+    _print_scores(
+        masks,
+        losses,
+        {
+            **_scored(model, example_losses, train, queries, {"damping": 1e-3}),
+            "kronfluence": lambda: _kronfluence_scores(
+                model, example_losses, drawn_losses, (x, y), (new_x, new_y), ["0", "2"]
+            ),
+        },
+    )
+
+
+def characters(subsets: int = 50, folder: str = "character_retrainings") -> None:
+    """Print LDS and CPU time of the scores of sequences, beside kronfluence's.
+
+    The retrained losses stay in a folder: what was stopped goes on there.
+    """
+    ids, vocabulary = sequences(count=288)
+    ids, asked = ids[:256], ids[256:]
+
+    def trained(rows: Any) -> Any:
+        return gpt(vocabulary, rows, steps=20 * len(rows) // 16)
+
+    def retrain(indices: Any, seed: int) -> Any:
+        del seed  # One start and one order, so that only the examples differ.
+        return token_losses(trained(ids[indices]), asked).detach().numpy()
+
+    masks, losses = retrained_losses(
+        retrain, examples=len(ids), subsets=subsets, path=folder
+    )
+    model = trained(ids)
+    linear = with_linear_layers(model)
+    names = [n for n, m in linear.named_modules() if isinstance(m, nn.Linear)]
+    skip = [
+        n for n, m in model.named_modules() if n not in names and not [*m.children()]
+    ]
+
+    def batch_losses(model: Any, batch: Any) -> Any:
+        return token_losses(model, batch[0])
+
+    def drawn(model: Any, batch: Any) -> Any:
+        z = next_logits(model, batch[0])
+        p = torch.softmax(z.detach(), -1)
+        labels = torch.multinomial(p.flatten(0, 1), 1).reshape(z.shape[:2])
+        return cross_entropy(z.transpose(1, 2), labels, reduction="none").sum(1)
+
+    options = {"forward": next_logits, "skip_layers": skip}
+    _print_scores(
+        masks,
+        losses,
+        {
+            **_scored(
+                model, token_losses, ids.split(64), [asked], {"forward": next_logits},
+                **options,
+            ),
+            "kronfluence": lambda: _kronfluence_scores(
+                linear, batch_losses, drawn, (ids,), (asked,), names
+            ),
+        },
     )  # fmt: skip
-    results["exact Gauss-Newton by CG"] = values.scores, time.process_time() - start
-    try:
-        results["kronfluence"] = _kronfluence_scores(model, (x, y), (new_x, new_y))
-    except ImportError:
-        print("kronfluence is not installed")
-    for name, (value, seconds) in results.items():
+
+
+def _scored(
+    model: Any,
+    loss: Any,
+    train: Any,
+    queries: Any,
+    by_cg: dict[str, Any],
+    **options: Any,
+) -> dict[str, Any]:
+    """Return functions that compute scores, by name."""
+
+    def run(more: dict[str, Any], solving: dict[str, Any]) -> Any:
+        found = collect(model, train, **options, **more)
+        return influence(model, loss, train, queries, factors=found, **solving).scores
+
+    cg = {"solver": "cg", "tolerance": 1e-3, **by_cg}
+    return {
+        "EKFAC": lambda: run({}, {}),
+        "EKFAC, exact labels": lambda: run({"fisher": "exact"}, {}),
+        "K-FAC": lambda: run({"ekfac": False}, {}),
+        "exact Gauss-Newton by CG": lambda: run({}, cg),
+    }
+
+
+def _print_scores(masks: Any, losses: Any, runs: dict[str, Any]) -> None:
+    for name, run in runs.items():
+        start = time.process_time()
+        try:
+            value = run()
+        except ImportError:
+            print(f"{name} is not installed")
+            continue
+        seconds = time.process_time() - start
         lds = linear_datamodeling_score(value, masks, losses)
         low, high = lds.interval
         print(
-            f"{name:26} LDS {lds.mean:.3f} ({low:.3f} to {high:.3f})  {seconds:6.2f} s"
+            f"{name:26} LDS {lds.mean:.3f} ({low:.3f} to {high:.3f})  {seconds:6.2f} s",
+            flush=True,
         )
 
 
-def _kronfluence_scores(model: Any, train: Any, queries: Any) -> tuple[Any, float]:
-    import kronfluence  # noqa: F401
-
-    start = time.process_time()
+def _kronfluence_scores(
+    model: Any, loss: Any, drawn: Any, train: Any, queries: Any, names: list[str]
+) -> Any:
     data, asked = (torch.utils.data.TensorDataset(*part) for part in (train, queries))
     with tempfile.TemporaryDirectory() as folder:
         analyzer = kronfluence_of(
-            copy.deepcopy(model),
-            example_losses,
-            data,
-            folder,
-            ["0", "2"],
-            empirical=False,
+            copy.deepcopy(model), loss, data, folder, names, drawn_loss=drawn
         )
         analyzer.compute_pairwise_scores(
-            "scores", "factors", asked, data, per_device_query_batch_size=50,
-            per_device_train_batch_size=100, overwrite_output_dir=True,
+            "scores", "factors", asked, data, per_device_query_batch_size=len(asked),
+            per_device_train_batch_size=64, overwrite_output_dir=True,
         )  # fmt: skip
-        found = analyzer.load_pairwise_scores("scores")["all_modules"]
-    return found, time.process_time() - start
+        return analyzer.load_pairwise_scores("scores")["all_modules"]
 
 
 def classes() -> None:
@@ -371,7 +450,7 @@ def merging() -> None:
 
 def rounding(bits: int = 3) -> None:
     """Print the divergence of a GPT-2 of rounded weights from the original."""
-    ids, vocabulary = characters()
+    ids, vocabulary = sequences()
     for seed in range(3):
         model = gpt(vocabulary, ids, steps=100, seed=seed)
         log_p = torch.log_softmax(next_logits(model, ids), -1).detach()
@@ -409,7 +488,8 @@ def _distance(got: Any, expected: Any) -> float:
 
 def main() -> None:
     """Run what was asked for."""
-    runs = {f.__name__: f for f in (factors, cost, scores, classes, merging, rounding)}
+    programs = (factors, cost, scores, characters, classes, merging, rounding)
+    runs = {f.__name__: f for f in programs}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=runs)
     torch.set_num_threads(1)
