@@ -190,7 +190,7 @@ def test_collecting_by_parts_has_one_part_in_memory(tmp_path):
     """Factors, bases and moments of one layer of many, and less than as much beside."""
     w = 128
     layer = kc.Dense(in_features=w, out_features=w, bias=False, weight_layout="io")
-    blocks = {f"layer{i}": kc.Block(layer, kc.Eigen()) for i in range(6)}
+    blocks = {f"layer{i}": kc.Block(layer, kc.EKFAC()) for i in range(6)}
     data = [np.random.default_rng(k).normal(size=(4, w)) for k in range(2)]
 
     @contextlib.contextmanager
