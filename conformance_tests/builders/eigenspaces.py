@@ -75,7 +75,7 @@ class Singular:
             rank, size = communicator.rank, communicator.size
         layer = dense_layer(65, 24, bias=False)
         estimator = kc.Estimator(
-            {"a": kc.Block(layer, kc.Eigen())},
+            {"a": kc.Block(layer, kc.EKFAC())},
             reduction="sum",
             damping=DAMPING,
             damping_rule="exact",
