@@ -1,11 +1,12 @@
-"""Write the tables of the benchmark page from measurements that are kept here.
+"""Print the tables of measurements that are kept here, or keep those of a run.
 
-Run ``python -m benchmarks.pages NAME FILE`` to keep the measurements of a run: ``FILE`` is
-its ``benchmarks.json``, and ``NAME`` one of `NAMES`; or what ``--output`` of
-`benchmarks.torch_training` or `benchmarks.jax_training` wrote, and ``NAME`` one of
-`TRAINING`.  They go to ``measured_here`` beside
-this file, rounded and without what no table shows.  ``python docs/tables.py --write`` then
-writes the tables, and ``--check`` compares them.  A tilde marks disturbed samples.
+``python -m benchmarks.pages`` prints all tables, and ``python -m benchmarks.pages NAME
+FILE`` keeps the measurements of a run: ``FILE`` is its ``benchmarks.json``, and ``NAME``
+one of `NAMES`; or what ``--output`` of `benchmarks.torch_training` or
+`benchmarks.jax_training` wrote, and ``NAME`` one of `TRAINING`. They go to
+``measured_here`` beside this file, rounded and without what no table shows. ``python
+docs/tables.py --write`` then writes the tables of pages, and ``--check`` compares them. A
+tilde marks disturbed samples.
 """
 
 from __future__ import annotations
@@ -421,11 +422,15 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Keep one run."""
+    """Print all tables, or keep one run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=(*NAMES, *TRAINING))
-    parser.add_argument("file", type=Path, help="a run's measurements")
+    parser.add_argument("name", nargs="?", choices=(*NAMES, *TRAINING))
+    parser.add_argument("file", nargs="?", type=Path, help="a run's measurements")
     arguments = parser.parse_args()
+    if arguments.file is None:
+        for name, program in TABLES.items():
+            print(f"{name}\n\n{program()}\n")
+        return
     print(keep(arguments.name, arguments.file))
 
 

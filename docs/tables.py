@@ -262,11 +262,7 @@ _ADAPTERS = (
     (f"{_EXAMPLES}kfac_jax_adapter.py:Unmasked", "kfac_jax"),
 )
 
-_BENCHMARKS = (
-    *("autoencoder", "transformer", "small layers", "one call", "calls"),
-    *("memory", "growth", "targets not met", "training on PyTorch"),
-    "memory of training on PyTorch",
-)
+_BENCHMARKS = ("autoencoder", "calls", "training on PyTorch")
 
 TABLES = {
     "laplace evidence": Table("docs/posteriors.md", laplace_evidence),
@@ -316,12 +312,6 @@ TABLES = {
     ),
     "overlap": Table(
         "docs/distributed.md", partial(of_benchmark, "overlap"), 20, ("torch",)
-    ),
-    "predicted": Table(
-        "docs/distributed.md",
-        partial(of_benchmark, "predicted"),
-        60,
-        ("torch", "mpi4py"),
     ),
 }
 
