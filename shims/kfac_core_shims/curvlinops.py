@@ -120,6 +120,8 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
             A, G, scale = kfac.factors(name)
             if not self._is_joint(positions):
                 inputs = self._model_func.get_submodule(name).weight[0].numel()
+                # KFAC's last row is that of the bias, of which curvlinops makes a block
+                # of its own.
                 A = A[:inputs, :inputs]
             scale = multiple * scale
             if self._loss_func.reduction == "sum":

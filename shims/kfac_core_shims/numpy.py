@@ -203,6 +203,7 @@ class KFAC(kc.integration.ScheduledSteps):
                 )
         estimator = kc.Estimator(
             blocks,
+            # `observe` brings all rows into the unit of a sum.
             reduction="sum",
             damping_rule=damping_rule,
             mode=fisher,
@@ -464,6 +465,8 @@ class KFAC(kc.integration.ScheduledSteps):
             self._rebase()
             self.estimator.refresh()
         else:
+            # A layer that is observed for the first time must not wait for the next
+            # refresh.
             self._refresh_new(self._observed)
 
     def _momentum_step(self, gradients: Vector, rate: float) -> Update:
@@ -490,6 +493,7 @@ class KFAC(kc.integration.ScheduledSteps):
         step = kc.integration.quadratic_step(
             gradients,
             directions,
+            # The caller's curvature is of the loss, and the model of the likelihood.
             curvature=curvature(directions) / self.loss_factor,
             damping=self.damping,
         )
@@ -550,6 +554,7 @@ class KFAC(kc.integration.ScheduledSteps):
         """Write the state atomically to an ``.npz`` file."""
         arrays: dict[str, Array] = {}
         tree = json.dumps(_folded(self.state_dict(), arrays), allow_nan=False)
+        # Written beside and then renamed, so that a crash leaves the former file whole.
         part = Path(f"{os.fspath(path)}.part")
         with part.open("wb") as file:
             np.savez(file, allow_pickle=False, tree=np.array(tree), **arrays)
@@ -737,6 +742,7 @@ class GaussNewton:
             self._move(before, step)
             return self._evaluation(np.asarray(residuals(), np.float64), J)
 
+        # No step, in case `residuals` raises: the parameters go back.
         step: Any = kc.steps.linear_combination([0.0], [before])
         try:
             result = kc.samples.gauss_newton_step(
@@ -827,6 +833,7 @@ def _overlap(first: Any, second: Any) -> bool:
     """Whether two arrays are known to have an element in common."""
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
         return False  # Their layers refuse them, with the name.
+    # Whether strided arrays overlap is as hard as an integer program in the worst case.
     effort: Any = 10_000
     try:
         return np.shares_memory(first, second, max_work=effort)

@@ -325,6 +325,7 @@ class _Finder:
             if place in self.trace.views:
                 self._obstruct(place, "an output of the network, or of a loop")
         live: list[Operation] = []
+        # Backwards: only what the outputs depend on is a use.
         for operation in reversed(program.operations):
             if not needed.intersection(operation.outputs):
                 continue
@@ -519,6 +520,8 @@ class _Finder:
         n = math.prod(self.trace.shape(operation.inputs[position])[i] for i in mine)
         m = math.prod(self.trace.shape(operation.inputs[position])[i] for i in free)
         rows = [i for i in range(len(self.trace.shape(x))) if i not in other]
+        # `dot_general` puts the free axes of its first operand before those of the
+        # second.
         shift = 0 if position == 1 else len(free)
         wide = len(rows) if position == 1 else 0
         parts = {"weight": Part(view.source, view.sliced, order)}
@@ -559,6 +562,8 @@ class _Finder:
         if list(view.axes) != list(whole_axes(shape)):
             return None
         first, last = (0, 1, *range(2, d + 2)), (0, d + 1, *range(1, d + 1))
+        # Examples first, then channels either before or after space, as
+        # `kfac_core.Conv` has them.
         orders: dict[Any, Channels] = {first: "first", last: "last"}
         data = orders.get(tuple(numbers.lhs_spec))
         kernel = {
@@ -603,6 +608,8 @@ class _Finder:
         numbers = operation.params["dimension_numbers"]
         shape = self.trace.shape(operation.inputs[0])
         y = self.trace.shape(operation.outputs[0])
+        # A lookup gathers whole rows along the first axis. Other gathers take entries,
+        # whose derivative is not that of a table.
         rows = len(y) - 1
         taken = (
             position == 0

@@ -129,6 +129,7 @@ class KFAC:
         kc.integration.interval_at("bases_every", bases_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         kc.integration.require_positive("learning_rate", learning_rate)
+        # Called again by `estimator`, since states are kept elsewhere.
         self._made = functools.partial(
             kc.Estimator,
             network.blocks,
@@ -215,6 +216,7 @@ class KFAC:
         else:
             state = self._watched(state, updates, captured.batches)
             state = self.absorbed(state, captured, damping=damping)
+        # After `_watched`, which looks at the gradients as the caller has them.
         if self.axis_name:
             updates = averaged(updates, self.axis_name)
         return self.preconditioned(updates, state), state
@@ -304,6 +306,7 @@ class KFAC:
                 f"reduction={captured.reduction!r}, sources={captured.sources!r}. Say the "
                 "same in both."
             )
+        # The count before this update, so that the first one refreshes.
         updates = next(iter(state.blocks.values())).updates
         executor: kc.execution.Executor = traced_once
         if self.axis_name:
@@ -348,6 +351,8 @@ class KFAC:
         """
         estimator = self._made()
         if state is not None:
+            # Its operator is of zeros until then, in the form that a compiled step
+            # needs.
             estimator.state = state.updated(
                 {
                     name: kc.BlockState()
@@ -436,6 +441,7 @@ def started(initial: Callable[[Any], T], params: Any, /) -> T:
         for leaf in leaves
         if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True)
     }
+    # Of parameters on several devices the compiler decides where their state lies.
     devices = [sharding.device_set for sharding in bound]
     if len(devices) == 1 and len(devices[0]) == 1:
         state = jax.device_put(state, *devices[0])

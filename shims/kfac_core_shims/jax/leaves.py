@@ -167,6 +167,7 @@ class Leaves:
         names = list(short.values())
         for key, site in kinds.items():
             name = short[key]
+            # Several layers of one module are told apart by their own leaves.
             if site.name is None and names.count(name) > 1:
                 leaf = next(iter(site.parts.values())).leaf
                 name = "/".join(self.paths[leaf])
@@ -279,6 +280,7 @@ class Leaves:
             parts = {role: self.places[place] for role, place in slots.items()}
             names = {role: self.names[part.leaf] for role, (part, _) in parts.items()}
             there = [role for role, leaf in names.items() if leaf in leaves]
+            # `optax.masked` leaves out whole layers.
             if not there:
                 continue
             if len(there) < len(parts):

@@ -120,6 +120,7 @@ def _first(y: Any, *operands: Any, label: Label) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, label: Label) -> tuple[Any, Any]:
+    # Linear in `y` alone: the other operands only say what it was computed from.
     return mark.bind(*primals, label=label), tangents[0]
 
 
@@ -136,6 +137,7 @@ def _batched(operands: Any, axes: Any, *, label: Label) -> tuple[Any, int]:
         for x, axis in zip(operands, axes, strict=True)
         if axis is not None
     )
+    # Parameters stay as they are, without an axis of examples.
     moved = [
         batching.bdim_at_front(x, axis, size)
         for x, axis in zip(operands[:rows], axes[:rows], strict=True)
@@ -147,4 +149,5 @@ mark.def_impl(_first)
 mark.def_abstract_eval(_first)
 ad.primitive_jvps[mark] = _jvp
 batching.primitive_batchers[mark] = _batched
+# It lowers to its first operand, and so costs nothing in a compiled program.
 mlir.register_lowering(mark, mlir.lower_fun(_first, multiple_results=False))

@@ -186,6 +186,7 @@ class Network:
         ]
         # The derivative by zeros that are added to an output is its output gradient.
         zeros = [_zeros(site, trace) for site, _ in sites]
+        # Where an axis was reversed, a mask in the caller's order would count padding.
         turned: list[set[int]] = [
             set() if mask is None else reversed_lengths(trace, site.inputs)
             for site, _ in sites
@@ -199,6 +200,7 @@ class Network:
             outputs, aux = result if self.has_aux else (result, None)
             return outputs, (aux, [capture.seen[i] for i in range(len(sites))])
 
+        # The layers' inputs come out as aux, so that one forward pass does for both.
         outputs, back, (aux, seen) = jax.vjp(function, params, zeros, has_aux=True)
 
         def pull(cotangent: Any, /, *, reduction: Any = None) -> Any:
@@ -212,6 +214,7 @@ class Network:
                 vectors,
                 outputs,
             )
+            # Several vectors go back at once; the forward pass is not repeated.
             gradients, grads = (back if sources is None else jax.vmap(back))(vectors)
             inputs_seen, output_grads = gathered((seen, grads))
             captured = self._captured(
@@ -334,6 +337,8 @@ class Network:
             masked = masked or not (from_mark or own_mask is None)
             if site.tied and site.kind == "dense":
                 x, g = rows.transposed(x, g, **how)
+            # A loop over stacked weights has a block for each turn. The turns of any
+            # other loop are further uses of one block.
             own_uses = self.leaves.uses([site])
             for turn, (x_turn, g_turn, mask_turn) in enumerate(
                 rows.turns(x, g, own_mask, sources=sources is not None)
@@ -444,6 +449,8 @@ class _Capture:
             if id(operation) in self.within:
                 return self._loop(operation, values, zeros)
             place = operation.outputs[0] if operation.outputs else -1
+            # These outputs are the same for all examples until here, so that zeros are
+            # added to the operand that is broadcast, and not to the result.
             for i, position in self.before.get(place, []):
                 self.seen[i] = self._inputs(self.sites[i], None, read)
                 values[position] = values[position] + zeros[i]
@@ -489,6 +496,7 @@ class _Capture:
         def turn(carry: Any, slices: Any) -> Any:
             xs, zeros_here = slices
             results = self.run(body, [*values[:first], *carry, *xs], zeros_here)
+            # Handed to the scan, which stacks the inputs of all turns.
             seen = {i: self.seen.pop(i) for i in inner}
             carried = last - first
             return results[:carried], (results[carried:], seen)

@@ -387,6 +387,7 @@ class Optimizer:
             targets = targets[:, None]
         before = self._objective(params, z, targets)
         cotangent = self.loss.gradient(z, targets) / _rows(z)
+        # The rows of this pull are not read, and XLA does not compute them.
         gradients, _ = pull(cotangent, reduction="mean")
         gradients = jax.tree.map(
             lambda g, p: g + self.l2 * p if self.l2 else g, gradients, params

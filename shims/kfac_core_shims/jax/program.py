@@ -100,6 +100,7 @@ def traced(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> 
     closed, outputs = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
     writer = _Writer()
     places = [writer.new(v.aval) for v in closed.jaxpr.invars]
+    # The first places are those of the parameters, in the order of their leaves.
     for i, leaf in enumerate(jax.tree.leaves(params)):
         writer.views[places[i]] = View.of(i, leaf.shape)
     program = Program(places)
@@ -151,6 +152,7 @@ def run(
 
 def bound(operation: Operation, values: Sequence[Any]) -> list[Any]:
     """Return the results of an operation for the values of its inputs."""
+    # A mark has been read, and is the identity.
     if operation.primitive is mark:
         return [values[0]]
     params = operation.primitive.get_bind_params(operation.params)
@@ -240,8 +242,10 @@ class _Writer:
             zip(operation.inputs, places, strict=True)
         ):
             view = self.views.get(outside) if isinstance(outside, int) else None
+            # What a loop carries along changes from turn to turn: that is no parameter.
             if view is None or first <= i < last:
                 continue
+            # A `scan` reads constants whole, and one slice a turn of what it runs over.
             inner = view if i < first else view.first_axis_taken()
             if inner is not None:
                 self.views[inside] = inner

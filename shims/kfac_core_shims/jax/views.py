@@ -70,6 +70,7 @@ class View:
             return None
         if any(piece[0] == 0 for pieces in self.axes[1:] for piece in pieces):
             return None
+        # Without the first axis the others move up by one.
         axes = tuple(
             tuple((axis - 1, stride, size) for axis, stride, size in pieces)
             for pieces in self.axes[1:]
@@ -112,6 +113,7 @@ class View:
                 for i in range(len(new))
             )
         elif operation == "reshape" and params.get("dimensions") is None:
+            # After a reshape repeated entries could not be told from others.
             repeated = any(
                 n > 1 and not a for n, a in zip(shape, self.axes, strict=True)
             )
@@ -126,6 +128,7 @@ class View:
         for pieces, length, (start, stop) in zip(self.axes, shape, bounds, strict=True):
             if pieces and stop - start < length:
                 (axis, stride, _), *inner = pieces
+                # Successive entries of a product of pieces are no range of one axis.
                 if inner or stride != 1 or params["strides"]:
                     return None
                 window[axis] = window.get(axis, 0) + start
@@ -145,6 +148,8 @@ def joined(axes: Iterable[Iterable[Piece]], /) -> list[Piece]:
     for axis, stride, size in (piece for pieces in axes for piece in pieces):
         if merged:
             before, outer, count = merged[-1]
+            # A step of the outer piece is as long as all of the inner one: they are
+            # adjacent.
             if before == axis and outer == stride * size:
                 merged[-1] = (axis, stride, count * size)
                 continue

@@ -67,6 +67,7 @@ class Coverage:
         watches: bool,
     ) -> None:
         self._model, self._sites, self._reasons = model, sites, dict(reasons)
+        # A parameter that was frozen then and is trained now was not replaced.
         self._trained_at_first = {
             name for name, p in model.named_parameters() if p.requires_grad
         }
@@ -303,6 +304,8 @@ def _require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any]) -> None:
             key in (site.name, site.kind) or key in type(site.module).__mro__
             for site in sites.values()
         )
+        # A kind that this model has no layer of is fine: one mapping may serve several
+        # models.
         if not matches and key not in APPROXIMATIONS:
             raise kc.ConventionError(
                 f"`approximations` has {key!r}, which is no block ({', '.join(sites)}), no "

@@ -292,6 +292,7 @@ class Curvature(kc.integration.NaturalGradient):
         self._collects = True
         try:
             statistics = self._statistics_of([None] if passes is None else passes)
+        # Kept for the vote: a process that raised alone would leave the others waiting.
         except Exception as raised:
             error = raised
         finally:
@@ -329,10 +330,12 @@ class Curvature(kc.integration.NaturalGradient):
             Of the summed loss, in parts of equal shapes.
         """
         self._collects = True
+        # The number of rows drawn before is a part of the seed.
         self._passes.drawn = seed
         try:
             self.observe(outputs, weight)
             calls = self._passes.calls_of(self._passes.observations)
+            # With one row and one example for each block nothing is scaled.
             alone = {call.block: 1.0 for call in calls}
             return kc.integration.batches_in_parts(calls, rows=1.0, examples=alone)
         finally:
@@ -358,6 +361,8 @@ class Curvature(kc.integration.NaturalGradient):
             calls = self._passes.calls_of(parts)
             rows = sum(o.rows for o in parts)
             if calls:
+                # Averages over examples are averages over rows only where all parts
+                # have equally many rows an example.
                 shares.append(rows / max(call.examples for call in calls))
             if rows or self.communicator is None:
                 with torch.no_grad():

@@ -209,11 +209,14 @@ class KFAC(Curvature):
             interval=refresh_every if isinstance(refresh_every, int) else 10,
         )
         found = find_sites(plain, skip_layers=skip_layers)
+        # What cannot be divided has no block, so that nothing is chosen for it below.
         if division is not None:
             division.install(found)
         chosen = coverage.choose(plain, found, dict(approximations or {}))
         estimator = kc.Estimator(
             {n: kc.Block(found.sites[n].layer, kind) for n, kind in chosen.items()},
+            # Rows are always those of a sum over rows; the reduction of the user's loss
+            # divides gradients alone.
             reduction="sum",
             damping_rule=damping_rule,
             sources=kc.losses.source_reduction_of(fisher),
@@ -240,6 +243,7 @@ class KFAC(Curvature):
             damping=damping,
             decay=decay,
             kl_clip=kl_clip,
+            # Nothing reads this default: a step with a KL clip and without `lr` raises.
             learning_rate=1.0 if lr is None else options.rate_of(lr),
             communicator=processes,
         )
@@ -292,6 +296,7 @@ class KFAC(Curvature):
         try:
             if not self._loss.is_overflow():
                 self._step(self._passes.counted)
+        # Also after an error: passes of a failed step must not count in the next.
         finally:
             self.discard()
 
@@ -301,6 +306,7 @@ class KFAC(Curvature):
                 "The KL clip needs the learning rate: KFAC(model, lr=optimizer) reads the "
                 "current one of torch.optim.SGD. Without a clip say kl_clip=None."
             )
+        # Before the other checks, which leave out blocks of replaced parameters.
         self._coverage.find_replaced()
         self._gradients.require_new()
         gradients = self._block_gradients()
@@ -321,6 +327,8 @@ class KFAC(Curvature):
             # Lazy, so that an error here is raised on every process.
             yield from self._passes.calls_of(passes)
 
+        # A loop may call `step` within autocast, which would multiply factors in half
+        # precision.
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             try:
@@ -345,6 +353,8 @@ class KFAC(Curvature):
             else:
                 for name, direction in directions.items():
                     self.sites[name].write(direction)
+        # Not all sites: a layer that took no part in this batch keeps its plain
+        # gradient.
         replaced = [p for name in directions for p in self.sites[name].trained]
         self.preconditioned = frozenset(map(id, replaced))
         self._gradients.note_written(replaced)
@@ -356,6 +366,8 @@ class KFAC(Curvature):
             slices: dict[str, dict[str, Any]] = self._division.gradients()
             return slices
         if self.communicator is not None:
+            # DistributedDataParallel averages each `.grad`. The gradient of a weight
+            # that a parametrization computes is in none.
             for site in self.sites.values():
                 site.average(self.communicator)
         of_sites = {

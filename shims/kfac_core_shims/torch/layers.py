@@ -367,6 +367,7 @@ def _embedding(module: Any, owns: Owns) -> Parts | str:
         ids = arguments[0]
         if ids.ndim == 0:
             return Reading(inputs=ids[None], grad_shape=(1, *y.shape))
+        # PyTorch never moves the padding's row, whatever gradient its examples have.
         padding = module.padding_idx
         return Reading(inputs=ids, mask=None if padding is None else ids != padding)
 
@@ -603,6 +604,7 @@ def _recurrent(module: Any, owns: Owns) -> Parts | str:
     for name, weight in module.named_parameters(recurse=False):
         if not name.startswith("weight"):
             continue
+        # Inputs and states have a bias each, though only the sum of both matters.
         biased = owns(name.replace("weight", "bias"))
         layer = kc.Dense(
             in_features=weight.shape[1],

@@ -76,6 +76,8 @@ class Observation:
 
     def note_further_part(self, gradient: Any) -> None:
         """Note that a further part of the loss came back, with its gradient if known."""
+        # The first part's gradient showed a scale that the sum of the parts may not
+        # have.
         self.scale = None
         known = self.unread is not None and gradient is not None
         if known and bool(gradient[self.unread].any()):

@@ -200,6 +200,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "among processes. Use KFAC beside another optimizer, or "
                 "DistributedDataParallel."
             )
+        # The model is run again for its forward derivatives, on the same inputs.
         self.kfac.keep_arguments()
 
     def __repr__(self) -> str:
@@ -312,6 +313,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             "reduction_ratio": ratio,
             "accepted": float(accepted),
         }
+        # A rejected step raises the damping at once, and does not wait for
+        # `adapt_every`.
         if not accepted:
             self._damping = self.rule.raised(self._damping)
         elif self.kfac.steps % self.rule.every == 0:
@@ -459,9 +462,12 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for (p, _), g in zip(trained, gradient, strict=True):
             p.grad.copy_(g * batch.divisor)
         with self.kfac.undone_on_error():
+            # The penalty's Hessian is its decay times I. K-FAC has one damping for all
+            # groups, so that the largest decay counts.
             self.kfac.damping = self._damping + max(decay for _, decay in trained)
             self.kfac.step()
             directions = self._directions(trained, gradient)
+            # Passes weigh as their loss factors, and these weights add up to this.
             examples = batch.rows * batch.factor
             model_step = self._model_step(
                 trained, gradient, list(directions.values()), passes, examples
@@ -553,6 +559,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         arguments, keywords, random = observed.replay
         _load_forward_derivatives()
         now = RandomState(self.kfac.model)
+        # Dropout has to draw the masks of the observed pass.
         random.restore()
         try:
             with (
@@ -576,6 +583,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ) from error
         finally:
             now.restore()
+        # Under autocast outputs may be in half precision, where squares overflow.
         dtype = torch.promote_types(change.dtype, torch.float32)
         multiplied = likelihood.fisher_factor_transpose_multiply(
             z.to(dtype), change.to(dtype)
@@ -585,6 +593,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return multiplied * share**0.5
         weight = share * observed.weight.clamp(min=0)
         weight = weight.reshape(weight.shape + (1,) * (multiplied.ndim - weight.ndim))
+        # Replaced and not multiplied: padding may hold anything.
         return torch.where(weight > 0, multiplied, 0.0) * weight.sqrt()
 
     def _repeated(

@@ -168,6 +168,7 @@ def _viewed(returned: Any, started: Pass) -> Any:
         nonlocal views, of_picked
         if not (isinstance(x, torch.Tensor) and x.requires_grad):
             return x
+        # A leaf, such as an input that the model passes on, was computed by no layer.
         if x.grad_fn is None:
             return x
         views += 1

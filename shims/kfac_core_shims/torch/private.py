@@ -142,9 +142,11 @@ def filled_copy(module: Any, values: Mapping[str, float], /) -> Any:
     kind: Any = next(
         t for t in kinds if not t.__module__.startswith("torch.distributed.")
     )
+    # Past `__init__`, whose arguments are not known here.
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
     copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
+    # `vars().update` has shared the dictionary of the original.
     copied._parameters = {}
     for name, p in module._parameters.items():
         if p is not None:
@@ -200,6 +202,7 @@ def uncompiled(module: Any, /) -> Callable[[], None]:
     """Let a compiled module run as it is written; return a function that undoes it."""
     original = module._compiled_call_impl
     forward = module.forward
+    # `module.compile()` replaces the call, and `torch.compile(module)` the module.
     module._compiled_call_impl = None
     if unwrapped(module) is not module:
         module.forward = unwrapped(module).__call__
@@ -226,6 +229,7 @@ def overflows(scaler: Any, /) -> list[Any]:
 
 def version(x: Any, /) -> int:
     """Return how often autograd has seen the memory of a tensor written to."""
+    # A tensor of inference mode has no version, and raises when it is read.
     return 0 if x.is_inference() else int(x._version)
 
 

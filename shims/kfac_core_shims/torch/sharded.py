@@ -149,6 +149,8 @@ class Division:
         rank, size = self._same_rows.rank, self._same_rows.size
         if isinstance(x, tensor.DTensor):
             placement = x.placements[0]
+            # A partial sum takes one reduce-scatter; what lies by examples already is
+            # not sent.
             if placement.is_partial() or placement.is_shard(0):
                 return x.redistribute(placements=[tensor.Shard(0)]).to_local()
             if placement.is_shard():
@@ -256,6 +258,7 @@ class Division:
             if products:
                 size = float(kc.steps.inner_product(gradients_here, products))
         except Exception as raised:
+            # Raised by the vote, on all processes.
             error = raised
         total = self._agreement.vote("direction", [size], error=error)
         clip = None
@@ -294,6 +297,7 @@ class Division:
         """Return the process that sends each slice of a parameter to an owner."""
         slices = self._slices[id(p)]
         sources: dict[Slice, int] = {}
+        # The owner sends itself nothing. Of other replicas the lowest rank sends.
         for rank in (owner, *range(self._communicator.size)):
             sources.setdefault(slices[rank], rank)
         return sources
@@ -314,6 +318,7 @@ class Division:
                         _view(whole[name][role], ends).copy_(x)
                     else:
                         sent.expect(source, (name, role), _shape(ends))
+            # Of processes with the same slice one sends it.
             elif sources[self._slices[id(p)][rank]] == rank:
                 sent.put(owner, x)
         for exchanged in messages.values():
@@ -437,6 +442,7 @@ def division_of(
             "The model's parameters are divided among processes, and communicator='alone' "
             "is one of them. Leave `communicator` out, or give that of all of them."
         )
+    # A process knows its own place in the mesh, and not the slices of the others.
     said = json.dumps([*places, *slices.values()])
     of_ranks = [
         json.loads(text) for text in kc.distributed.Agreement(communicator).texts(said)
@@ -444,6 +450,8 @@ def division_of(
     of_parameters: dict[int, list[Slice]] = {}
     for k, (name, p) in enumerate(named.items()):
         ends = [tuple(map(tuple, own[1 + k])) for own in of_ranks]
+        # Slices tile a parameter, so that their sizes add up to its own unless one is
+        # missing.
         if sum(math.prod(_shape(own)) for own in set(ends)) != math.prod(p.shape):
             raise kc.UnsupportedError(
                 f"The parameter {name!r} is a DTensor over {p.device_mesh}, and the "
@@ -469,6 +477,8 @@ def _data_place(p: Any, fully_sharded: bool) -> int | None:
         mesh = p.device_mesh
         for k, placement in enumerate(p.placements):
             place = place * mesh.size(k) + mesh.get_coordinate()[k]
+            # This dimension is the one that fully_shard divides; those after it are
+            # tensor-parallel.
             if hasattr(placement, "dim"):
                 break
     return place

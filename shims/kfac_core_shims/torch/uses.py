@@ -141,9 +141,12 @@ def _examples_of(
             continue
         a, b = (x.reshape(-1, x.shape[-1]).double() for x in (a, b))
         squares = (a * a).sum(-1)
+        # Only roundoff comes back to some rows, such as those before a dead ReLU. They
+        # belong to no example.
         unlike_zero = squares.sqrt() > 1e3 * torch.finfo(like.dtype).eps * a.abs().max()
         ratio = (a * b).sum(-1) / squares.where(unlike_zero, 1)
         index = ((ratio - 1) * N).round().long().clamp(0, N - 1)
+        # A row that mixes examples has the factor of none.
         error = (b - scales[index, None] * a).norm(dim=-1)
         if bool((error > 0.1 / N * squares.sqrt())[unlike_zero].any()):
             return None
