@@ -288,16 +288,13 @@ TABLES = {
         f"least squares {name}": Table(
             "docs/samples.md", partial(least_squares, name), 1, ("torch",)
         )
-        for name in (
-            *("poisson", "burgers", "heat", "inverse"),
-            *("products", "ridges", "bumps"),
-        )
+        for name in ("poisson", "burgers", "heat", "inverse", "products")
     },
     **{
         f"tasks {name}": Table(
             "docs/tasks.md", partial(tasks, f"tasks {name}"), 1, ("torch",)
         )
-        for name in ("losses", "losses aside", "verdict", "tests", "seconds", "rates")
+        for name in ("losses", "losses aside", "verdict", "tests", "seconds")
     },
     "conformance": Table("docs/conformance.md", conformance, 20),
     **{
