@@ -31,9 +31,14 @@ PATIENCE = 300
 SEARCHES = {
     "install": ("install",),
     "EKFAC": ("api/kfac_core.EKFAC",),
-    "Laplace": ("posteriors", "api/kfac_core.Posterior"),
+    "Laplace": ("posteriors", "api/kfac_core.Posterior", "auto_gallery/plot_laplace"),
     "damping": ("damping", "api/damping"),
     "distributed": ("distributed", "api/distributed"),
+    "train own model": ("quickstart_torch",),
+    "Hugging Face": ("trainers",),
+    "nan loss": ("tuning",),
+    "approximation conv net": ("choosing",),
+    "difference kfac-jax": ("compared",),
 }
 
 # Loads the pages one after the other in a frame, and writes a line for each.

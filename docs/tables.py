@@ -270,9 +270,7 @@ TABLES = {
     "numpy_digits": Table("docs/quickstart_numpy.md", numpy_digits, 60),
     "sklearn digits": Table("docs/quickstart_numpy.md", sklearn_digits, 60),
     "sklearn regression": Table("docs/quickstart_numpy.md", sklearn_regression, 60),
-    "jax_digits": Table(
-        "docs/quickstart_jax.md", jax_digits, 60, ("jax", "flax", "optax")
-    ),
+    "jax_digits": Table("docs/guide_jax.md", jax_digits, 60, ("jax", "flax", "optax")),
     "keras_digits": Table(
         "docs/quickstart_keras.md", keras_digits, 60, ("keras", "torch")
     ),
@@ -302,7 +300,7 @@ TABLES = {
         for name in _BENCHMARKS
     },
     "benchmark training on JAX": Table(
-        "docs/quickstart_jax.md", partial(benchmark, "training on JAX"), 1
+        "docs/guide_jax.md", partial(benchmark, "training on JAX"), 1
     ),
     "traffic": Table(
         "docs/distributed.md", partial(of_benchmark, "traffic"), needs=("torch",)

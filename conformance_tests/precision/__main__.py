@@ -1,7 +1,7 @@
 """Print the grid: ``python -m conformance_tests.precision [--quick] numpy torch jax``.
 
-``--page docs/precision.md`` writes the counts into the page.  ``--cost`` prints instead
-what the checks of a block of 1000 x 1000 add to its refresh.
+The last table has all backends.  ``--cost`` prints instead what the checks of a block of
+1000 x 1000 add to its refresh.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def main(arguments: list[str]) -> int:
             merge(counts, {backend: {case.kind: {result: 1}}})
     if options.save:
         options.save.write_text(json.dumps(counts) + "\n", encoding="utf-8")
-    if options.page:
-        write_page(options.page, counts)
+    print(f"\n{counts_table(counts)}")
     return sum(
         found.get("silently wrong", 0)
         for kinds in counts.values()
@@ -79,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--cost", action="store_true", help="what the checks cost")
     made.add_argument("--save", type=Path, help="write the counts to a file")
     made.add_argument("--read", type=Path, nargs="+", default=[], help="add such files")
-    made.add_argument("--page", type=Path, help="write the table into a page")
     return made
 
 
@@ -112,7 +110,7 @@ def merge(counts: Counts, others: Counts) -> None:
                 own[result] = own.get(result, 0) + number
 
 
-def page_table(counts: Counts) -> str:
+def counts_table(counts: Counts) -> str:
     """Return the counts as a table of Markdown, ``right / refused / wrong of cases``.
 
     Which of two right answers is refused may depend on the processor's roundoff, so that
@@ -144,17 +142,6 @@ def page_table(counts: Counts) -> str:
 
 
 _TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX"}
-_BEGIN, _END = "<!-- grid -->", "<!-- end of grid -->"
-
-
-def write_page(path: Path, counts: Counts) -> None:
-    """Write the table between the two comments of a page."""
-    text = path.read_text(encoding="utf-8")
-    before, rest = text.split(_BEGIN)
-    _, after = rest.split(_END)
-    table = page_table(counts)
-    whole = f"{before}{_BEGIN}\n\n{table}\n\n{_END}{after}"
-    path.write_text(whole, encoding="utf-8")
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
