@@ -1,6 +1,7 @@
 """What is done with the curvature of a trained model, beside other libraries.
 
-    python -m benchmarks.trained_models factors     # beside kronfluence, on GPT-2
+    python -m benchmarks.trained_models factors     # beside kronfluence and bergson
+    python -m benchmarks.trained_models records     # a record of bergson's factors
     python -m benchmarks.trained_models cost        # time and memory of `collect`
     python -m benchmarks.trained_models scores      # LDS on digits, beside kronfluence
     python -m benchmarks.trained_models characters  # LDS on GPT-2, beside kronfluence
@@ -8,7 +9,9 @@
     python -m benchmarks.trained_models merging     # two halves of digits
     python -m benchmarks.trained_models rounding    # GPT-2 in 3 bits
 
-Needs torch and scikit-learn; transformers and kronfluence for what is beside them.
+Needs torch and scikit-learn; transformers, kronfluence and bergson for what is beside them.
+bergson's package asks for torchvision and others that it does not import here:
+``pip install --no-deps bergson``, and what an import then misses.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def sequences(length: int = 32, count: int = 256) -> tuple[Any, int]:
     return ids.reshape(-1, length), len(known)
 
 
-def gpt(vocabulary: int, ids: Any, steps: int, seed: int = 0) -> Any:
+def gpt(vocabulary: int, ids: Any, steps: int, seed: int = 0, width: int = 32) -> Any:
     """Return a GPT-2 of two layers, trained on batches of 16 sequences in their order."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -50,7 +53,7 @@ def gpt(vocabulary: int, ids: Any, steps: int, seed: int = 0) -> Any:
     config = GPT2Config(
         vocab_size=vocabulary,
         n_positions=ids.shape[1],
-        n_embd=32,
+        n_embd=width,
         n_layer=2,
         n_head=2,
         tie_word_embeddings=False,
@@ -139,7 +142,7 @@ def kronfluence_of(
 
 
 def factors() -> None:
-    """Compare both factors and the moments with kronfluence's, in float32."""
+    """Compare both factors and the moments with others', in float32."""
     ids, vocabulary = sequences()
     model = gpt(vocabulary, ids, steps=30)
     names = [n for n, m in model.named_modules() if type(m).__name__ == "Conv1D"]
@@ -158,11 +161,11 @@ def factors() -> None:
         analyzer = kronfluence_of(with_linear_layers(model), loss, data, folder, names)
         covariances = analyzer.load_covariance_matrices("factors")
         lambdas = analyzer.load_lambda_matrices("factors")
-    worst = {"input factor": 0.0, "output factor": 0.0, "trace of the moments": 0.0}
     positions = ids.shape[1]
+    print(f"{len(names)} Conv1D with biases, {len(ids)} sequences of {positions}")
+    worst = {"input factor": 0.0, "output factor": 0.0, "trace of the moments": 0.0}
     for name in names:
-        averages = found.statistics[name].averages
-        A, G = (averages[s].value(debias=True).full() for s in ("input", "output"))
+        A, G, E = _averages(found, name)
         for key, value, side in (
             ("input factor", A, "activation"),
             ("output factor", G, "gradient"),
@@ -170,13 +173,130 @@ def factors() -> None:
             count = covariances[f"num_{side}_covariance_processed"][name]
             expected = covariances[f"{side}_covariance"][name] / count
             worst[key] = max(worst[key], _distance(value, expected))
-        E = averages["block"].value(debias=True)
         L = lambdas["lambda_matrix"][name] / lambdas["num_lambda_processed"][name]
         off = abs(float(E.sum() / L.sum()) - 1.0)
         worst["trace of the moments"] = max(worst["trace of the moments"], off)
-    print(f"{len(names)} Conv1D with biases, {len(ids)} sequences of {positions}")
+    _print_worst("kronfluence", worst)
+    try:
+        _print_worst("bergson", _beside_bergson(model, ids, found, names))
+    except ImportError:
+        print("bergson is not installed")
+
+
+def _beside_bergson(
+    model: Any, ids: Any, found: Any, names: list[str]
+) -> dict[str, float]:
+    """Return the largest differences from bergson's factors, and from its moments.
+
+    bergson takes the moments in our bases, so that they can be compared entry by entry.
+    """
+    from bergson.hessians.eigenvectors import LambdaCollector
+    from bergson.hessians.kfac import CovarianceCollector
+
+    bases = {name: found.statistics[name].bases for name in names}
+    vectors = [
+        {name: bases[name][side].eigenvectors for name in names}
+        for side in ("input", "output")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        data = model, ids, names, folder
+        sums = _bergson(CovarianceCollector, *data)
+        moments = _bergson(LambdaCollector, *data, eigenvectors=tuple(vectors))
+    worst = {"input factor": 0.0, "output factor": 0.0, "moments": 0.0}
+    for name in names:
+        count = sums.num_positions[name]
+        expected = (
+            sums.A_cov_dict[name] / count,
+            sums.S_cov_dict[name] / count,
+            moments.eigenvalue_corrections[name].mT / len(ids),
+        )
+        for key, ours, theirs in zip(
+            worst, _averages(found, name), expected, strict=True
+        ):
+            worst[key] = max(worst[key], _distance(ours, theirs))
+    return worst
+
+
+def _bergson(
+    kind: Any, model: Any, ids: Any, names: list[str], folder: str, **options: Any
+) -> Any:
+    """Return one of bergson's collectors after the passes over all sequences."""
+    from bergson.gradients import GradientProcessor
+
+    collector = kind(
+        model=model,
+        target_modules=set(names),
+        processor=GradientProcessor(include_bias=True),
+        path=folder,
+        dtype=torch.float32,
+        **options,
+    )
+    for batch in ids.split(32):
+        with collector.with_batch(torch.ones_like(batch, dtype=torch.bool)):
+            token_losses(model, batch).sum().backward()
+    model.zero_grad()
+    return collector
+
+
+def records(folder: str = "conformance_tests/records") -> None:
+    """Write records of two `Conv1D` of a GPT-2, with bergson's factors in float32."""
+    from bergson import __version__ as version
+    from bergson.hessians.kfac import CovarianceCollector
+
+    from kfac_core_conformance.records import RecordWriter
+
+    ids, vocabulary = sequences(length=12, count=32)
+    model = gpt(vocabulary, ids, steps=10, width=16)
+    names = {
+        "c_attn": "transformer.h.0.attn.c_attn",
+        "c_proj": "transformer.h.1.mlp.c_proj",
+    }
+    rows: dict[str, Any] = {}
+
+    def keep(name: str, inputs: Any, output: Any) -> None:
+        output.register_hook(
+            lambda g: rows.update({name: kc.Batch(inputs.detach(), g)})
+        )
+
+    hooks = [
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, output, name=name: keep(name, args[0], output)
+        )
+        for name, path in names.items()
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        sums = _bergson(CovarianceCollector, model, ids[:4], [*names.values()], place)
+    for hook in hooks:
+        hook.remove()
+    blocks = {}
+    for name, path in names.items():
+        n, m = model.get_submodule(path).weight.shape
+        layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+        blocks[name] = kc.Block(layer, kc.Kronecker())
+    writer = RecordWriter(
+        blocks, decay=0.0, loss="sum", producer=f"bergson {version}",
+        note="Conv1D of a GPT-2 of two layers, empirical; torch on a CPU in float32",
+    )  # fmt: skip
+    writer.update(rows)
+    for name, path in names.items():
+        count = sums.num_positions[path]
+        for side, factor in (("input", sums.A_cov_dict), ("output", sums.S_cov_dict)):
+            writer.check(
+                name, "factor", factor=side, expected=factor[path] / count, rtol=1e-5
+            )
+    writer.save(Path(folder) / "bergson_gpt2_conv1d.safetensors")
+
+
+def _averages(found: Any, name: str) -> tuple[Any, Any, Any]:
+    """Return both factors and the moments of a layer."""
+    averages = found.statistics[name].averages
+    A, G, E = (averages[s].value(debias=True) for s in ("input", "output", "block"))
+    return A.full(), G.full(), E
+
+
+def _print_worst(library: str, worst: dict[str, float]) -> None:
     for key, value in worst.items():
-        print(f"{key:24} relative difference from kronfluence's {value:.1e}")
+        print(f"{key:24} relative difference from {library}'s {value:.1e}")
 
 
 def cost() -> None:
@@ -488,7 +608,7 @@ def _distance(got: Any, expected: Any) -> float:
 
 def main() -> None:
     """Run what was asked for."""
-    programs = (factors, cost, scores, characters, classes, merging, rounding)
+    programs = (factors, records, cost, scores, characters, classes, merging, rounding)
     runs = {f.__name__: f for f in programs}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=runs)
