@@ -1152,6 +1152,26 @@ def environment_of(communicator):
     }
 
 
+def collected(communicator):
+    """Factors and moments of a data set, each process with a share of its own length."""
+    import torch
+
+    from kfac_core.posterior import spectral_blocks
+    from kfac_core_shims.torch import collect
+
+    x, model = data()[0], network()
+    path = communicator.folder / f"collected_{communicator.size}.npz"
+    alone = collect(model, x, fisher="exact", communicator="alone")
+    share = x[communicator.rank :: communicator.size]
+    shared = collect(model, share, fisher="exact", path=path, save_every=1)
+    assert shared.examples == alone.examples == STEPS * ROWS
+    spectra = spectral_blocks(shared.blocks, shared.statistics)
+    for name, operator in spectral_blocks(alone.blocks, alone.statistics).items():
+        torch.testing.assert_close(
+            spectra[name].spectrum, operator.spectrum, rtol=1e-9, atol=1e-13
+        )
+
+
 def by_accelerate(communicator):
     """A loop of accelerate's, with its loader, model and backward pass."""
     import torch
@@ -1255,6 +1275,7 @@ SCENARIOS = {
             interrupted,
             resumed,
             emptied,
+            collected,
             by_accelerate,
             by_lightning,
         ),

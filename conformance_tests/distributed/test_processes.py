@@ -57,7 +57,7 @@ OF_TORCH = (
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
     *("stepped_by_kfac:2", "meshes:4", "meshes:6"),
     *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4", "owned:8"),
-    *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
+    *("interrupted:3", "resumed:2", "resumed:4", "emptied:2", "collected:2"),
     *("by_accelerate:2", "by_lightning:2"),
 )
 ENDED_BY_MPI = "killed:3", "raises:3"

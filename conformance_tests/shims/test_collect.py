@@ -40,10 +40,10 @@ def batches():
     return [(x, None) for x in torch.randn(23, 2, 3, 3, dtype=torch.float64).split(4)]
 
 
-def dense_blocks(model, data):
-    """Return each layer's Gauss-Newton matrix of a cross-entropy, (in + 1, out) first."""
+def dense_blocks(model, data, names=("3", "5")):
+    """Return layers' Gauss-Newton matrices of a cross-entropy, (in (+ 1), out) first."""
     x = torch.cat([x for x, _ in data])
-    params = {n: p.detach() for n, p in model.named_parameters()}
+    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
     def outputs(params, x):
         return torch.func.functional_call(model, params, (x[None],))[0]
@@ -52,9 +52,11 @@ def dense_blocks(model, data):
     p = torch.softmax(model(x).detach(), -1)
     H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     found = {}
-    for name in ("3", "5"):
-        both = torch.cat([J[f"{name}.weight"], J[f"{name}.bias"][..., None]], dim=-1)
-        rows = both.transpose(-1, -2).flatten(2)
+    for name in names:
+        columns = [J[f"{name}.weight"]]
+        if f"{name}.bias" in J:
+            columns.append(J[f"{name}.bias"][..., None])
+        rows = torch.cat(columns, dim=-1).transpose(-1, -2).flatten(2)
         found[name] = torch.einsum("nci,ncd,ndj->ij", rows, H, rows) / len(x)
     return found
 
@@ -64,14 +66,58 @@ def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis():
     model, data = classifier(), batches()
     factors = collect(model, data, fisher="exact")
     assert factors.examples == 23
+    assert_moments_are_of(factors, dense_blocks(model, data))
+
+
+def assert_moments_are_of(factors, blocks):
     spectra = spectral_blocks(factors.blocks, factors.statistics)
-    for name, F in dense_blocks(model, data).items():
+    for name, F in blocks.items():
         bases = factors.statistics[name].bases
         Q = np.kron(*(bases[s].eigenvectors.numpy() for s in ("input", "output")))
         expected = np.diag(Q.T @ F.numpy() @ Q)
         np.testing.assert_allclose(
             spectra[name].spectrum.flatten(), expected, atol=1e-12
         )
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained product of two matrices beside it."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        """Add the product."""
+        return self.base(x) + 2.0 * self.up(self.down(x))
+
+
+def test_adapters_have_blocks_and_their_base_has_none():
+    model = classifier()
+    for name in ("3", "5"):
+        setattr(model, name, LowRank(getattr(model, name), 2))
+    model.requires_grad_(False).double()
+    names = ["3.down", "3.up", "5.down", "5.up"]
+    for name in names:
+        model.get_submodule(name).requires_grad_(True)
+    data = batches()
+    factors = collect(model, data, fisher="exact")
+    assert sorted(factors.blocks) == names
+    assert_moments_are_of(factors, dense_blocks(model, data, names))
+
+
+def test_adapters_of_peft_have_blocks():
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(r=2, target_modules=["3", "5"], init_lora_weights=False)
+    model, data = peft.get_peft_model(classifier(), options).eval(), batches()
+    factors = collect(model, data, fisher="exact")
+    names = [
+        f"base_model.model.{k}.lora_{side}.default" for k in (3, 5) for side in "AB"
+    ]
+    assert sorted(factors.blocks) == names
+    assert_moments_are_of(factors, dense_blocks(model, data, names))
 
 
 @pytest.mark.parametrize("after", [1, 3, 8, 11, 20])
