@@ -1,9 +1,12 @@
 """Statistics of a data set: those of one dense computation, killed or not, in any parts."""
 
+import functools
+
 import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.integration import collection
 from kfac_core.posterior import spectral_blocks
 
 torch = pytest.importorskip("torch")
@@ -171,6 +174,32 @@ def test_processes_end_with_the_sums_over_all(tmp_path):
             torch.testing.assert_close(
                 operator.spectrum, expected[name].spectrum, rtol=1e-9, atol=1e-12
             )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_processes_go_on_together_where_one_was_killed(tmp_path, monkeypatch, stage):
+    """Killed before the end of a stage was saved that the other had saved."""
+    data, save = batches(), collection.save_checkpoint
+
+    def run(path, communicator):
+        own = data[communicator.rank :: 2]
+        collect(classifier(), own, path=tmp_path / path, communicator=communicator)
+
+    def killed(path, *arguments, **options):
+        if path.name.endswith(f".part0.1.{stage}"):
+            raise KilledError
+        save(path, *arguments, **options)
+
+    kc.distributed.run_ranks(2, functools.partial(run, "whole.npz"))
+    monkeypatch.setattr(collection, "save_checkpoint", killed)
+    with pytest.raises(KilledError):
+        kc.distributed.run_ranks(2, functools.partial(run, "stopped.npz"))
+    monkeypatch.undo()
+    assert (tmp_path / f"stopped.npz.part0.0.{stage}").exists()
+    kc.distributed.run_ranks(2, functools.partial(run, "stopped.npz"))
+    first, second = (tmp_path / f"{name}.npz" for name in ("whole", "stopped"))
+    assert first.read_bytes() == second.read_bytes()
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 class Mixture(nn.Module):

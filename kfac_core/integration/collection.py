@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kfac_core import constraints, errors
 from kfac_core.approximations.ekfac import EKFAC
 from kfac_core.approximations.kronecker import Kronecker
@@ -25,6 +27,7 @@ from kfac_core.approximations.options import UpdateOptions
 from kfac_core.approximations.second_moment import Diagonal, Full
 from kfac_core.array import map_structure, replaced
 from kfac_core.array import namespaces as ns
+from kfac_core.array.selection import asarray
 from kfac_core.block import Block
 from kfac_core.checkpoint.reading import join_checkpoints, load_checkpoint, read_header
 from kfac_core.checkpoint.writing import save_checkpoint
@@ -228,13 +231,11 @@ def collect_statistics(
     if target is None:
         return Collected(runs[0].holding(), examples)
     if communicator is None or communicator.rank == 0:
-        files = [run.file for run in runs if run.file is not None]
+        files = [run.saved(2) for run in runs]
         join_checkpoints(target, files, about={"examples": examples})
-    if communicator is not None:
-        runs[0].wait()
+    runs[0].wait()
     for run in runs:
-        if run.file is not None:
-            run.file.unlink()
+        run.saved(2).unlink()
     return Collected(estimator(blocks), examples, target, backend)
 
 
@@ -284,7 +285,6 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.statistics: dict[str, Statistics] = {}
-        self.like: Any = None
 
     def finish(self) -> None:
         """Take the factors, and then the moments in their bases, from where it stood."""
@@ -296,18 +296,22 @@ class _Run:
             self.statistics = self._rebased()
             self.stage, self.batches = 1, 0
             if moving:
-                self._save()
+                self._save_stage()
         if self.stage == 1:
             if moving:
                 self._take(moving, frozenset({"input", "output"}))
                 self._finish_sums(moving, {"block"})
             self.stage = 2
-            self._save()
-        self.like = next(iter(self.statistics.values())).like
+            self._save_stage()
 
     def wait(self) -> None:
         """Wait until all processes have come here."""
-        self._total(self.like)
+        self._total(asarray(np.zeros(1, np.float32), backend=self.backend))
+
+    def saved(self, stage: int) -> Path:
+        """Return the file of a stage; 2 is the last."""
+        assert self.file is not None
+        return self.file.with_name(f"{self.file.name}.{stage}")
 
     def holding(self) -> Estimator:
         """Return an estimator that holds the statistics."""
@@ -424,16 +428,37 @@ class _Run:
             "batches": self.batches,
             "collected": self.examples,
         }
-        save_checkpoint(self.file, self.holding(), parts="statistics", about=about)
+        path = self.saved(self.stage)
+        save_checkpoint(path, self.holding(), parts="statistics", about=about)
+
+    def _save_stage(self) -> None:
+        """Save what a stage ends with, which has the sums over all processes.
+
+        Where one is killed, all go on at the same stage: the files of the stage before
+        stay until each has that of this one.
+        """
+        if self.file is None:
+            return
+        self._save()
+        self.wait()
+        for stage in range(self.stage):
+            self.saved(stage).unlink(missing_ok=True)
 
     def _resume(self) -> None:
-        if self.file is None or not self.file.exists():
+        if self.file is None:
             return
-        about = read_header(self.file)["document"]["about"]
+        ended = np.asarray([self.saved(k).exists() for k in (1, 2)], np.float32)
+        common = self._total(asarray(ended, backend=self.backend))
+        size = 1 if self.communicator is None else self.communicator.size
+        stages = [k for k in (1, 2) if float(common[k - 1]) == size]
+        path = self.saved(max(stages, default=0))
+        if not path.exists():
+            return
+        about = read_header(path)["document"]["about"]
         self.stage, self.batches = about["stage"], about["batches"]
         self.examples = about["collected"]
         estimator = self.estimator(self._stage_blocks())
-        load_checkpoint(self.file, estimator, backend=self.backend)
+        load_checkpoint(path, estimator, backend=self.backend)
         self.statistics = {
             name: block.statistics
             for name, block in estimator.state.blocks.items()
