@@ -24,10 +24,10 @@ SETTINGS = {
 }
 
 
-def damped_inverse(A, G, V, *, S=1.0):
+def damped_inverse(A, G, V, *, S=1.0, damping=DAMPING):
     """Return ``(S A' (x) G')^-1 V`` of the factored rule, by dense solves."""
     pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
-    root = np.sqrt(DAMPING / S)
+    root = np.sqrt(damping / S)
     A, G = A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
     return np.linalg.solve(A, np.linalg.solve(G, V.T).T) / S
 
@@ -338,29 +338,30 @@ def test_examples_that_the_network_mixes_are_right_in_expectation():
     assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
 
 
-def test_an_array_in_the_place_of_a_parameter_is_refused():
-    """The step would move the old one; what is written into it is the next step's start."""
+@pytest.mark.parametrize("replaced", ["array", "layer"])
+def test_an_array_in_the_place_of_a_parameter_is_the_one_that_moves(replaced):
+    """The loop reads it from the mapping, and so does the step; the old one stays."""
     parameters, gradient, (x, g) = dense_parameters(), dense_gradient(), dense_case()
     optimizer = KFAC(parameters, **SETTINGS)
-    new, old = parameters["fc"]["weight"] + 1.0, parameters["fc"]["weight"]
-    before = old.copy()
-    for replaced in ("array", "layer"):
-        if replaced == "array":
-            parameters["fc"]["weight"] = new
-        else:
-            parameters["fc"] = {**parameters["fc"], "weight": new}
-        optimizer.observe("fc", kc.Batch(x, g))
-        with pytest.raises(kc.UnsupportedError, match=r"\[\.\.\.\] = new"):
-            optimizer.step(gradient)
-        assert np.array_equal(old, before)
-        assert optimizer.steps == 0
-        parameters["fc"]["weight"] = old
-
-    old[...] = new
+    old = parameters["fc"]["weight"]
+    new, before = old + 1.0, old.copy()
+    if replaced == "array":
+        parameters["fc"]["weight"] = new
+    else:
+        parameters["fc"] = {**parameters["fc"], "weight": new}
     start = matrix(parameters["fc"])
+    optimizer.observe("fc", kc.Batch(x, g))
+
     optimizer.step(gradient)
+
     expected = start - dense_direction(x, g, gradient["fc"])
     np.testing.assert_allclose(matrix(parameters["fc"]), expected, rtol=1e-10)
+    assert parameters["fc"]["weight"] is new
+    assert np.array_equal(old, before)
+    parameters["fc"]["weight"] = new[None]
+    with pytest.raises(kc.ShapeError, match="weight"):
+        optimizer.step(gradient)
+    assert optimizer.steps == 1
 
 
 @pytest.mark.parametrize("form", ["kept", "flattened"])
@@ -480,7 +481,7 @@ def test_the_step_of_the_quadratic_model():
         loss_after, ratio = mean_loss(), optimizer.reduction_ratio
 
         # The same rows at each step: the statistics stay what they are.
-        pi_damped = damped_by(A, first.T @ first / 12, V, lam)
+        pi_damped = damped_inverse(A, first.T @ first / 12, V, damping=lam)
         span = [-pi_damped.ravel()] + ([] if last is None else [last])
         D = np.stack(span, axis=1)
         H = F + lam * np.eye(12)
@@ -494,14 +495,6 @@ def test_the_step_of_the_quadratic_model():
         np.testing.assert_allclose(W, before + change["fc"]["weight"])
         assert optimizer.damping == (lam * 0.5 if ratio > 0.75 else lam)
         last = delta
-
-
-def damped_by(A, G, V, damping):
-    """Return ``damped_inverse`` with another damping."""
-    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
-    root = np.sqrt(damping)
-    A, G = A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
-    return np.linalg.solve(A, np.linalg.solve(G, V.T).T)
 
 
 def test_a_step_that_makes_the_loss_worse_is_damped_until_it_does_not():
@@ -528,7 +521,7 @@ def test_a_step_that_makes_the_loss_worse_is_damped_until_it_does_not():
     # By hand: the step to the wrong model's minimum, and the first quarter of a quarter of
     # it that lowers the loss.
     g = random(12, 3, seed=4)
-    D = damped_by(x.T @ x / 12, g.T @ g / 12, gradient, 1e-6)
+    D = damped_inverse(x.T @ x / 12, g.T @ g / 12, gradient, damping=1e-6)
     wrong = 0.01 * np.sum((x @ D) ** 2) / 12 + 1e-6 * np.sum(D**2)
     step = -np.sum(gradient * D) / wrong * D
     losses = [

@@ -2,10 +2,10 @@
 
 Two problems: a deep autoencoder learns scikit-learn's images of digits, and a network
 solves Poisson's equation on the unit square.  On PyTorch, the default where it is
-installed, ``KFAC`` and ``GaussNewton`` train them; on NumPy and JAX ``KFACRegressor`` and
-``kfac_optimizer`` train the autoencoder.  Every run has one thread and the same CPU time,
-evaluations aside.  Adam has the best of three learning rates; rates fall to zero as a
-cosine where the framework lets them.  Curves are medians of three seeds, bands all three.
+installed, ``KFAC`` and ``GaussNewton`` train them; on NumPy ``KFACRegressor`` trains the
+autoencoder.  Every run has one thread and the same CPU time, evaluations aside.  Adam has
+the best of three learning rates; rates fall to zero as a cosine where the framework lets
+them.  Curves are medians of three seeds, bands all three.
 """
 
 from __future__ import annotations
@@ -53,12 +53,7 @@ RATES = (0.001, 0.003, 0.01)
 
 SEEDS = 3
 
-# What is imported, and the extra that it is in, by backend.
-NEEDS = {
-    "numpy": {},
-    "torch": {"torch": "torch"},
-    "jax": {"jax": "jax", "optax": "flax"},
-}
+BACKENDS = "numpy", "torch"
 # Okabe and Ito's colors, which people with any color vision can tell apart.
 COLORS = "#009E73", "#E69F00"
 
@@ -95,14 +90,13 @@ def run(args: argparse.Namespace, /) -> int:
     name = "torch" if importlib.util.find_spec("torch") else "numpy"
     if os.environ.get("KFAC_CORE_BACKEND"):
         name = kc.array.selected_backend().name
-    framework = NEEDS.get(name)
-    if framework is None:
+    if name not in BACKENDS:
         return _refuse(
-            f"runs on {', '.join(NEEDS)}, and KFAC_CORE_BACKEND chose {name}"
+            f"runs on {', '.join(BACKENDS)}, and KFAC_CORE_BACKEND chose {name}"
         )
-    for module, extra in {"sklearn": "demo", "matplotlib": "demo", **framework}.items():
+    for module in ("sklearn", "matplotlib"):
         if importlib.util.find_spec(module) is None:
-            hint = f"pip install 'kfac-core[{extra}]' (in a checkout: '.[{extra}]')"
+            hint = "pip install 'kfac-core[demo]' (in a checkout: '.[demo]')"
             return _refuse(f"needs {module}: {hint}")
     args.output.mkdir(parents=True, exist_ok=True)
     # NumPy and SciPy have threads that wait in a busy loop; equal time needs one each.
@@ -145,8 +139,6 @@ def _problems(backend: str) -> dict[str, tuple[str, Callable[..., Trainer]]]:
             "autoencoder of digits": ("KFAC", _autoencoder_on_torch),
             "Poisson's equation": ("GaussNewton", _poisson_on_torch),
         }
-    if backend == "jax":
-        return {"autoencoder of digits": ("kfac_optimizer", _autoencoder_on_jax)}
     return {"autoencoder of digits": ("KFACRegressor", _autoencoder_on_numpy)}
 
 
@@ -283,59 +275,6 @@ def _poisson_on_torch(rate: float | None, seed: int) -> Trainer:
     return train, lambda: half_squares().item()
 
 
-def _autoencoder_on_jax(rate: float | None, seed: int) -> Trainer:
-    import jax
-    import optax
-
-    from kfac_core_shims.jax import kfac_optimizer
-
-    def forward(params: Any, x: Any) -> Any:
-        for i, layer in enumerate(params):
-            x = (jax.numpy.tanh(x) if i else x) @ layer["weight"] + layer["bias"]
-        return x
-
-    def error(params: Any, x: Any) -> Any:
-        return ((forward(params, x) - x) ** 2).mean()
-
-    rng, images = np.random.default_rng(seed), _images()
-    params = []
-    for n, m in pairwise(WIDTHS):
-        weight = rng.uniform(-1, 1, (n, m)) * (6 / (n + m)) ** 0.5
-        params.append({"weight": weight.astype("f4"), "bias": np.zeros(m, "f4")})
-    params = jax.tree.map(jax.numpy.asarray, params)
-    x = jax.numpy.asarray(images[:BATCH_SIZE])
-    if rate is None:
-        kfac = kfac_optimizer(forward, params, x, likelihood="gaussian")
-        state: Any = kfac.init(params)
-        step = kfac.step
-    else:
-        adam = optax.inject_hyperparams(optax.adam)(learning_rate=rate)
-        state = adam.init(params)
-
-        def adam_step(params: Any, state: Any, x: Any, y: Any, key: Any) -> Any:
-            changes, state = adam.update(jax.grad(error)(params, x), state)
-            return optax.apply_updates(params, changes), state, None
-
-        step = jax.jit(adam_step)
-
-    current, key = (params, state), jax.random.key(seed)
-    # Compiled before the clock starts, on a copy, as a step donates its arguments.
-    step(*jax.tree.map(jax.numpy.copy, current), x, x, key)
-
-    def train(share: float) -> None:
-        nonlocal current, key
-        if rate is not None:
-            falling = 0.5 * rate * (1.0 + math.cos(math.pi * min(share, 1.0)))
-            adam_state: Any = current[1]
-            adam_state.hyperparams["learning_rate"] = jax.numpy.float32(falling)
-        for x in map(jax.numpy.asarray, np.split(rng.permutation(images), 4)):
-            key, used = jax.random.split(key)
-            *current, _ = step(*current, x, x, used)
-        jax.block_until_ready(current)
-
-    return train, lambda: float(error(current[0], images))
-
-
 def _verdict(runs: list[Run], problem: str, method: str, seconds: float) -> str:
     """Compare the medians after equal CPU seconds, whoever is lower."""
     parts, medians = [], []
@@ -367,10 +306,10 @@ def _draw(runs: list[Run], path: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(problems), squeeze=False)[0]
     for axes, problem in zip(panels, problems, strict=True):
-        own = [run for run in runs if run.problem == problem]
-        methods = dict.fromkeys(run.method for run in own)
+        of_problem = [run for run in runs if run.problem == problem]
+        methods = dict.fromkeys(run.method for run in of_problem)
         for color, method in zip(COLORS, methods, strict=True):
-            group = [run for run in own if run.method == method]
+            group = [run for run in of_problem if run.method == method]
             end = min(run.seconds[-1] for run in group)
             grid = np.linspace(max(run.seconds[0] for run in group), end, 60)
             curves = np.array(

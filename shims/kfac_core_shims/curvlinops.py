@@ -67,8 +67,8 @@ class FactorsLinearOperator(PyTorchLinearOperator):
         return self._products.parameters[0].dtype
 
     def _matmat(self, X: list[torch.Tensor]) -> list[torch.Tensor]:
-        found = self._products([x.movedim(-1, 0) for x in X])
-        return [x.movedim(0, -1) for x in found]
+        products = self._products([x.movedim(-1, 0) for x in X])
+        return [x.movedim(0, -1) for x in products]
 
 
 class KFACLinearOperator(curvlinops.KFACLinearOperator):
@@ -166,7 +166,7 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
     @property
     def trace(self) -> torch.Tensor:
         """Trace of the matrix."""
-        return self._kept(
+        return self._cached(
             "_trace", sum(F.trace(damped=False) for F, _ in self.blocks())
         )
 
@@ -174,25 +174,25 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
     def logdet(self) -> torch.Tensor:
         """Logarithm of the determinant; minus infinity of a singular matrix."""
         logdets = [F.logdet(damped=False) for F, _ in self.blocks()]
-        return self._kept("_logdet", sum(logdets))
+        return self._cached("_logdet", sum(logdets))
 
     @property
     def det(self) -> torch.Tensor:
         """Determinant of the matrix."""
         dets = [F.det(damped=False) for F, _ in self.blocks()]
-        return self._kept("_det", torch.stack(dets).prod())
+        return self._cached("_det", torch.stack(dets).prod())
 
     @property
     def frobenius_norm(self) -> torch.Tensor:
         """Frobenius norm of the matrix."""
         norms = [F.frobenius_norm(damped=False) for F, _ in self.blocks()]
-        return self._kept("_frobenius_norm", torch.stack(norms).norm())
+        return self._cached("_frobenius_norm", torch.stack(norms).norm())
 
-    def _kept(self, name: str, value: Any) -> torch.Tensor:
+    def _cached(self, name: str, value: Any) -> torch.Tensor:
         if getattr(self, name) is None:
             setattr(self, name, value)
-        found: torch.Tensor = getattr(self, name)
-        return found
+        cached: torch.Tensor = getattr(self, name)
+        return cached
 
 
 class KFACInverseLinearOperator(curvlinops.KFACInverseLinearOperator):
@@ -203,9 +203,9 @@ class KFACInverseLinearOperator(curvlinops.KFACInverseLinearOperator):
             self._blocks()
         )
         if self._cache:
-            kept = dict(enumerate(blocks))
-            self._inverse_input_covariances: Any = kept
-            self._inverse_gradient_covariances: Any = kept
+            operators = dict(enumerate(blocks))
+            self._inverse_input_covariances: Any = operators
+            self._inverse_gradient_covariances: Any = operators
         return _products(blocks, X, lambda F, V: F.multiply_inverse(V))
 
     def _blocks(self) -> Any:
@@ -237,23 +237,23 @@ class _Heuristic:
         if A is None and self.last[0] is B:
             # A bias's own block would be damped by the whole damping.
             options["damping"] = self.last[1]
-        made: Any = kc.operators.kronecker_operator(
+        operator: Any = kc.operators.kronecker_operator(
             A, B, least_shift=self.least_shift, **options
         )
-        self.last = B, made.output.shift
-        return made
+        self.last = B, operator.output.shift
+        return operator
 
 
 def _products(blocks: Any, X: list[torch.Tensor], product: Any) -> list[torch.Tensor]:
     """Multiply K vectors, as lists of ``(*parameter, K)``, block by block."""
-    found: list[Any] = [None] * len(X)
+    results: list[Any] = [None] * len(X)
     for F, places in blocks:
         # (out, in, K) and (out, 1, K), to K vectors (in + 1, out)
         parts = [X[i].reshape(X[i].shape[0], -1, X[i].shape[-1]) for i in places]
         V = torch.cat(parts, dim=1).permute(2, 1, 0)
-        made = product(F, V).permute(2, 1, 0)
+        stacked = product(F, V).permute(2, 1, 0)
         for i, part in zip(
-            places, made.split([p.shape[1] for p in parts], dim=1), strict=True
+            places, stacked.split([p.shape[1] for p in parts], dim=1), strict=True
         ):
-            found[i] = part.reshape(X[i].shape)
-    return found
+            results[i] = part.reshape(X[i].shape)
+    return results

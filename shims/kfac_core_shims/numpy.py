@@ -61,8 +61,7 @@ class KFAC(kc.integration.ScheduledSteps):
     parameters : mapping of str to mapping of str to array
         By layer, to be written to.  ``{"fc": {"weight": W, "bias": b}}`` with W of shape
         ``(in, out)`` is dense, ``{"norm": {"scale": s, "shift": t}}`` a normalization.
-        New values are written into these arrays, ``W[...] = new``: a step with another
-        array in the place of one is refused.
+        A step moves the arrays that are in the mapping then.
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
         `vectors`.  Curvature, damping and `kl_clip` are in its units; a `RowLoss` says
@@ -185,8 +184,8 @@ class KFAC(kc.integration.ScheduledSteps):
             layers=constraints.optional(constraints.instance_of(Mapping)),
             decayed=constraints.optional(constraints.FUNCTION),
         )
-        self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
-        self._mapping = parameters
+        # The caller's mapping itself: an array that replaces one in it is moved.
+        self.parameters = parameters
         _refuse_shared(self.parameters)
         blocks = _blocks(self.parameters, layers or {})
         self.row_loss: kc.integration.RowLoss | None = None
@@ -237,10 +236,6 @@ class KFAC(kc.integration.ScheduledSteps):
                     "a mean over. Say RowLoss(likelihood=..., factor=1 / P)."
                 )
             self.loss_factor = self.row_loss.factor
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has parameters of its own, and nobody else's mapping of them.
-        return {**vars(self), "_mapping": self.parameters}
 
     def vectors(self, outputs: Array, /) -> Array:
         """Return the vectors to backpropagate from the outputs to each layer.
@@ -401,7 +396,7 @@ class KFAC(kc.integration.ScheduledSteps):
             arrays that were replaced or a refresh that fails; parameters, state and what
             was observed are then unchanged, also by an error in `curvature` or `loss`.
         """
-        self._require_same_arrays()
+        self._require(self.parameters, "parameters")
         self._require(gradients, "gradients")
         for name, arrays in self.parameters.items():
             _refuse_read_only(name, arrays)
@@ -571,21 +566,9 @@ class KFAC(kc.integration.ScheduledSteps):
             raise kc.StateError(f"{path}: damaged or no saved state: {error}") from None
         self.load_state_dict(state)
 
-    def _require_same_arrays(self) -> None:
-        """Raise `UnsupportedError` if the loop's parameters are no longer those here."""
-        for name, arrays in self.parameters.items():
-            present = self._mapping.get(name, {})
-            for key, array in arrays.items():
-                if present.get(key) is not array:
-                    raise kc.UnsupportedError(
-                        f"parameters[{name!r}][{key!r}] is no longer the array that KFAC "
-                        "was made with, so that a step would move another. Write into it, "
-                        f"parameters[{name!r}][{key!r}][...] = new; or make KFAC again."
-                    )
-
     def _require(self, vector: Any, what: str) -> None:
         """Raise unless a vector has the parameters' names and shapes, and is finite."""
-        if set(vector) != (names := set(self.parameters)):
+        if set(vector) != (names := set(self.estimator.blocks)):
             raise kc.ShapeError(f"Expected {what} of {names}, got {set(vector)}.")
         for name, arrays in vector.items():
             _refuse_masked(f"{what} of {name!r}", *arrays.values())
@@ -682,7 +665,7 @@ class GaussNewton:
             damping=damping,
             momentum=momentum,
         )
-        self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
+        self.parameters = parameters
         _refuse_shared(self.parameters)
         blocks = _blocks(self.parameters, layers or {})
         self.layers = {name: block.layer for name, block in blocks.items()}

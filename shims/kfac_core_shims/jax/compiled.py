@@ -83,16 +83,16 @@ def _in_status(part: Any) -> Any:
 def _divided(value: Any, kinds: tuple[type, ...]) -> tuple[Any, list[Any]]:
     """Return the static part of arguments, and the leaves that are traced."""
     leaves, form = jax.tree.flatten(value)
-    kept = (*kinds, kc.execution.ProductCall)
-    fixed = tuple(leaf if isinstance(leaf, kept) else ... for leaf in leaves)
-    return (form, fixed), [leaf for leaf in leaves if not isinstance(leaf, kept)]
+    static = (*kinds, kc.execution.ProductCall)
+    fixed = tuple(leaf if isinstance(leaf, static) else ... for leaf in leaves)
+    return (form, fixed), [leaf for leaf in leaves if not isinstance(leaf, static)]
 
 
 def _joined(parts: Any, traced: list[Any]) -> Any:
     """Return the value that was divided, with traced leaves in their places."""
     form, fixed = parts
-    rest = iter(traced)
-    return jax.tree.unflatten(form, [next(rest) if x is ... else x for x in fixed])
+    leaves = iter(traced)
+    return jax.tree.unflatten(form, [next(leaves) if x is ... else x for x in fixed])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 
 import kfac_core as kc
-from kfac_core_shims.jax.finding import Arrangement, Found, Meeting, Site, find
+from kfac_core_shims.jax.finding import Arrangement, Layers, Meeting, Site, find
 from kfac_core_shims.jax.program import (
     CALLS,
     Operand,
@@ -182,7 +182,7 @@ def example_axes(
     /,
     *,
     trace: Trace,
-    found: Found,
+    layers: Layers,
     outputs: Sequence[int],
     batch: Counts,
 ) -> list[Where]:
@@ -192,7 +192,7 @@ def example_axes(
     ----------
     function, params, inputs : callable, pytree, sequence of pytree
         The network, and arrays or their shapes and dtypes.
-    trace, found : Trace, Found
+    trace, layers : Trace, Layers
         What was found with these inputs.
     outputs : sequence of int
         See `find`.
@@ -205,7 +205,7 @@ def example_axes(
         For each site; where its outputs are the same for all examples, the places at which
         they become those of each.
     """
-    sites = found.sites
+    sites = layers.sites
     for twice in traced_twice(function, params, inputs, batch):
         if not doubled(twice, outputs, batch):
             continue  # A fixed order of the batch, for example, has as many rows as before.
@@ -224,7 +224,7 @@ def example_axes(
                 )
                 for one, other in pairs
             )
-            places = [_by_doubling(site, trace, twice, batch, found) for site in sites]
+            places = [_by_doubling(site, trace, twice, batch, layers) for site in sites]
             return [
                 replace(where, ordered=ordered)
                 if isinstance(where, ExampleAxis)
@@ -270,7 +270,7 @@ def row_axes(site: Site) -> tuple[int, ...]:
 
 
 def _by_doubling(
-    site: Site, trace: Trace, twice: Trace, batch: Counts, found: Found
+    site: Site, trace: Trace, twice: Trace, batch: Counts, layers: Layers
 ) -> Where:
     place = site.operation.outputs[0]
     shape, other = trace.shape(place), twice.shape(place)
@@ -279,7 +279,7 @@ def _by_doubling(
     ]
     # Outputs that did not grow have no examples yet.
     if other == shape and site.kind == "dense" and not site.loops:
-        return _meetings(place, trace, twice, batch, found.consumers)
+        return _meetings(place, trace, twice, batch, layers.consumers)
     if len(grown) != 1 or shape[row_axes(site)[grown[0]]] % batch.examples:
         return None
     row = grown[0]

@@ -22,7 +22,7 @@ from kfac_core_shims.jax.marks import Label, mark
 from kfac_core_shims.jax.program import Operand, Operation, Program, Trace
 from kfac_core_shims.jax.views import Piece, View, joined, whole_axes
 
-__all__ = ["Arrangement", "Found", "Loop", "Meeting", "Part", "Site", "find"]
+__all__ = ["Arrangement", "Layers", "Loop", "Meeting", "Part", "Site", "find"]
 
 
 Consumer: TypeAlias = tuple[Operation, int]
@@ -52,13 +52,13 @@ class Part:
 class Arrangement:
     """Which axes of an array are rows, and which are features, in the layer's order.
 
-    The features are merged to one axis unless they are `kept`; `last` is a unit axis at
+    The features are merged to one axis unless it `keeps_axes`; `last` is a unit axis at
     the end that is dropped.
     """
 
     rows: tuple[int, ...]
     features: tuple[int, ...]
-    kept: bool = False
+    keeps_axes: bool = False
     last: bool = False
 
 
@@ -177,7 +177,7 @@ class Site:
 
 
 @dataclass(eq=False)
-class Found:
+class Layers:
     """The layers of a network, and what else is done with its parameters.
 
     Attributes
@@ -198,7 +198,7 @@ class Found:
 Channels: TypeAlias = Literal["first", "last"]
 
 
-def find(trace: Trace, outputs: Sequence[int], /) -> Found:
+def find(trace: Trace, outputs: Sequence[int], /) -> Layers:
     """Return the layers of a traced network.
 
     Parameters
@@ -210,10 +210,10 @@ def find(trace: Trace, outputs: Sequence[int], /) -> Found:
 
     Returns
     -------
-    Found
+    Layers
         Sites and obstacles.
     """
-    return _Finder(trace, outputs).found()
+    return _Finder(trace, outputs).layers()
 
 
 class _Finder:
@@ -226,7 +226,7 @@ class _Finder:
         self.taken: set[tuple[int, int]] = set()
         self._enter(trace.program, [trace.program.outputs[i] for i in outputs], ())
 
-    def found(self) -> Found:
+    def layers(self) -> Layers:
         """Read all live operations: products first, since a bias belongs to them."""
         for _, operations, loops in self.live:
             for operation in operations:
@@ -248,7 +248,7 @@ class _Finder:
         }
         self._tie()
         self.sites.sort(key=lambda site: order[id(site.operation)])
-        return Found(self.sites, self.obstacles, self.consumers)
+        return Layers(self.sites, self.obstacles, self.consumers)
 
     def _tie(self) -> None:
         """Make one layer of all uses of a weight, whichever way they multiply by it.
@@ -311,7 +311,9 @@ class _Finder:
             partial(_elementwise_layer, (length,)),
             loops=site.loops,
         )
-        shift.x = shift.y = replace(arrangement, kept=len(arrangement.features) == 1)
+        shift.x = shift.y = replace(
+            arrangement, keeps_axes=len(arrangement.features) == 1
+        )
         self.sites.append(shift)
 
     # ------------------------------------------------------------ what is used at all
@@ -779,7 +781,7 @@ class _Finder:
         rows = tuple(i for i in range(len(shape)) if i not in features)
         make = partial(_elementwise_layer, tuple(shape[i] for i in features))
         site = Site("scale_shift", parts, operation, x, make, chain=chain)
-        site.x = site.y = Arrangement(rows, features, kept=True)
+        site.x = site.y = Arrangement(rows, features, keeps_axes=True)
         return site
 
 

@@ -130,7 +130,7 @@ class KFAC:
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         kc.integration.require_positive("learning_rate", learning_rate)
         # Called again by `estimator`, since states are kept elsewhere.
-        self._made = functools.partial(
+        self._new_estimator = functools.partial(
             kc.Estimator,
             network.blocks,
             reduction=reduction,
@@ -141,7 +141,7 @@ class KFAC:
             mode=mode,
             **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
         )
-        estimator = self._made()
+        estimator = self._new_estimator()
         self.network, self.curvature = network, estimator.network
         self.axis_name = axis_name
         self.damping, self.decay = estimator.damping, estimator.decay
@@ -349,7 +349,7 @@ class KFAC:
         state : NetworkState, optional
             State whose arrays have values.  A block that was never refreshed is left out.
         """
-        estimator = self._made()
+        estimator = self._new_estimator()
         if state is not None:
             # Its operator is of zeros until then, in the form that a compiled step
             # needs.
@@ -401,6 +401,8 @@ class KFAC:
             damping: Any = None,
             **of_others: Any,
         ) -> Any:
+            # A chain passes everything on to everybody, so that a misspelled `damping`
+            # would raise nowhere.
             for name in of_others:
                 if meant := difflib.get_close_matches(name, ("captured", "damping"), 1):
                     raise kc.ConventionError(

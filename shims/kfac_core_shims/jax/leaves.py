@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import kfac_core as kc
 from kfac_core_shims.jax.examples import Counts, ExampleAxis, row_axes
-from kfac_core_shims.jax.finding import Found, Part, Site
+from kfac_core_shims.jax.finding import Layers, Part, Site
 from kfac_core_shims.jax.program import Trace
 
 __all__ = ["Leaves", "leaf_name", "put", "taken"]
@@ -29,7 +29,7 @@ class Leaves:
     ----------
     params : pytree
         The parameters, or their shapes and dtypes.
-    found : Found
+    layers : Layers
         What is done with them.
 
     Attributes
@@ -42,7 +42,7 @@ class Leaves:
         Dtype of the first floating-point parameter; float32 where there is none.
     """
 
-    def __init__(self, params: Any, found: Found) -> None:
+    def __init__(self, params: Any, layers: Layers) -> None:
         paths = jax.tree_util.tree_leaves_with_path(params)
         self.names = [leaf_name(path) for path, _ in paths]
         self.paths = [tuple(map(_word, _unboxed(path))) for path, _ in paths]
@@ -54,9 +54,9 @@ class Leaves:
         ]
         dtypes = [paths[i][1].dtype for i in self.trained]
         self.dtype = dtypes[0] if dtypes else jnp.dtype(jnp.float32)
-        self.obstacles = {leaf: list(why) for leaf, why in found.obstacles.items()}
+        self.obstacles = {leaf: list(why) for leaf, why in layers.obstacles.items()}
         self._parts: dict[int, Part] = {}
-        for part in (part for site in found.sites for part in site.parts.values()):
+        for part in (part for site in layers.sites for part in site.parts.values()):
             known = self._parts.setdefault(part.leaf, part)
             if known != part:
                 self._obstruct(part.leaf, "layers that have it in different forms")
@@ -148,10 +148,10 @@ class Leaves:
                 "only. Make a `Network` of the new ones."
             )
 
-    def require_known(self, found: Found, /) -> None:
+    def require_known(self, layers: Layers, /) -> None:
         """Raise if a parameter of a block is now also used outside of layers."""
         blocks = {p.leaf for key in self._block_names for _, p in key[1]}
-        for leaf, why in found.obstacles.items():
+        for leaf, why in layers.obstacles.items():
             if leaf in blocks:
                 raise kc.ConventionError(
                     f"The parameter {self.names[leaf]} is used in another way than when "

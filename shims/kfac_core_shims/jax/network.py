@@ -22,7 +22,7 @@ from kfac_core_shims.jax.examples import (
     traced_twice,
     with_examples,
 )
-from kfac_core_shims.jax.finding import Found, Site, find
+from kfac_core_shims.jax.finding import Layers, Site, find
 from kfac_core_shims.jax.leaves import Leaves
 from kfac_core_shims.jax.mapped import explicit_axes, gathered
 from kfac_core_shims.jax.program import Operation, Program, Trace, bound, run, traced
@@ -233,9 +233,9 @@ class Network:
 
     def _layers(
         self, params: Any, inputs: Any
-    ) -> tuple[Found, list[ExampleAxis | None], Trace, Counts]:
+    ) -> tuple[Layers, list[ExampleAxis | None], Trace, Counts]:
         """Return the layers, and where the examples of each use are."""
-        layers, trace, batch = self._found(params, inputs)
+        layers, trace, batch = self._traced_layers(params, inputs)
         sites: list[Site] = []
         axes: list[ExampleAxis | None] = []
         places = self._example_axes(params, inputs, layers, trace, batch)
@@ -254,7 +254,7 @@ class Network:
             axes.extend(ExampleAxis(0, "first") for _ in met)
         return replace(layers, sites=sites), axes, trace, batch
 
-    def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
+    def _traced_layers(self, params: Any, inputs: Any) -> tuple[Layers, Trace, Counts]:
         trace = traced(self.function, params, inputs)
         result = trace.outputs
         if self.has_aux and not (isinstance(result, tuple) and len(result) == 2):
@@ -276,7 +276,7 @@ class Network:
         return layers, trace, counts(leaves, outputs, doubles=doubles)
 
     def _example_axes(
-        self, params: Any, inputs: Any, layers: Found, trace: Trace, batch: Counts
+        self, params: Any, inputs: Any, layers: Layers, trace: Trace, batch: Counts
     ) -> list[Where]:
         """Return `example_axes`, cached by layers and shapes.
 
@@ -297,7 +297,7 @@ class Network:
                 params,
                 inputs,
                 trace=trace,
-                found=layers,
+                layers=layers,
                 outputs=range(len(jax.tree.leaves(outputs))),
                 batch=batch,
             )
@@ -374,7 +374,7 @@ class Network:
 
     def _require_examples(
         self,
-        layers: Found,
+        layers: Layers,
         axes: Sequence[ExampleAxis | None],
         trace: Trace,
         batch: Counts,

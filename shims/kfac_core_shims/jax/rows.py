@@ -188,7 +188,7 @@ class Rows:
         if len(self._front) > 1:
             x = x.reshape(self.separate, *x.shape[len(self._front) :])
         rows_end = x.ndim - len(features)
-        if not arrangement.kept:
+        if not arrangement.keeps_axes:
             x = x.reshape(*x.shape[:rows_end], math.prod(x.shape[rows_end:]))
         if self.site.window:
             x = jnp.pad(x, [(0, 0)] * rows_end + self.site.window)

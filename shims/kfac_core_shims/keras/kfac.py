@@ -367,9 +367,15 @@ class KFAC(kc.integration.NaturalGradient):
         # Outputs with fewer rows, or a smaller loss, weigh less beside the others.
         vectors = [
             self._vectors(
-                loss, z, weight, rows / rows_here * (own / factor), step, y, place
+                loss,
+                z,
+                weight,
+                rows / rows_here * (own_factor / factor),
+                step,
+                y,
+                place,
             )
-            for place, (loss, z, (weight, rows_here), own) in enumerate(
+            for place, (loss, z, (weight, rows_here), own_factor) in enumerate(
                 zip(output_losses, outputs, weights, factors, strict=True)
             )
         ]

@@ -187,10 +187,10 @@ def collect(
         # The exact vector of half the square of one output is 1: the loss's own gradient.
         fisher, likelihood = "exact", "gaussian"
     run = outputs_of if forward is None else forward
-    found = find_sites(plain, skip_layers=skip_layers)
+    model_blocks = find_sites(plain, skip_layers=skip_layers)
     blocks = {}
-    for name, kind in choose(plain, found, approximations or {}).items():
-        site = found.sites[name]
+    for name, kind in choose(plain, model_blocks, approximations or {}).items():
+        site = model_blocks.sites[name]
         if ekfac and isinstance(kind, kc.Kronecker) and not site.part.tied:
             same: dict[str, Any] = dataclasses.asdict(kind)
             kind = kc.EKFAC(**same)
@@ -206,7 +206,7 @@ def collect(
             positions=positions,
             kl_clip=None,
             approximations={
-                **dict.fromkeys(found.sites),
+                **dict.fromkeys(model_blocks.sites),
                 **{name: block.approximation for name, block in taken.items()},
             },
             skip_layers=skip_layers,
@@ -243,8 +243,8 @@ def collect(
         progress=progress,
         communicator=_processes(communicator),
     )
-    sites = {name: found.sites[name] for name in blocks}
-    return Factors(plain, sites, collected, dict(found.reasons))
+    sites = {name: model_blocks.sites[name] for name in blocks}
+    return Factors(plain, sites, collected, dict(model_blocks.reasons))
 
 
 def read_factors(model: Any, path: str | os.PathLike[str], /) -> Factors:
@@ -268,11 +268,11 @@ def read_factors(model: Any, path: str | os.PathLike[str], /) -> Factors:
         For a file that `collect` did not write, or of another model.
     """
     plain = parallel.inner(model)
-    found = find_sites(plain)
-    layers = {name: site.layer for name, site in found.sites.items()}
+    model_blocks = find_sites(plain)
+    layers = {name: site.layer for name, site in model_blocks.sites.items()}
     collected = kc.integration.Collected.read(layers, path, backend=_backend(plain))
-    sites = {name: found.sites[name] for name in collected.blocks}
-    return Factors(plain, sites, collected, dict(found.reasons))
+    sites = {name: model_blocks.sites[name] for name in collected.blocks}
+    return Factors(plain, sites, collected, dict(model_blocks.reasons))
 
 
 def outputs_of(model: Any, batch: Any, /) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from warnings import warn
 
 import kfac_core as kc
-from kfac_core_shims.torch.sites import Found
+from kfac_core_shims.torch.sites import ModelBlocks
 
 __all__ = ["APPROXIMATIONS", "ASKED", "Coverage", "approximation_of", "choose"]
 
@@ -257,14 +257,16 @@ def _chosen_or_default(site: Any, chosen: Mapping[Any, Any]) -> Any:
     return replace(APPROXIMATIONS["dense"], **large)
 
 
-def choose(model: Any, found: Found, chosen: Mapping[Any, Any], /) -> dict[str, Any]:
+def choose(
+    model: Any, model_blocks: ModelBlocks, chosen: Mapping[Any, Any], /
+) -> dict[str, Any]:
     """Return the approximations of the blocks that are not left alone.
 
     Parameters
     ----------
     model : torch.nn.Module
         For the names of its parameters.
-    found : Found
+    model_blocks : ModelBlocks
         The blocks of a model; the reasons of those that are left alone are added.
     chosen : mapping
         See `approximation_of`.
@@ -274,17 +276,19 @@ def choose(model: Any, found: Found, chosen: Mapping[Any, Any], /) -> dict[str, 
     dict of str to Approximation
         By name of the block.
     """
-    _require_known(chosen, found.sites)
-    approximations = {n: approximation_of(s, chosen) for n, s in found.sites.items()}
+    _require_known(chosen, model_blocks.sites)
+    approximations = {
+        n: approximation_of(s, chosen) for n, s in model_blocks.sites.items()
+    }
     covered = {n: a for n, a in approximations.items() if a is not None}
-    alone = [site for name, site in found.sites.items() if name not in covered]
+    alone = [site for name, site in model_blocks.sites.items() if name not in covered]
     left_alone = {id(p) for site in alone for p in site.trained}
     for name, p in model.named_parameters():
         if id(p) in left_alone:
-            found.reasons[name] = ASKED
-    found.users = [
+            model_blocks.reasons[name] = ASKED
+    model_blocks.users = [
         (module, [name for name in names if name in covered], context)
-        for module, names, context in found.users
+        for module, names, context in model_blocks.users
     ]
     return covered
 

@@ -25,7 +25,7 @@ from kfac_core_shims.torch.loss_checks import LossCheck
 from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
 from kfac_core_shims.torch.passes import PassRecorder
-from kfac_core_shims.torch.sites import Found, Site
+from kfac_core_shims.torch.sites import ModelBlocks, Site
 
 __all__ = ["Curvature"]
 
@@ -41,7 +41,7 @@ class Curvature(kc.integration.NaturalGradient):
         The model, without wrappers.
     sites : dict of str to Site
         The blocks that have an approximation.
-    found : Found
+    model_blocks : ModelBlocks
         All of its blocks, and the modules that use them.
     division : Division or None
         How parameters are divided among processes.
@@ -60,7 +60,7 @@ class Curvature(kc.integration.NaturalGradient):
         *,
         model: Any,
         sites: dict[str, Site],
-        found: Found,
+        model_blocks: ModelBlocks,
         division: Any,
         criterion: Criterion,
         grad_scaler: Any,
@@ -78,7 +78,7 @@ class Curvature(kc.integration.NaturalGradient):
         self.sites = sites
         self._collects = self._is_balanced = False
         self._coverage = Coverage(
-            model, self.sites, found.reasons, watches=division is None
+            model, self.sites, model_blocks.reasons, watches=division is None
         )
         self._gradients = Gradients(
             model, self.sites, self._coverage.replaced, division
@@ -96,7 +96,7 @@ class Curvature(kc.integration.NaturalGradient):
             samples=samples,
             positions=positions,
         )
-        self._hooks = hooks.install(self, found)
+        self._hooks = hooks.install(self, model_blocks)
         self._hooks += self._gradients.watch(self._passes.forget_cleared)
         if output is not None:
             hook = OutputHook(self._passes)

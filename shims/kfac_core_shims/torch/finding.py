@@ -13,12 +13,12 @@ from torch.nn.utils.parametrize import is_parametrized
 import kfac_core as kc
 from kfac_core_shims.torch.computed import ComputedSite
 from kfac_core_shims.torch.layers import Parts, describe, describe_tied
-from kfac_core_shims.torch.sites import Found, Site
+from kfac_core_shims.torch.sites import ModelBlocks, Site
 
 __all__ = ["find_sites"]
 
 
-def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
+def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> ModelBlocks:
     """Return the blocks of a model.
 
     Parameters
@@ -30,7 +30,7 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
 
     Returns
     -------
-    Found
+    ModelBlocks
         Modules that share a weight share its block where they are of one kind.
 
     Raises
@@ -40,7 +40,7 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
     kfac_core.ConventionError
         For a name in `skip_layers` without a module.
     """
-    blocks = Found()
+    blocks = ModelBlocks()
     skipped = _skipped(model, skip_layers)
     # A weight is known by the parameter, and by its rows where it is a part of one.
     of_key: dict[Any, str] = {}
@@ -80,7 +80,7 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
     return blocks
 
 
-def _add_computed(blocks: Found, prefix: str, module: Any) -> None:
+def _add_computed(blocks: ModelBlocks, prefix: str, module: Any) -> None:
     """Add the block of a parametrized module, or the reason why it has none."""
     site = _computed(prefix, module)
     if isinstance(site, str):
@@ -91,7 +91,7 @@ def _add_computed(blocks: Found, prefix: str, module: Any) -> None:
 
 
 def _add_parts(
-    blocks: Found, of_key: dict[Any, str], prefix: str, module: Any, parts: Parts
+    blocks: ModelBlocks, of_key: dict[Any, str], prefix: str, module: Any, parts: Parts
 ) -> list[str]:
     """Add the blocks of a module where they are new; return the names of all of them."""
     names = []
@@ -227,7 +227,7 @@ def _has_block(parameter: Any, sites: Mapping[str, Site]) -> bool:
 
 
 def _explain(
-    blocks: Found, prefix: str, parameters: Mapping[str, Any], reason: str
+    blocks: ModelBlocks, prefix: str, parameters: Mapping[str, Any], reason: str
 ) -> None:
     for name in parameters:
         blocks.reasons.setdefault(".".join(filter(None, (prefix, name))), reason)

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from kfac_core_shims.torch.graph import RecordedCall
 from kfac_core_shims.torch.private import forget_compiled, outside_compilers
-from kfac_core_shims.torch.sites import Found, Site
+from kfac_core_shims.torch.sites import ModelBlocks, Site
 
 __all__ = ["Around", "Inert", "install"]
 
@@ -120,14 +120,14 @@ class Around(Inert):
             self.entered.append(entered)
 
 
-def install(kfac: Any, blocks: Found, /) -> list[Any]:
+def install(kfac: Any, blocks: ModelBlocks, /) -> list[Any]:
     """Set the forward hooks of a model's modules; they hold `kfac` weakly.
 
     Parameters
     ----------
     kfac : KFAC
         Whose ``wants_statistics`` says whether calls are recorded.
-    blocks : Found
+    blocks : ModelBlocks
         Modules and blocks.
 
     Returns

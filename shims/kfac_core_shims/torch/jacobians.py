@@ -18,7 +18,7 @@ import kfac_core as kc
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.graph import calls_below, pull_back
 from kfac_core_shims.torch.hooks import install
-from kfac_core_shims.torch.sites import Found
+from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
 __all__ = ["JacobianFinder"]
@@ -51,14 +51,14 @@ class JacobianFinder:
         named = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in named.items() if p.requires_grad}
         try:
-            self._found = find_sites(self.model)
+            self._model_blocks = find_sites(self.model)
         except kc.UnsupportedError:
-            self._found = Found()
-        install(self, self._found)
+            self._model_blocks = ModelBlocks()
+        install(self, self._model_blocks)
         # Full blocks sum over all uses of a weight by one example.
         self._blocks = {
             name: kc.Block(site.layer, kc.Full())
-            for name, site in self._found.sites.items()
+            for name, site in self._model_blocks.sites.items()
         }
 
     @property
@@ -90,7 +90,7 @@ class JacobianFinder:
             reasons |= missing
         layers: dict[str, Any] = {}
         derivatives: dict[str, Any] = {}
-        for name, site in self._found.sites.items():
+        for name, site in self._model_blocks.sites.items():
             uses = [rows.get(name) for rows, _ in terms]
             if name in reasons or all(use is None for use in uses):
                 continue
@@ -107,7 +107,7 @@ class JacobianFinder:
         covered = {
             id(p)
             for name in layers
-            for p in self._found.sites[name].parameters.values()
+            for p in self._model_blocks.sites[name].parameters.values()
         }
         self.formed = {}
         rest = {n: p for n, p in self._parameters.items() if id(p) not in covered}
@@ -139,7 +139,7 @@ class JacobianFinder:
         """
         targets = {p: torch.zeros_like(p) for p in self._parameters.values()}
         for name, parts in direction.items():
-            site = self._found.sites.get(name)
+            site = self._model_blocks.sites.get(name)
             if site is None:
                 p = self._parameters[name.removesuffix(" (formed)")]
                 targets[p] = parts["value"].reshape(p.shape).to(p.dtype)
@@ -153,7 +153,7 @@ class JacobianFinder:
         """Return directions by parameter as vectors of a Jacobian; undoes `directions`."""
         vectors: dict[str, dict[str, Any]] = {}
         for name, jacobian in J.layers.items():
-            site = self._found.sites.get(name)
+            site = self._model_blocks.sites.get(name)
             shapes = jacobian.layer.parameter_shapes
             if site is None:
                 p = self._parameters[name.removesuffix(" (formed)")]
@@ -169,7 +169,7 @@ class JacobianFinder:
 
     def _rows_of(self, r: Any) -> tuple[dict[str, Any], dict[str, str]]:
         """Return one term's calls by layer, and why layers have none."""
-        sites = self._found.sites
+        sites = self._model_blocks.sites
         if not sites:
             return {}, {}
         outputs = get_gradient_edge(r)

@@ -208,13 +208,16 @@ class KFAC(Curvature):
             execution,
             interval=refresh_every if isinstance(refresh_every, int) else 10,
         )
-        found = find_sites(plain, skip_layers=skip_layers)
+        model_blocks = find_sites(plain, skip_layers=skip_layers)
         # What cannot be divided has no block, so that nothing is chosen for it below.
         if division is not None:
-            division.install(found)
-        chosen = coverage.choose(plain, found, dict(approximations or {}))
+            division.install(model_blocks)
+        chosen = coverage.choose(plain, model_blocks, dict(approximations or {}))
         estimator = kc.Estimator(
-            {n: kc.Block(found.sites[n].layer, kind) for n, kind in chosen.items()},
+            {
+                n: kc.Block(model_blocks.sites[n].layer, kind)
+                for n, kind in chosen.items()
+            },
             # Rows are always those of a sum over rows; the reduction of the user's loss
             # divides gradients alone.
             reduction="sum",
@@ -227,8 +230,8 @@ class KFAC(Curvature):
         super().__init__(
             estimator,
             model=plain,
-            sites={name: found.sites[name] for name in chosen},
-            found=found,
+            sites={name: model_blocks.sites[name] for name in chosen},
+            model_blocks=model_blocks,
             division=division,
             criterion=likelihoods.criterion_of(likelihood, reduction),
             grad_scaler=grad_scaler,

@@ -26,7 +26,7 @@ from torch.distributed import tensor
 from torch.distributed.fsdp import FSDPModule
 
 import kfac_core as kc
-from kfac_core_shims.torch.sites import Found, Site
+from kfac_core_shims.torch.sites import ModelBlocks, Site
 
 __all__ = ["Division", "division_of"]
 
@@ -97,7 +97,7 @@ class Division:
         """Whether layers are called with a part of their weights."""
         return self.copies > 1 or not self.fully_sharded
 
-    def install(self, blocks: Found) -> None:
+    def install(self, blocks: ModelBlocks) -> None:
         """Leave out the blocks of a model that cannot be divided, with the reason."""
         of_module = {
             name: module for module, names, _ in blocks.users for name in names
@@ -449,10 +449,10 @@ def division_of(
     ]
     of_parameters: dict[int, list[Slice]] = {}
     for k, (name, p) in enumerate(named.items()):
-        ends = [tuple(map(tuple, own[1 + k])) for own in of_ranks]
+        ends = [tuple(map(tuple, of_rank[1 + k])) for of_rank in of_ranks]
         # Slices tile a parameter, so that their sizes add up to its own unless one is
         # missing.
-        if sum(math.prod(_shape(own)) for own in set(ends)) != math.prod(p.shape):
+        if sum(math.prod(_shape(piece)) for piece in set(ends)) != math.prod(p.shape):
             raise kc.UnsupportedError(
                 f"The parameter {name!r} is a DTensor over {p.device_mesh}, and the "
                 f"processes {list(communicator.ranks)} of `communicator` do not have all "
@@ -462,7 +462,7 @@ def division_of(
     return Division(
         communicator,
         slices=of_parameters,
-        data_places=[own[0] for own in of_ranks],
+        data_places=[of_rank[0] for of_rank in of_ranks],
         fully_sharded=fully_sharded,
         directions_dtype=directions_dtype,
     )

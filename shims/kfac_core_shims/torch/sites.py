@@ -12,7 +12,7 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.layers import Part
 
-__all__ = ["Found", "Site"]
+__all__ = ["ModelBlocks", "Site"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,12 +72,12 @@ class Site:
 
     def values(self) -> dict[str, Any]:
         """Return the parameters in the layer's layout, without their graph."""
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for role, shape in self.layer.parameter_shapes.items():
             x = self._own(role, self.parameters[role].detach())
             x = self.part.to_layer(x) if role == "weight" else x
-            found[role] = x.reshape(shape)
-        return found
+            arrays[role] = x.reshape(shape)
+        return arrays
 
     def place(self, parts: Mapping[str, Any], targets: Mapping[Any, Any], /) -> None:
         """Write vectors in the layer's layout into tensors of the parameters' shapes."""
@@ -151,7 +151,7 @@ class Site:
 
 
 @dataclass(kw_only=True)
-class Found:
+class ModelBlocks:
     """The blocks of a model.
 
     Attributes

@@ -17,7 +17,7 @@ from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.graph import Reached, calls_below
 from kfac_core_shims.torch.hooks import Around, Inert
 from kfac_core_shims.torch.layers import Part
-from kfac_core_shims.torch.sites import Found, Site
+from kfac_core_shims.torch.sites import ModelBlocks, Site
 
 __all__ = ["RowRecorder", "Rows"]
 
@@ -102,11 +102,11 @@ class RowRecorder:
 
     def __init__(self, model: Any, plain: Any, /, *, largest: int) -> None:
         try:
-            found = find_sites(plain)
+            model_blocks = find_sites(plain)
         except kc.UnsupportedError:
-            found = Found()
-        self.sites = {n: s for n, s in found.sites.items() if _is_recorded(s)}
-        self._users = self._users_of(found)
+            model_blocks = ModelBlocks()
+        self.sites = {n: s for n, s in model_blocks.sites.items() if _is_recorded(s)}
+        self._users = self._users_of(model_blocks)
         self._wrappers = [m for m in (model, *model.modules()) if _is_compiled(m)]
         self._largest = largest
         self.counts: dict[tuple[str, bool], int] = {}
@@ -115,14 +115,16 @@ class RowRecorder:
         self._undo: list[Callable[[], Any]] = []
         self.wants_statistics = False
 
-    def _users_of(self, found: Found) -> list[tuple[Any, list[Site], list[Site], Any]]:
+    def _users_of(
+        self, model_blocks: ModelBlocks
+    ) -> list[tuple[Any, list[Site], list[Site], Any]]:
         """Return modules, sites whose calls they are, and sites that they read themselves.
 
         Attention reads the weight of its output projection, a module that it never calls.
         """
         users = []
         inside: set[str] = set()
-        for module, names, context in found.users:
+        for module, names, context in model_blocks.users:
             sites = [self.sites[n] for n in names if n in self.sites]
             read = [site for site in sites if site.part.read is None]
             if read:
