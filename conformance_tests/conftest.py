@@ -320,3 +320,12 @@ def pytest_report_header(config: pytest.Config) -> Sequence[str]:
         "hidden: the definitions do everything" if WITHOUT_ADAPTERS else "as found"
     )
     return [f"kfac_core backends: {config.getoption('--backend')}; adapters {adapters}"]
+
+
+@pytest.fixture
+def jax(requires_backend: Any) -> Any:
+    """JAX itself, with 64-bit floats."""
+    requires_backend("jax", adapter=True)
+    import jax
+
+    return jax

@@ -29,6 +29,7 @@ import kfac_core as kc
 
 from .layers import dense_layer
 from .one_block import learn, operator_for
+from .tolerances import assert_close
 
 STEP = 1e-30
 
@@ -294,3 +295,10 @@ def feed(
         )
         learned.append(Learned(*map(backend.to_numpy, arrays)))
     return learned
+
+
+def assert_all_close(learned: list[Learned], expected: list[np.ndarray]) -> None:
+    """Compare the blocks of every layer."""
+    assert len(learned) == len(expected)
+    for block, dense in zip(learned, expected, strict=True):
+        assert_close(block.dense, dense, "identity", "float64")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Traced", "compiler_of"]
+__all__ = ["Traced", "compiled", "compiler_of"]
 
 TORCH_COMPILES_SINCE = "2.13"
 """The first PyTorch whose compiler is known to take the library's functions whole."""
@@ -46,3 +46,13 @@ class Traced:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.traces += 1
         return self._function(*args, **kwargs)
+
+
+def compiled(backend: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled, where else each slice would be compiled alone."""
+    if backend.name != "jax":
+        return function
+    import jax
+
+    jitted: Callable[..., Any] = jax.jit(function)
+    return jitted

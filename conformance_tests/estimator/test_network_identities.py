@@ -23,13 +23,6 @@ losses = pytest.mark.parametrize("loss", ["sum", "mean"])
 activations = pytest.mark.parametrize("activation", ["tanh", "identity"])
 
 
-def assert_all_close(learned, expected):
-    """Compare the blocks of every layer."""
-    assert len(learned) == len(expected)
-    for block, dense in zip(learned, expected, strict=True):
-        assert_close(block.dense, dense, "identity", "float64")
-
-
 def type2(net, x, kind):
     """Return the vectors of the exact Gauss-Newton matrix."""
     return network.type2_vectors(kind, net.outputs(x))
@@ -59,7 +52,7 @@ def test_one_datum_gives_the_ggn(backend, rng, kind, loss, activation, widths):
 
     learned = network.feed(backend, net, x, type2(net, x, kind), loss=loss)
 
-    assert_all_close(learned, network.ggn_blocks(net, x, kind))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, kind))
 
 
 @kinds
@@ -71,7 +64,7 @@ def test_identical_data_give_the_ggn(backend, rng, kind, loss):
 
     learned = network.feed(backend, net, x, type2(net, x, kind), loss=loss)
 
-    assert_all_close(learned, network.ggn_blocks(net, x, kind))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, kind))
 
 
 @losses
@@ -115,7 +108,7 @@ def test_one_datum_gives_the_empirical_fisher(backend, rng, kind, loss, count):
 
     learned = network.feed(backend, net, x, vectors, loss=loss)
 
-    assert_all_close(learned, network.empirical_fisher_blocks(net, x, kind, y))
+    network.assert_all_close(learned, network.empirical_fisher_blocks(net, x, kind, y))
 
 
 @losses
@@ -127,7 +120,7 @@ def test_deep_linear_networks_give_the_ggn(backend, rng, loss, widths):
 
     learned = network.feed(backend, net, x, type2(net, x, "mse"), loss=loss)
 
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 def test_deep_linear_networks_do_not_give_the_empirical_fisher(backend, rng):
@@ -204,8 +197,8 @@ def test_labels_in_exact_proportion_give_the_fisher(backend, rng, loss):
 
     every = [np.tile(row, (EXAMPLES, 1)) for row in np.eye(C)]
     p = [np.full(EXAMPLES, share) for share in counts[0] / total]
-    assert_all_close(learned, network.fisher_blocks(net, x, "ce", every, p))
-    assert_all_close(learned, network.ggn_blocks(net, x, "ce"))
+    network.assert_all_close(learned, network.fisher_blocks(net, x, "ce", every, p))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "ce"))
 
 
 @losses
@@ -217,7 +210,7 @@ def test_sigma_point_labels_give_the_ggn_of_linear_networks(backend, rng, loss):
 
     learned = network.feed(backend, net, x, vectors, loss=loss, sources="mean")
 
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 @losses
@@ -232,8 +225,10 @@ def test_sigma_point_labels_give_the_fisher_of_identical_data(backend, rng, loss
 
     labels = list(outputs - vectors)
     weights = [np.full(EXAMPLES, 1.0 / len(labels))] * len(labels)
-    assert_all_close(learned, network.fisher_blocks(net, x, "mse", labels, weights))
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(
+        learned, network.fisher_blocks(net, x, "mse", labels, weights)
+    )
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 def test_random_or_summed_labels_do_not_give_the_ggn(backend, rng):

@@ -43,13 +43,6 @@ def type2(net, x):
     return network.type2_vectors("mse", net.outputs(x))
 
 
-def assert_all_close(learned, expected):
-    """Compare the blocks of every layer."""
-    assert len(learned) == len(expected)
-    for block, dense in zip(learned, expected, strict=True):
-        assert_close(block.dense, dense, "identity", "float64")
-
-
 def assert_all_differ(learned, expected):
     """Assert that no layer's block is the expected one."""
     assert len(learned) == len(expected)
@@ -65,7 +58,7 @@ def test_expand_is_exact_without_a_reduction(backend, rng, loss, shared):
 
     learned = network.feed(backend, net, x, type2(net, x), loss=loss)
 
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 @pytest.mark.parametrize("loss", ["sum", "mean_rows"])
@@ -76,7 +69,7 @@ def test_expand_is_exact_for_sigma_point_labels(backend, rng, loss):
 
     learned = network.feed(backend, net, x, vectors, loss=loss, sources="mean")
 
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 def test_reduce_is_not_exact_without_a_reduction(backend, rng):
@@ -100,7 +93,7 @@ def test_reduce_is_exact_for_a_reduction_at_the_end(
 
     learned = network.feed(backend, net, x, type2(net, x), loss=loss, sharing="reduce")
 
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 @reductions
@@ -128,8 +121,8 @@ def test_sharing_is_of_no_matter_where_nothing_varies(backend, rng):
     together = network.feed(backend, net, x, vectors, loss="sum", sharing="reduce")
 
     dense = network.ggn_blocks(net, x, "mse")
-    assert_all_close(together, dense)
-    assert_all_close(expanded, [F / S for F in dense])
+    network.assert_all_close(together, dense)
+    network.assert_all_close(expanded, [F / S for F in dense])
 
 
 @reductions
@@ -146,7 +139,7 @@ def test_reduce_is_exact_for_a_reduction_anywhere(
         backend, net, x, type2(net, x), loss="mean", sharing="reduce"
     )
 
-    assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
+    network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
 @reductions
@@ -161,7 +154,7 @@ def test_expand_and_reduce_agree_after_the_reduction(backend, rng, reduction, be
     together = network.feed(backend, net, x, vectors, loss="sum", sharing="reduce")
 
     after = slice(behind + 1, None)
-    assert_all_close(expanded[after], network.ggn_blocks(net, x, "mse")[after])
+    network.assert_all_close(expanded[after], network.ggn_blocks(net, x, "mse")[after])
     for block, other in zip(expanded[after], together[after], strict=True):
         for got, expected in zip(block, other, strict=True):
             assert_close(got, expected, "roundoff", "float64")
@@ -184,7 +177,7 @@ def test_before_the_reduction_only_the_input_factors_differ(
 
     before = slice(0, behind + 1)
     dense = network.ggn_blocks(net, x, "mse")[before]
-    assert_all_close(together[before], dense)
+    network.assert_all_close(together[before], dense)
     assert_all_differ(expanded[before], dense)
     for block, other in zip(expanded[before], together[before], strict=True):
         G = S**2 * block.output_factor

@@ -20,15 +20,6 @@ RULES = ["factored", "exact"]
 
 
 @pytest.fixture
-def jax(requires_backend):
-    """JAX itself, with 64-bit floats."""
-    requires_backend("jax", adapter=True)
-    import jax
-
-    return jax
-
-
-@pytest.fixture
 def arrays(jax, rng):
     """Inputs, output gradients and a vector."""
     shapes = (N, n), (N, m), (n + 1, m)

@@ -15,6 +15,7 @@ from ..builders import conv_reference as naive
 from ..builders import reference
 from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.tracing import compiled
 
 C, OUT, N, M = 4, 8, 2, 2
 BIASES = (True, False)
@@ -57,15 +58,6 @@ def batch_of(backend, x, g, data, dtype="float64", mask=None):
 
 def all_rows(layers, batches):
     return [layer.rows(batch) for layer, batch in zip(layers, batches, strict=True)]
-
-
-def compiled(backend, function):
-    """Return a function compiled, where else each slice would be compiled alone."""
-    if backend.name != "jax":
-        return function
-    import jax
-
-    return jax.jit(function)
 
 
 def summed(backend, rows):

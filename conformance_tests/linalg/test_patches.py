@@ -15,6 +15,7 @@ from kfac_core.linalg.patches import extract_patches, output_size, resolve_paddi
 
 from ..builders import conv_reference as reference
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.tracing import compiled
 
 Geometry = reference.Geometry
 
@@ -30,15 +31,6 @@ def window(geometry):
 
 def extract(x, geometry):
     return extract_patches(x, **window(geometry), xp=namespace_of(x=x))
-
-
-def compiled(backend, function):
-    """Return a function compiled, where else each slice would be compiled alone."""
-    if backend.name != "jax":
-        return function
-    import jax
-
-    return jax.jit(function)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

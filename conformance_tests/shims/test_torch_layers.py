@@ -30,17 +30,6 @@ from .test_torch import (  # noqa: E402
 __all__ = ["seeded"]  # used by itself, in every test
 
 
-def test_padding_of_an_embedding_is_not_counted():
-    """Its row has no gradient, so that no direction shows its curvature."""
-    model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1)).double()
-    ids, y = torch.tensor([0, 2, 2, 4, 1, 0]), doubles(6, 3)
-    kfac = attached(model)
-    step(model, kfac, ids, y, half_squares)
-    average = kfac.estimator.state["0"].statistics.averages["input"]
-    counts = torch.tensor([2.0, 0.0, 2.0, 0.0, 1.0]).double()
-    close(average.value(debias=True), counts / counts.sum())
-
-
 class Tied(nn.Module):
     """Words to logits by one weight; what is between them is tanh."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.array.structure import leaves
@@ -28,15 +27,6 @@ from ..builders import reference
 from ..builders.steps_reference import SIZE, put, tree
 from ..builders.tolerances import assert_close
 from ..builders.tracing import Traced
-
-
-@pytest.fixture
-def jax(requires_backend):
-    """JAX itself, with 64-bit floats."""
-    requires_backend("jax", adapter=True)
-    import jax
-
-    return jax
 
 
 def step(theta, grad, direction, before, products, losses, damping):

@@ -30,7 +30,8 @@ class _Compiled(kc.execution.Executor):
             for name, task in tasks.items()
             for one, other in zip(task, quiet[name], strict=True)
         )
-        fixed, traced = _divided(quiet, (kc.Block, str))
+        # A flag chooses between programs, which no traced value can.
+        fixed, traced = _divided(quiet, (kc.Block, str, bool))
         # A part of another program is compiled as that is; JAX refuses options for it.
         inside = isinstance(jnp.zeros(()), jax.core.Tracer)
         options = None if inside else compiler_options(jax.default_backend())

@@ -344,28 +344,49 @@ class GaussNewton:
             check="status",
             while_loop=jax.lax.while_loop,
         )
+        return self._after(
+            params, state, result, columns, loss=loss, good=good, unlike=unlike
+        )
+
+    def _after(
+        self,
+        params: Any,
+        state: GaussNewtonState,
+        result: Any,
+        columns: Any,
+        *,
+        loss: Any,
+        good: Any,
+        unlike: Any,
+    ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
+        """Return parameters, state and progress after a search for a step.
+
+        `good` is false where nothing may change: for a loss that is not finite, or rows
+        that are `unlike` the derivatives.
+        """
+        minibatch = self.options.minibatch
         accepted = result.accepted & good
         new = GaussNewtonState(
             result.damping.astype(state.damping.dtype),
-            None if last is None else columns.tree(result.last, params),
-            count,
+            columns.tree(result.last, params) if minibatch else None,
+            state.steps + 1,
             result.progress,
         )
         # A search that lowered nothing changes its damping all the same.
-        kept = _where(good if last is None else accepted, new, state)
+        next_state = _where(accepted if minibatch else good, new, state)
         params = _where(
             accepted, _moved(params, columns.tree(result.step, params)), params
         )
         # A step that is taken again is compared again.
-        count = jnp.where(jnp.any(unlike), state.steps, count)
-        reached = jnp.full_like(loss, jnp.nan) if last is not None else result.reached
+        count = jnp.where(jnp.any(unlike), state.steps, state.steps + 1)
+        reached = jnp.full_like(loss, jnp.nan) if minibatch else result.reached
         return (
             params,
-            kept._replace(steps=count),
+            next_state._replace(steps=count),
             GaussNewtonProgress(
                 loss,
                 reached,
-                kept.damping,
+                next_state.damping,
                 jnp.asarray(result.trials),
                 accepted,
                 unlike,

@@ -169,6 +169,7 @@ def soap(
             updates = averaged(updates, axis_name)
         step = state.steps + 1
         due = (step <= _DENSE) | (step % update_every == 0)
+        # Before the moments of this step, which are then in the new bases.
         state = jax.lax.cond(
             due, lambda: basis.renewed(state, captured.batches), lambda: state
         )
@@ -208,6 +209,8 @@ class _Bases:
         for name, known in network.blocks.items():
             layer: Any = known.layer
             kinds = ("dense", "conv", "embedding")
+            # Each group of a convolution is a matrix by itself, which a common basis
+            # would mix.
             if layer.kind not in kinds or layer.groups > 1:
                 continue
             if layer.kind != "embedding":
@@ -217,6 +220,7 @@ class _Bases:
                 kc.roots.side_blocks(n, m, block=block),
                 kc.roots.side_blocks(m, n, block=block),
             )
+            # Ids have no rotation: each is a direction of its own.
             if layer.kind == "embedding":
                 sides = None, kc.roots.side_blocks(m, 1, block=block)
             if any(sides):

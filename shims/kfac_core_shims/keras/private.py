@@ -80,6 +80,8 @@ def compiled_losses(model: Any, /) -> list[tuple[Any, Any, float]] | None:
             (one.path, one.loss, 1.0 if one.loss_weights is None else one.loss_weights)
             for one in compiled._flat_losses
         ]
+    # Keras builds its losses with the first batch. The loss of an only output is known
+    # before.
     names = getattr(model, "output_names", None)
     user, weights = compiled._user_loss, compiled._user_loss_weights
     if keras.tree.is_nested(user) or (names and len(names) > 1):

@@ -241,7 +241,7 @@ def collect(
         max_elements=max_elements,
         save_every=save_every,
         progress=progress,
-        communicator=_processes(communicator),
+        communicator=parallel.processes_of(communicator),
     )
     sites = {name: model_blocks.sites[name] for name in blocks}
     return Factors(plain, sites, collected, dict(model_blocks.reasons))
@@ -302,16 +302,3 @@ def outputs_of(model: Any, batch: Any, /) -> Any:
 
 def _backend(model: Any) -> str:
     return f"torch:{next(model.parameters()).device}"
-
-
-def _processes(communicator: Any) -> kc.distributed.Communicator | None:
-    """Return the processes that a user meant; None for one."""
-    if communicator is None:
-        running = kc.distributed.running_processes().get("torch", 1)
-        communicator = "torch" if running > 1 else "alone"
-    if communicator == "alone":
-        return None
-    if isinstance(communicator, str):
-        return kc.distributed.connect(communicator, timeout=parallel.TIMEOUT)
-    processes: kc.distributed.Communicator = communicator
-    return processes

@@ -344,6 +344,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             shape = p.shape if rows is None else p[rows].shape
             sides = {}
             if site.kind == "embedding":
+                # Of an embedding only the features are rotated: ids would be mixed.
                 sides["right"] = self._side(shape[1], 1, site.name)
             else:
                 inputs_first = getattr(site.layer, "weight_layout", "oi") == "io"
@@ -438,6 +439,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             arguments.append(torch.zeros_like(V))
         if decay != 0:
             every = list(plain) + [x for s in stacks for x in s.targets]
+            # Not by `adamw` below, whose arguments for stacks are steps from zero, with
+            # nothing to decay.
             private.multiply_each(every, 1 - rate * decay)
         if not arguments:
             return
@@ -560,6 +563,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             return keys
         # A process that uses one of two layers sees no rows that they share.
         device = self.param_groups[0]["params"][0].device
+        # The smallest is the negative of the largest negative: one reduction does for
+        # both.
         ends = torch.tensor([keys, [-key for key in keys]], device=device)
         distributed.all_reduce(ends, op=distributed.ReduceOp.MAX, group=group)
         largest, smallest = ends.tolist()
