@@ -535,7 +535,8 @@ def precision(session: nox.Session) -> None:
     """Compare products with references of 120 digits; print right, refused and wrong."""
     install(session, "scipy,torch,jax", torch=True)
     names = session.posargs or ("numpy", "torch", "jax")
-    session.run("python", "-m", "conformance_tests.precision", *names)
+    env = {"XLA_FLAGS": quick_xla(session)}
+    session.run("python", "-m", "conformance_tests.precision", *names, env=env)
 
 
 @nox.session

@@ -87,7 +87,8 @@ def verdicts(
     """Yield the cases of a backend with their verdicts.
 
     On JAX those with ``check="status"`` are compiled, see `compiled`; those with
-    ``check="raise"`` read values and are not, and are walked at scale 1.
+    ``check="raise"`` read values and are not, and are walked at scale 1, and
+    with `QUICK` at one damping.
     """
     if not backend.startswith("jax"):
         for case in grid.cases(checks=checks, **points):
@@ -97,6 +98,8 @@ def verdicts(
         yield from compiled.verdicts(grid.cases(checks=("status",), **points))
     if "raise" in checks:
         points = {**points, "scales": (1.0,)}
+        if "dampings" in points:
+            points["dampings"] = QUICK["dampings"][2:3]
         for case in grid.cases(checks=("raise",), **points):
             yield (case, *grid.verdict(case, backend))
 

@@ -104,7 +104,8 @@ def judged(case: Case, operator: Any, answer: Answer, dtype: str) -> tuple[str, 
         return "silently wrong", "a singular block was inverted"
     limits = limits_of(case, answer)
     refused = ""
-    for name, error in errors_of(operator, answer, dtype, KINDS[case.kind].shape):
+    shape, together = KINDS[case.kind].shape, case.check == "raise"
+    for name, error in errors_of(operator, answer, dtype, shape, together=together):
         try:
             worst = error(limits[name])
         except kc.UnsupportedError:
@@ -138,18 +139,26 @@ def limits_of(case: Case, answer: Answer) -> dict[str, float]:
 
 
 def errors_of(
-    operator: Any, answer: Answer, dtype: str, shape: tuple[int, int]
+    operator: Any,
+    answer: Answer,
+    dtype: str,
+    shape: tuple[int, int],
+    *,
+    together: bool = False,
 ) -> Iterator[tuple[str, Callable[[float], float]]]:
-    """Yield the products by name, each with a function that returns its error."""
+    """Yield the products by name, each with a function that returns its error.
+
+    Vectors are multiplied one by one, or all together.
+    """
     vectors = answer.vectors
     inverse_root = math.sqrt(answer.inverse_norm)
 
     def images(product: Callable[[Any], Any], given: np.ndarray) -> np.ndarray:
+        many = given.reshape(-1, *shape).astype(dtype)
         found = [
-            kc.to_numpy(product(kc.asarray(v.reshape(shape).astype(dtype)))).ravel()
-            for v in given
+            kc.to_numpy(product(kc.asarray(v))) for v in ([many] if together else many)
         ]
-        return np.stack(found).astype(np.float64)
+        return np.stack(found).reshape(given.shape).astype(np.float64)
 
     def error(got: np.ndarray, expected: np.ndarray, norm: float) -> float:
         sizes = np.linalg.norm(vectors.astype(np.float64), axis=1)
