@@ -396,6 +396,7 @@ def types_of_pages(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
     session.install("-e", ".[records,scipy]", *group("docs"))
+    session.run("python", "docs/words.py")
     strict = ["-nTW", "--keep-going", "-j", "auto", "-b", "html"]
     session.run("sphinx-build", *strict, "docs", "docs/_build/html", *session.posargs)
 
