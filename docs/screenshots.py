@@ -38,7 +38,7 @@ SEARCHES = {
     "Hugging Face": ("trainers",),
     "nan loss": ("tuning",),
     "approximation conv net": ("choosing",),
-    "difference kfac-jax": ("compared",),
+    "kfac-jax": ("compared",),
 }
 
 # Loads the pages one after the other in a frame, and writes a line for each.
