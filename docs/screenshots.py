@@ -34,11 +34,9 @@ SEARCHES = {
     "Laplace": ("posteriors", "api/kfac_core.Posterior", "auto_gallery/plot_laplace"),
     "damping": ("damping", "api/damping"),
     "distributed": ("distributed", "api/distributed"),
-    "train own model": ("quickstart_torch",),
     "Hugging Face": ("trainers",),
     "nan loss": ("tuning",),
     "approximation conv net": ("choosing",),
-    "kfac-jax": ("compared",),
 }
 
 # Loads the pages one after the other in a frame, and writes a line for each.
