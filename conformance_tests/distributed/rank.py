@@ -725,6 +725,32 @@ def singular(communicator):
         assert error < BOUNDS[storage], f"{storage}, {reduce}: {error}"
 
 
+def gauss_newton(communicator):
+    """`GaussNewton` takes the steps of one process with all points."""
+    import torch
+
+    from kfac_core_shims.torch import GaussNewton
+
+    x, y = data()
+
+    def run(mine, *, minibatch, **options):
+        model = network()
+        optimizer = GaussNewton(
+            model, likelihood="categorical", minibatch=minibatch, **options
+        )
+        losses = []
+        for step in range(STEPS):
+            batch = step if minibatch else 0, mine
+            losses.append(optimizer.step(lambda at=batch: (model(x[at]), y[at])))
+        return [*parameters_of(model), torch.stack(losses)]
+
+    for minibatch in (False, True):
+        expected = run(slice(None), minibatch=minibatch, communicator="alone")
+        got = run(rows_of(communicator, 0), minibatch=minibatch)
+        for one, other in zip(got, expected, strict=True):
+            assert torch.linalg.norm(one - other) < 1e-8 * torch.linalg.norm(other)
+
+
 def stepped_by_kfac(communicator):
     """KFACOptimizer on two processes with unequal shards takes the steps of one."""
     import torch
@@ -1272,6 +1298,7 @@ SCENARIOS = {
             divided,
             meshes,
             soap,
+            gauss_newton,
             interrupted,
             resumed,
             emptied,

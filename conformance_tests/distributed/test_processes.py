@@ -54,6 +54,7 @@ OF_TORCH = (
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "soap:2", "soap:3"),
     *("singular:2", "singular:3"),
+    *("gauss_newton:2", "gauss_newton:3"),
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
     *("stepped_by_kfac:2", "meshes:4", "meshes:6"),
     *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4", "owned:8"),
@@ -375,7 +376,9 @@ def test_other_options_of_one_rank_are_named_on_all(jobs):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("scenario", ["ddp", "divided", "soap", "singular"])
+@pytest.mark.parametrize(
+    "scenario", ["ddp", "divided", "soap", "singular", "gauss_newton"]
+)
 def test_several_processes_take_the_steps_of_one(jobs, scenario, size):
     """Five steps with shards of unequal sizes and none, to 1e-10.
 

@@ -23,7 +23,14 @@ from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_plain, is_structure, rebuilt
 from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Tasks, plain
 
-__all__ = ["Hosted", "from_host", "host_computes", "host_view"]
+__all__ = [
+    "Hosted",
+    "from_host",
+    "from_views",
+    "host_computes",
+    "host_view",
+    "viewed_on_host",
+]
 
 
 LARGE = 10**8
@@ -88,6 +95,24 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
         Array of the same shape and dtype.
     """
     return xp.asarray(x)
+
+
+def viewed_on_host(value: Any, /, *, xp: Namespace) -> Any:
+    """Return structures, dicts and tuples of arrays with NumPy's on the same memory.
+
+    None where the library's own arrays are to compute, as those of a device.
+    """
+    if not host_computes(xp=xp):
+        return None
+    try:
+        return _Mapped(_viewed_by(xp, {}), {})(value)
+    except _ElsewhereError:
+        return None
+
+
+def from_views(value: Any, /, *, xp: Namespace) -> Any:
+    """Return the same with arrays of a library; undoes `viewed_on_host`."""
+    return _Mapped(partial(_native("from_host", from_host, xp), xp=xp), {})(value)
 
 
 Known = dict[int, tuple[Any, Any]]

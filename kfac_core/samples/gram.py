@@ -218,11 +218,13 @@ class _Positions:
         if C == S == 1 and not start and self.ids is None:
             flat_x = xp.reshape(self.x[:last, ...], (last, -1))
             X, G = (_add_products(None, [a], xp).array for a in (flat_x, flat_g))
-            return X * G
+            X *= G  # In place: another R^2 numbers take as long as their product.
+            return X
         G = xp.matmul(flat_g[first * C * S :, :], xp.matrix_transpose(flat_g))
         X = self._inputs(first, last, xp)
         if C == 1 and S == 1:
-            return X * G
+            X *= G
+            return X
         X = xp.reshape(X, (last - first, 1, S, last, 1, S))
         G = xp.reshape(G, (last - first, C, S, last, C, S))
         return xp.reshape(xp.sum(X * G, axis=(2, 5)), (stop - start, stop))
@@ -255,7 +257,7 @@ def _sum_of_products(
         stop = min(start + at_once, R)
         part = layers[0].product(start, stop, xp)
         for layer in layers[1:]:
-            part = part + layer.product(start, stop, xp)
+            part += layer.product(start, stop, xp)
         if stop < R:
             zeros = xp.zeros(
                 (stop - start, R - stop), dtype=part.dtype, device=ns.device_of(part)

@@ -319,7 +319,8 @@ def _meetings(
             (axis,) = grown
             if moved is not None:
                 meetings.append(Meeting(result, None, axis, new, moved))
-            elif operation.name in ELEMENTWISE and old[axis] == 1:
+            # A scalar has no axis where the examples come in.
+            elif operation.name in ELEMENTWISE and old[axis : axis + 1] == (1,):
                 shape = (*old[:axis], batch.examples, *old[axis + 1 :])
                 meetings.append(Meeting(result, position, axis, shape, view))
             else:
