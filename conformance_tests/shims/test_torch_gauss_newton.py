@@ -380,6 +380,18 @@ def test_the_report_says_what_a_step_did_and_what_is_formed():
     assert "shift, since it is in no layer" in repr(optimizer)
 
 
+def test_the_report_says_that_points_changed():
+    net = mlp(2, 5, 1)
+    optimizer = GaussNewton(net)
+    changed = []
+    for seed in (3, 3, 4):
+        x = points(5, seed=seed)
+        optimizer.step(lambda x=x: net(x)[:, 0] - 1.0)
+        changed.append("minibatch=True" in repr(optimizer))
+
+    assert changed == [False, False, True]
+
+
 def test_momentum_is_that_of_spring():
     """Two steps on other points, the second with the first's direction in its model."""
     net = mlp(2, 4, 1)

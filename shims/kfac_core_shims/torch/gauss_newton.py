@@ -53,6 +53,8 @@ class GaussNewtonReport:
         The rows R and the columns P of the Jacobian.
     formed : dict of str to str
         Parameters whose derivatives were formed, R numbers each, and why.
+    other_points : bool
+        Whether the loss is not what the step before reached, as with other data.
     """
 
     steps: int
@@ -66,6 +68,7 @@ class GaussNewtonReport:
     samples: int
     parameters: int
     formed: dict[str, str]
+    other_points: bool
 
     def __str__(self) -> str:
         lines = [
@@ -75,6 +78,11 @@ class GaussNewtonReport:
             f"{self.samples} residuals, {self.parameters} parameters; solved with a "
             f"residual of {self.residual:.0e}",
         ]
+        if self.other_points:
+            lines.append(
+                "the loss is not what the last step reached: points change, and each step "
+                "is searched on its own; for mini-batches give minibatch=True"
+            )
         lines += [f"formed: {name}, since {why}" for name, why in self.formed.items()]
         return "\n".join(lines)
 
@@ -123,9 +131,10 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         and the local energies, both of shape (N,), at positions drawn from psi^2; J and
         the energies are less their means.
     minibatch : bool, optional
-        Whether residuals are of other data at each step.  Steps are then SPRING's, with a
-        damping that follows the residuals.  By default whether `lr` is given, or
-        `centered`.
+        Say True where residuals are of other data at each step, as from a loader: without
+        it each step is searched on its batch, which it fits too well.  Steps are then
+        SPRING's, with a damping that follows the residuals.  By default whether `lr` is
+        given, or `centered`.
     lr : float, optional
         Length of the steps on other data; a scheduler may change it.  By default 0.3,
         divided by ``1 + k/2`` after k times that losses of batches did not fall any more.
@@ -213,6 +222,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     def __repr__(self) -> str:
         [group] = self.param_groups
         text = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "damping"))
+        text = f"minibatch={self._options.minibatch}, {text}"
         last = "no steps yet" if self._report is None else str(self._report)
         return f"GaussNewton({text})\n{last}"
 
@@ -298,8 +308,12 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 )
             start = kc.samples.Evaluation(values, loss)
             result = self._take(residuals, problem.root, scales, J, r, start)
+        last = self._report
+        # NaN, which is unlike nothing here, where the last step did not evaluate it.
+        before = float("nan") if last is None else last.reached
+        limit = torch.finfo(r.dtype).eps ** 0.5 * abs(before)
         self._report = GaussNewtonReport(
-            steps=1 if self._report is None else self._report.steps + 1,
+            steps=1 if last is None else last.steps + 1,
             loss=float(loss),
             reached=_float(result.reached),
             damping=float(result.damping),
@@ -310,6 +324,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             samples=samples,
             parameters=J.parameters,
             formed=self.formed,
+            other_points=abs(float(loss) - before) > limit,
         )
         return loss
 
