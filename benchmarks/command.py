@@ -19,7 +19,7 @@ from benchmarks.targets import results
 from benchmarks.threads import processors
 from benchmarks.workloads import chosen_workloads
 from kfac_core.cli.options import add_json, positive
-from kfac_core.cli.screen import Progress, complain, print_json
+from kfac_core.cli.screen import complain, print_json
 
 __all__ = ["add_arguments", "main"]
 
@@ -89,17 +89,16 @@ def main(arguments: argparse.Namespace, /) -> int:
         0; 1 where a library's answers differ from what is right; 2 for a call that
         cannot be run.
     """
-    with Progress() as progress:
-        try:
-            several = [
-                _options(arguments, threads, say=progress.begin)
-                for threads in dict.fromkeys(arguments.threads)
-            ]
-        except ValueError as error:
-            return complain("bench", error)
-        # Before minutes of work, and not after them.
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        runs = [run(options) for options in several]
+    try:
+        several = [
+            _options(arguments, threads, say=_say)
+            for threads in dict.fromkeys(arguments.threads)
+        ]
+    except ValueError as error:
+        return complain("bench", error)
+    # Before minutes of work, and not after them.
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    runs = [run(options) for options in several]
     if all("error" in said for said in runs[0]["libraries"].values()):
         missing = " (no GPU was found)" if arguments.device == "cuda" else ""
         return complain("bench", f"no library could be started{missing}")
@@ -115,6 +114,10 @@ def main(arguments: argparse.Namespace, /) -> int:
         if not figures.get("agrees", True)
     ]
     return 1 if differing else 0
+
+
+def _say(doing: str) -> None:
+    print(doing, file=sys.stderr)
 
 
 def _options(

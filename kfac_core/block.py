@@ -75,6 +75,8 @@ class Block:
             layer=constraints.implementation_of(Layer),
             approximation=constraints.implementation_of(Approximation),
         )
+        # A library imported after `kfac_core` has registered no structures yet, and JAX
+        # must know them before it traces this block.
         load_adapters()
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
@@ -186,6 +188,8 @@ class Block:
         dtype = ns.wide_dtype(xp, rows.like.dtype)
         R, N, _ = rows.counts(dtype, xp=xp)
         scale = conventions.gradient_scale(examples=N, rows=R)
+        # `scale` undoes the caller's reduction, so that the result is the gradient of
+        # the mean over examples, whatever loss was differentiated.
         return rows.gradient_sum(dtype, xp=xp) * (scale / N)
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
@@ -209,6 +213,8 @@ class Block:
         Block or None
             None where layer or approximation keep no leading axes.
         """
+        # Both must agree: the layer's functions keep a leading axis, and the statistics
+        # are sums that a batched Gram product forms.
         layer = self.layer.stacked(count) if self.approximation.stacks else None
         return None if layer is None else Block(layer, self.approximation)
 

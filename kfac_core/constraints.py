@@ -108,6 +108,8 @@ def _is_real_scalar(value: Any) -> bool:
         return False
     if isinstance(value, np.ndarray):
         dtype = value.dtype
+        # Extended precision and foreign byte orders have no counterpart in other
+        # libraries.
         common = dtype.kind in "iuf" and dtype.itemsize <= 8 and dtype.isnative
         return type(value) is np.ndarray and common
     try:
@@ -123,6 +125,8 @@ def integer(
     """Return the constraint of a whole number that is not less than `least`."""
 
     def accepts(value: Any) -> bool:
+        # `operator.index` accepts these: True is 1, and a 0-d array of integers has an
+        # index.
         if isinstance(value, (bool, np.bool_, np.ndarray)):
             return False
         try:
@@ -201,6 +205,8 @@ def implementation_of(protocol: type[Any], /) -> Constraint:
     def accepts(value: Any) -> bool:
         if "__call__" in vars(protocol) and not callable(value):
             return False
+        # On the type, since an instance may answer any name by `__getattr__`; and not
+        # `isinstance`, which evaluates properties of the value.
         return all(hasattr(type(value), method) for method in methods)
 
     return instance_of(protocol)._replace(accepts=accepts)
@@ -300,6 +306,7 @@ def require_options(options: object, /, **constraints: Constraint) -> None:
 
 def require_one_of(name: str, value: object, known: tuple[str, ...], /) -> None:
     """Raise `ConventionError` unless a value is one of some strings."""
+    # The message is built on the failing path alone: this runs at every step.
     if not isinstance(value, str) or value not in known:
         require_range(name, value, one_of(*known))
 
@@ -393,6 +400,7 @@ def _has_shape(axes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
         shape = (*shape[:front], *shape[front + 1 :])
     if len(axes) != len(shape):
         return False
+    # Equal letters stand for equal lengths, as in an einsum.
     lengths: dict[str, int] = {}
     for axis, length in zip(axes, shape, strict=True):
         if isinstance(length, str):

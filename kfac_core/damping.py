@@ -205,13 +205,17 @@ def levenberg_marquardt(
     if arrays:
         xp = array_api_compat.array_namespace(*arrays)
         lam, rho = (ns.full_of(xp, x, arrays[0]) for x in scalars)
+        # Written as `rho >= lower` and not `rho < lower`, so that a ratio of NaN raises
+        # the damping.
         raised = xp.where(rho >= lower, lam, lam / decay)
         adapted = xp.where(rho > upper, lam * decay, raised)
         least, most = (xp.full_like(lam, bound) for bound in (minimum, maximum))
         adapted = xp.where(adapted > least, adapted, least)
+        # `where` and not `clip`: libraries differ in what they do with NaN.
         return xp.where(adapted < most, adapted, most)
     if reduction_ratio > upper:
         damping = damping * decay
+    # Not `<`: a ratio of NaN means that the step failed.
     elif not reduction_ratio >= lower:
         damping = damping / decay
     return min(max(damping, minimum), maximum)

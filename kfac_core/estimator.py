@@ -218,6 +218,8 @@ class Estimator:
         self.damping = damping
         self._decay = decay
         self.state = self.network.empty()
+        # A fresh object for each reset.  A background refresh compares identities, and
+        # so never installs an operator of statistics that were reset meanwhile.
         self._resets: dict[str, object] = {}
         self._execution = execution
         self._executor = self._first_executor()
@@ -528,6 +530,8 @@ class Estimator:
         KFACError
             See `apply`.
         """
+        # The usual case skips `apply`, whose checks of names cost as much as the
+        # products of a small network.
         if "inverse" not in self.network.refreshing.factorizations:
             return self.apply("multiply_inverse", gradients)
         return self.network.apply(
@@ -595,6 +599,8 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which gets its own executor and guard."""
+        # Executors hold caches by `id`, locks and threads, none of which survives a
+        # copy.
         without = dict.fromkeys(("_executor", "_change", "_last_refresh"))
         return {**vars(self), **without}
 
@@ -713,6 +719,8 @@ class Estimator:
             except errors.KFACError as raised:
                 error = raised
             if owned and isinstance(executor, DistributedExecutor):
+                # Every process takes part, also the one that failed: the others would
+                # wait for it.
                 loaded = executor.shared(loaded, error=error)
             elif error is not None:
                 raise error

@@ -186,6 +186,8 @@ class Network:
             )
 
         xp, device = ns.namespace_of(like=like), ns.device_of(like)
+        # A compiled step needs a state whose form never changes.  JAX finds the form of
+        # an operator by tracing a refresh, without computing one.
         form: NetworkState = backend_of(xp).placeholder(refreshed, device=device)
         after: dict[str, BlockState] = {}
         for name, before in start.blocks.items():
@@ -254,11 +256,14 @@ class Network:
                 tasks[name] = self.blocks[name], statistics, batch, options
         except Exception as error:
             executor.tell(error)
+        # Nothing of `state` has changed so far.  What raises below leaves it as it was.
         updated, good = executor(stages.UPDATE, tasks), 1
         if check == "raise":
             require_finite_rows(updated)
         elif updated:
             old = {name: task[1] for name, task in tasks.items()}
+            # A batch counts in all blocks or in none, so that they describe the same
+            # data.
             updated, good = states.all_or_none(updated, old)
         return states.after_updates(state, updated, good)
 
@@ -389,6 +394,8 @@ class Network:
                 # A Python number, since an array of another library could not be combined.
                 lam = float(lam)
             solving = self._solving[name]
+            # Blocks of equal damping share one options object, which stacks then
+            # recognize at once.
             if lam is not options.damping or solving != options.solving:
                 options = replaced(options, damping=lam, solving=solving, check=check)
             tasks[name] = self.blocks[name], statistics, options
@@ -402,6 +409,8 @@ class Network:
             before = state.blocks[name]
             if isinstance(refreshed, errors.KFACError):
                 failures = before.failures + 1
+                # A stale operator preconditions well for a while; a first refresh has
+                # none to keep.
                 if before.operator is None or failures > self.refreshing.failure_budget:
                     raise refreshed
                 after[name] = replaced(before, failures=failures)
@@ -454,6 +463,8 @@ class Network:
             executor.tell(error, product=True)
         products = executor(stages.APPLY, tasks)
         for name, vector in products.items():
+            # A state of `initial` holds a placeholder until its first good refresh.  A
+            # traced count cannot raise, so the products are zero until then.
             if type(refreshes := state.blocks[name].refreshes) is not int:
                 products[name] = states.zero_unless(refreshes > 0, vector)
         return self.layers.products(products)
@@ -494,6 +505,7 @@ class Network:
     def _solving_of(self, block: Block) -> Solving:
         """Return how a block is solved: only full factors have a choice."""
         full = block.approximation.factor_shapes(block.layer)
+        # Only full factors have triangles; the exact rule divides in the eigenbasis.
         if not full or self.damping_rule == "exact":
             return "inverse"
         return self.refreshing.solving

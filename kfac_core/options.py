@@ -210,6 +210,8 @@ class Coupling(_Options):
         object.__setattr__(self, "chains", chains)
 
     def __hash__(self) -> int:
+        # Chains are left out, as values of a mapping may be any sequence; equal hashes
+        # of unequal options are only slower.
         return hash((frozenset(self.factors.items()), frozenset(self.weights.items())))
 
 

@@ -186,6 +186,8 @@ def _of_block(operator: CurvatureOperator | None) -> tuple[float | None, float |
     if bool(prepared.status() != 0):
         return float("nan"), float("inf")
     n, m = prepared.vector_shape
+    # Of the whole block and not of its factors: the residual is of what is applied, in
+    # the dtype that it is applied in.
     z = probe(n * m, dtype=like.dtype, device=ns.device_of(like), xp=xp)
     z = xp.reshape(z, (n, m))
     return (
@@ -197,6 +199,8 @@ def _of_block(operator: CurvatureOperator | None) -> tuple[float | None, float |
 def _of_factors(factors: dict[str, FactorReport]) -> tuple[float | None, float | None]:
     """Return the condition and the residual of a Kronecker product, by its factors."""
     conditions = [part.condition or 1.0 for part in factors.values()]
+    # The condition number of a Kronecker product is the product of its factors'; to
+    # first order their relative errors add up.
     return math.prod(conditions), sum(part.residual or 0.0 for part in factors.values())
 
 

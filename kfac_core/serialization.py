@@ -243,6 +243,7 @@ def _description(block: Block) -> dict[str, Any]:
             **dataclasses.asdict(approximation),
         },
     }
+    # Through JSON, so that tuples are lists, as they are after reading a file.
     return json.loads(json.dumps(described, default=operators.index))  # type: ignore[no-any-return]
 
 
@@ -305,6 +306,8 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     state: BlockState = values.read("", BlockState, template)
     values.require_empty()
     if state.statistics is not None:
+        # A sum of weights grows by at most one weight an update; a larger one is
+        # damaged and would shrink the factors.
         most = max(1.0, network.averaging.weight) * max(state.updates, 1)
         _check_statistics(state.statistics, network.precision, most)
         _check_flags(state.statistics, block)
@@ -326,6 +329,8 @@ def _template(values: _Values, network: Network, name: str) -> BlockState:
     statistics = empty if "statistics" in present else None
     if "operator" not in present:
         return BlockState(statistics)
+    # An operator of empty statistics shows the classes and shapes that a file may hold;
+    # values replace its zeros.
     options = RefreshOptions(
         damping=1.0,
         rule=network.damping_rule,
@@ -355,6 +360,7 @@ class _Values:
         self.left = {str(path): value for path, value in values.items()}
         self._parts: set[str] = set()
         for path in self.left:
+            # Every prefix of a path is a structure that the state holds.
             while path and path not in self._parts:
                 self._parts.add(path)
                 path = path.rpartition(".")[0]
@@ -484,6 +490,7 @@ class _Values:
         if most is not None and most < math.inf:
             good = good and bool(xp.all(x <= most))
         _require(good, path, f"in [0, {most}]", "others")
+        # The caller may go on to change the arrays of the state that was loaded.
         return xp.asarray(x, copy=True)
 
 
@@ -597,6 +604,8 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
             status = operator.status()
             xp = ns.own_namespace(status)
             good = status.shape == () and not bool(status != 0)
+            # Products of zeros run every shape check of the operator, and are zero for
+            # any numbers that are finite.
             vector = xp.zeros(shape, dtype=xp.float32, device=ns.device_of(status))
             for product in products:
                 if product in operator.unsupported_products:

@@ -139,6 +139,7 @@ def _updated_in_chunks(
     """Return the statistics after a batch that is read in chunks, and its flags."""
     chunks = block.row_parts(batch, max_patch_elements=options.max_patch_elements)
     total, flags = _sum_of_chunks(block, statistics.emptied(), chunks, options)
+    # Without a weight the sums are those of a larger batch's part, and simply add up.
     if options.weight is None:
         return statistics.merged(total), flags
     approximation = block.approximation
@@ -242,6 +243,8 @@ def batch_moments(
     first = next(chunks)
     empty = block.initial(first.like, precision=precision or Precision())
     if statistics is not None:
+        # Moments of EKFAC exist in a basis only, and may be added up only in the same
+        # one.
         empty = replaced(empty, bases=statistics.bases)
     xp = empty.namespace
     entered = replaced(options, xp=xp)
@@ -436,6 +439,8 @@ def refresh_block(
                     damping=0.0, factorizations=(), keep_matrices=True
                 )
                 undamped = approximation.operator(statistics, layer, bare)
+                # Relative damping: trace / dimension is the mean eigenvalue, which
+                # scales as the loss does.
                 damping = damping * undamped.trace(damped=False) / undamped.shape[0]
                 dtypes = compute, apply
                 scaled = _entering_damping(damping, like, dtypes, check, name, xp)
@@ -594,6 +599,8 @@ def _entering_damping(
         _require_normal(value, dtypes, xp)
         return entered
     smallest = max(ns.smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
+    # Denormal dampings lose digits, and some devices flush them to zero; zero itself is
+    # legal.
     good = (damping <= 0) | (damping >= smallest)
     # A traced damping cannot raise: NaN is flagged at the refresh, as invalid.
     return xp.where(good, entered, xp.full_like(entered, xp.nan))
@@ -764,6 +771,7 @@ APPLY = Stage(
     _product_flops,
     on_host=True,
     is_product=True,
+    # Products shorter than this many flops take less time than handing them to threads.
     worth_threads=10**9,
     keeps_stacks=True,
     stacks=_products_stack,

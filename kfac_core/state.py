@@ -179,6 +179,8 @@ class NetworkState:
                 now,
                 operator=new.operator,
                 damping=new.damping,
+                # Updates since the start of the refresh, which ran meanwhile, have aged
+                # its operator.
                 age=new.age + now.updates - started.blocks[name].updates,
                 refreshes=new.refreshes,
                 failures=new.failures,
@@ -353,6 +355,8 @@ def coefficients(
     # A count may be traced; then both coefficients are arrays.
     burning = before.updates < averaging.burn_in
     if isinstance(burning, bool) or statistics is None:
+        # A decay of 1 makes the first updates a plain mean, in which no batch is
+        # favoured.
         return (1.0, 1.0) if burning else (decay, averaging.weight)
     xp, one = statistics.namespace, statistics.namespace.ones_like(statistics.like)
 
@@ -425,6 +429,8 @@ def after_update(
         one = ns.own_namespace(before.updates).zeros_like(before.updates) + one
     basis_age, status = before.basis_age, statistics.status
     if isinstance(basis_age, int):
+        # -1 says that no basis exists; it must not count up to one that is 0 updates
+        # old.
         basis_age = basis_age if basis_age < 0 else basis_age + one
     else:
         xp = ns.own_namespace(basis_age)
@@ -437,6 +443,8 @@ def after_update(
         updates=before.updates + one,
         age=before.age + one,
         basis_age=basis_age,
+        # Arithmetic in place of a branch, since `one` may be traced: the first good
+        # update brings the moments.
         moments_missing=before.moments_missing * (1 - one),
         status=status,
     )

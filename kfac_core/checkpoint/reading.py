@@ -186,6 +186,8 @@ def join_checkpoints(
                     f"{parts[number]}: has blocks of the files before, {sorted(common)}."
                 )
             joined["state"]["blocks"].update(state["blocks"])
+            # Arrays are written one after the other, so indices of a part move by the
+            # arrays before it.
             start = sum(lengths[:number])
             joined["tensors"].update(
                 {name: start + index for name, index in document["tensors"].items()}

@@ -135,9 +135,11 @@ def _arrays(
                 transposed.append(f"{name}/{inner}")
                 values = np.swapaxes(values, -1, -2)
             values = np.asarray(values, order="C")
+            # Equal arrays, as of shared factors, are stored once.
             key = _key(values)
             is_new = key not in indices
             tensors[f"{name}/{inner}"] = indices.setdefault(key, len(indices))
+            # One array at a time is on the host, and none outlives its write.
             del block["values"][inner], value
             if is_new:
                 yield values
@@ -177,6 +179,8 @@ def write_atomically(
         with temporary.open("xb") as file:
             write_archive(file, document, arrays)
             file.flush()
+            # Before the rename: a crash must not leave a new name for data that never
+            # reached the disk.
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:

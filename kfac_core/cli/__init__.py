@@ -226,5 +226,6 @@ def _epilog(module: Command) -> str:
 
 def _unread() -> int:
     """End where the reader of a pipe has gone, without a second error at the exit."""
+    # Python flushes stdout again at exit, which would raise a second time.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return UNREAD

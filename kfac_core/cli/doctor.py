@@ -93,6 +93,7 @@ def diagnosis(*, every: bool = True) -> dict[str, Any]:
     selected = _selected()
     chosen = (selected["spec"] or "").partition(":")[0]
     backends = {
+        # Importing a framework takes seconds, so only the chosen one is imported.
         name: _backend(name) if every or name == chosen else _not_imported(name)
         for name in backend_names()
     }

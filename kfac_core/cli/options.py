@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_json", "not_negative", "positive"]
+__all__ = ["add_json", "positive"]
 
 
 def add_json(parser: argparse.ArgumentParser, /) -> None:
@@ -16,20 +16,9 @@ def add_json(parser: argparse.ArgumentParser, /) -> None:
 
 def positive(text: str, /) -> int:
     """Return an integer of at least 1."""
-    return _at_least(1, text)
-
-
-def not_negative(text: str, /) -> int:
-    """Return an integer of at least 0."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        message = f"expected an integer >= {least}, got {text!r}"
+    # Not by the error of `int`, whose message in argparse names a Python type.
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        message = f"expected an integer >= 1, got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return number

@@ -1,26 +1,21 @@
-"""Output of the commands: tables, one JSON document, errors, and progress.
+"""Output of the commands: tables, one JSON document, and errors.
 
 Conventions.  Standard output holds only the answer; standard error holds errors, a line
-each (wrapped on a terminal), and progress, which only a terminal gets.  Pipes and files get
-no control characters.
+each (wrapped on a terminal).  Nothing writes control characters.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import sys
 import textwrap
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "PATIENCE",
     "WIDTH",
-    "Progress",
     "aligned",
     "complain",
     "print_json",
@@ -29,16 +24,11 @@ __all__ = [
     "wrapped",
 ]
 
-PATIENCE = 2.0
-"""Seconds after which progress is shown."""
-
 WIDTH = 80
 """Width of a line of text, where possible."""
 
 _LEAST = 12
 """Least width of a wrapped column."""
-
-_CLEARED = "\r\x1b[2K"
 
 
 def complain(command: str, message: object, /) -> int:
@@ -123,61 +113,6 @@ def aligned(
             padded = (part.ljust(w) for part, w in zip(parts, widths, strict=True))
             lines.append("".join(f"  {part}" for part in padded).rstrip())
     return lines
-
-
-class Progress:
-    """A line of progress on standard error, on a terminal only.
-
-    Parameters
-    ----------
-    total : int, optional
-        Number of steps.
-    patience : float
-        After how many seconds it is shown.
-    """
-
-    def __init__(
-        self, total: int | None = None, /, *, patience: float = PATIENCE
-    ) -> None:
-        self._total, self._patience = total, patience
-        self._done, self._doing, self._shown = 0, "", False
-        self._start = time.monotonic()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._clear()
-
-    def begin(self, doing: str, /) -> None:
-        """Show a task."""
-        self._doing = printable(doing)
-        self._show()
-
-    def advance(self, steps: int = 1, /) -> None:
-        """Count finished steps."""
-        self._done += steps
-        self._show()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Clear the line while other text is written to the terminal."""
-        self._clear()
-        yield
-        sys.stdout.flush()
-
-    def _show(self) -> None:
-        waited = time.monotonic() - self._start >= self._patience
-        if waited and sys.stderr.isatty():
-            count = "" if self._total is None else f"{self._done}/{self._total} "
-            print(_CLEARED, count, self._doing, sep="", end="", file=sys.stderr)
-            sys.stderr.flush()
-            self._shown = True
-
-    def _clear(self) -> None:
-        if self._shown:
-            print(_CLEARED, end="", file=sys.stderr, flush=True)
-            self._shown = False
 
 
 def _plain(value: Any) -> Any:

@@ -54,6 +54,8 @@ class BackgroundRefresh:
             See `kfac_core.Estimator.refresh`.
         """
         state = self._future.result()
+        # A second call installs nothing, and the closure is freed with the states that
+        # it holds.
         install, self._install = self._install, None
         if install is not None:
             install(state)

@@ -70,6 +70,8 @@ def block_costs(block: Block, /) -> BlockCosts | None:
     if not shapes:
         return None
     groups = block.layer.groups
+    # Flops over the share of peak speed that each routine reaches: POTRF n^3/3, POTRI
+    # 2n^3/3, SYEV about 9n^3.
     cubes = float(sum(n**3 for n, _ in shapes))
     uses = float(sum(2 * n**2 * k for n, k in shapes))
     factor = cubes / 3 / POTRF

@@ -93,6 +93,8 @@ class Stacked(Executor):
             # Compare forms only if there are enough equal blocks.
             for name in names if len(names) >= self._fewest else ():
                 if stage.stacks(*tasks[name]):
+                    # Equal blocks with unequal data (another N, a mask, another dtype)
+                    # make no stack.
                     form = (kind, *self._forms_of(stage, tasks[name], common))
                     groups.setdefault(form, []).append(name)
         members = {

@@ -40,6 +40,7 @@ class DiagonalFactor:
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale sum_i x_i * x_i``."""
         x, ones = rows if isinstance(rows, HomogeneousRows) else (rows, None)
+        # The diagonal of the Gram matrix alone, which is all that this factor keeps.
         squares = xp.sum(x * x, axis=-2)
         if ones is not None:
             last = xp.sum(ones * ones, axis=-1)[..., None]

@@ -93,5 +93,6 @@ def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
     """
     if kind in _WITHOUT_OPTIONS:
         return _WITHOUT_OPTIONS[kind]
+    # Admission has checked that the layer is a convolution, which has these.
     geometry: Any = layer
     return UncorrelatedFactor(math.prod(geometry.kernel_size), int(geometry.bias))

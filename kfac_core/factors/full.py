@@ -45,6 +45,7 @@ class FullFactor:
         """Return the average after ``sum <- decay sum + scale rows^T rows``."""
         total = updated_gram(average.sum, rows, decay, scale, xp=xp)
         x = rows.x if isinstance(rows, HomogeneousRows) else rows
+        # The count of rows bounds the rank; masked rows only make the bound loose.
         return average.following(total, float(x.shape[-2]), decay, weight)
 
     def value(
@@ -55,6 +56,8 @@ class FullFactor:
         factor, rank = average.factor(debias=debias), average.rows
         roundoff = 0.0
         if total.array.dtype != dtype:
+            # A wider dtype does not bring back digits that storage has lost, so its
+            # roundoff stays with the matrix.
             roundoff = ns.roundoff_of(total.array.dtype, xp=xp)
             factor = ns.cast(xp, factor, dtype)
             total = replaced(total, array=ns.cast(xp, total.array, dtype))

@@ -73,6 +73,8 @@ class LaggedFactor:
             New average; ``2 R n^2`` flops for R rows.
         """
         axes = tuple(range(rows.ndim - 1))
+        # E[x_{t+1} x_t^T], which is not symmetric; the order decides the direction of
+        # time.
         product = xp.tensordot(rows[..., 1:, :], rows[..., :-1, :], axes=(axes, axes))
         return Average(average.sum * decay + product * scale, weight)
 

@@ -50,6 +50,8 @@ class RunningProduct:
             weight = xp.where(self.weight > 0, self.weight, weight)
         root = xp.sqrt(self.singular_value() / weight)[..., None, None]
         unit = xp.where(root > 0, root, xp.ones_like(root))
+        # `input` has unit norm; the root gives both sides the same norm, as pi and
+        # damping expect.
         return {"input": self.input * root, "output": self.output / (unit * weight)}
 
     def singular_value(self) -> Array:

@@ -114,6 +114,7 @@ class Statistics:
             )
             for name, average in self.averages.items()
         }
+        # A batch whose flags are set is rejected below, and only its flags remain.
         new = Statistics(averages, other.status, self.bases)
         xp, good = self.namespace, other.status == 0
         # Select by `where`, since the status may be traced.

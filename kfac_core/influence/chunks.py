@@ -62,6 +62,8 @@ def score_chunks(
     size = _size(gradients.layer)
     q = max(1, min(queries, max_elements // (4 * size)))
     while True:
+        # x^T P g of each row needs room for every pair of a query and a row.  Several
+        # of both take the gradients of examples instead.
         by_rows = gradients.is_rows and (gradients.rows_each == 1 or q == 1)
         each = _rows(gradients) + (
             _bilinear(gradients, q) if by_rows else _matrix(gradients)

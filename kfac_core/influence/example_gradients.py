@@ -94,6 +94,7 @@ class LayerGradients:
         """Return the number of rows of an example, and whether there are x and g."""
         if isinstance(self.batches, Mapping) or not self.examples:
             return 1, False
+        # One example shows the form of all, without extracting every patch.
         rows = whole_rows(self.layer, [_taken(use, 0, 1) for use in self.batches])
         return rows.positions, isinstance(rows, Rows)
 

@@ -342,8 +342,12 @@ class _Run:
         options = UpdateOptions(conventions, 1.0, None, skip=skip, overwrite=True)
         rank = 0 if self.communicator is None else self.communicator.rank
         with self.capture(blocks) as passes:
+            # A resumed run skips the batches that its file has, so the loader must not
+            # shuffle.
             remaining = itertools.islice(self.loader, self.batches, None)
             for k, batch in enumerate(remaining, self.batches):
+                # A seed for each rank, stage and batch: resuming draws the same labels,
+                # and the second pass of EKFAC draws others than the first.
                 parts, count = passes(batch, (rank << 64) + (self.stage << 48) + k)
                 for part in parts:
                     for name in part.keys() & blocks.keys():
@@ -377,6 +381,8 @@ class _Run:
         if self.stage == 0:
             like = next((s.like for s in self.statistics.values()), None)
             if like is not None:
+                # As an array of the statistics' library, since a communicator sends
+                # arrays only.
                 self.examples = int(self._total(like * 0 + self.examples))
         for name in blocks:
             if name not in self.statistics:

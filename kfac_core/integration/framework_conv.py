@@ -75,6 +75,7 @@ def framework_conv(
         for name, option in (("strides", strides), ("dilation", dilation))
     }
     return Conv(
+        # Frameworks store the channels of one group in the kernel.
         in_channels=width * groups,
         out_channels=out,
         kernel_size=tuple(kernel),

@@ -122,6 +122,8 @@ class LayerCall:
             As for `add_source`.  A loss that is differentiated in parts adds several.
         """
         self.add_source(output_grad)
+        # Backward through one call may come in pieces; a gradient is linear, so they
+        # add up to one source and are not two.
         if len(self.output_grads) > 1:
             first, second = self.output_grads
             self.output_grads = [first + second]

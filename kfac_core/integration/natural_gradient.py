@@ -445,7 +445,10 @@ class NaturalGradient(ScheduledSteps):
                 raise error
             numbers = self._numbers(gradients, rows, examples)
             further = np.asarray(self._further_numbers(), np.float64)
+            # Without rows there is nothing to scale; 1 only avoids dividing by zero.
             counts_here = (rows, examples) if rows else (1.0, examples)
+            # Scaled by this process's counts; the ratio of counts is compared below,
+            # and where it differs the step is repeated with the counts of all.
             parts = self._batches(used, *counts_here)
         except Exception as raised:
             agreement.vote(step, error=raised)
@@ -514,6 +517,8 @@ class NaturalGradient(ScheduledSteps):
             require_finite({n: g for n, g in gradients.items() if n not in ready})
         divisor = self.loss_factor
         if self.reduction == "sum":
+            # Curvature is of the mean over rows, so a summed gradient is divided by the
+            # rows of all; averaging over processes has divided it by their number once.
             divisor = divisor * rows / self._processes
         if not (isinstance(divisor, float) and divisor == 1.0):
             ready = {
@@ -604,6 +609,8 @@ class NaturalGradient(ScheduledSteps):
         ]
         digest = digest_of(repr(shares)) * bool(shares)
         of_loss = rows * float(self.loss_factor)
+        # One vector for one all-reduce: sums of these give the mean and variance of the
+        # norm, all rows, and the loss factor weighted by rows.
         head = norm, norm * norm, rows, of_loss, float(bool(shares))
         return np.asarray([*head, *digest, *examples.values()])
 
@@ -677,5 +684,6 @@ def _norm(gradients: Vector, /) -> float:
     dtype = ns.wide_dtype(xp, next(iter(arrays.values())).dtype)
     with np.errstate(all="ignore"):
         norms = [ns.cast(xp, xp.linalg.vector_norm(x), dtype) for x in arrays.values()]
+        # A norm of norms: squares of single entries would overflow in float32.
         norm = xp.linalg.vector_norm(xp.stack(norms))
     return float(backend_of(xp).to_numpy(norm))

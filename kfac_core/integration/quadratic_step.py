@@ -57,6 +57,7 @@ class QuadraticStep:
         """Return the same step, with its coefficients multiplied by a number."""
         if rate == 1.0:
             return self
+        # The prediction follows: it is of the step that is taken.
         return replace(self, coefficients=rate * self.coefficients)
 
 

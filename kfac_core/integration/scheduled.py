@@ -177,6 +177,8 @@ class ScheduledSteps:
         estimator = state.get("estimator", {})
         blocks = estimator.get("blocks", {})
         paths = {path for block in blocks.values() for path in block.get("values", ())}
+        # torch.distributed.checkpoint fills a state in place and reads only keys that
+        # the new object already has; a fresh one has no statistics.
         is_read = owned or any(path.startswith("statistics") for path in paths)
         if state["steps"] and not is_read:
             raise errors.StateError(

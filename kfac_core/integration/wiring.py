@@ -211,6 +211,7 @@ def _require_sizes(
 ) -> None:
     expected = layer.parameter_shapes
     sizes = {role: math.prod(shape) for role, shape in expected.items()}
+    # Sizes and not shapes, as frameworks keep kernels of attention in more axes.
     if sizes != {role: math.prod(shape) for role, shape in shapes.items()}:
         raise errors.ShapeError(
             f"Layer {name!r}: expected parameters of the sizes of {dict(expected)}, got "

@@ -368,6 +368,8 @@ class Conv:
         g = g[..., part, :, :]
         x = xp.reshape(x, (*x.shape[: -len(every) - 1], *g.shape[-3:-1], -1))
         if mask is not None:
+            # Patches of masked positions are zeroed after the extraction, as their
+            # pixels also belong to neighbours that count.
             mask = mask[part, :]
             x, g = zeroed(x, g, mask, xp=xp)
         rows = Rows(x, g, mask, self.bias)

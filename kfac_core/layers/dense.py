@@ -121,6 +121,8 @@ class Dense:
             For arrays of several libraries or devices.
         """
         x, g, mask, xp = entering(batch, "mask", "bias")
+        # A stack of equal layers has one axis in front of all arrays, and no other code
+        # of its own.
         stack = len(self.leading)
         lead = tuple(x.shape)[stack:-1]
         if not lead or x.shape[-1] != self.in_features:

@@ -123,6 +123,7 @@ class Embedding:
             # Padding may hold ids out of range; masked rows count for nothing.
             inside = xp.reshape(counted, (*lead, 1) if self.bag else lead)
             ids = xp.where(inside, ids, xp.zeros_like(ids))
+        # One-hot rows of length V are not formed; statistics count ids.
         ids = xp.reshape(ids, (examples, -1))
         binary = self.duplicates == "binary"
         return IdRows(ids, g, mask, self.num_embeddings, self.bag, binary)

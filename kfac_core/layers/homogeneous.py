@@ -38,6 +38,7 @@ def homogeneous_coordinate(
     """
     if mask is None:
         return xp.ones(x.shape[:-1], dtype=dtype, device=ns.device_of(x))
+    # A masked row has no bias input either, or it would count in the last row of A.
     return xp.broadcast_to(ns.cast(xp, mask, dtype), x.shape[:-1])
 
 

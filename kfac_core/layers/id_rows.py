@@ -149,6 +149,7 @@ class IdRows(OfOutputs):
         vocabulary = xp.arange(
             self.size, dtype=self.ids.dtype, device=ns.device_of(self.ids)
         )
+        # Only for exact per-example gradients, whose V m numbers are as many.
         hot = ns.cast(xp, self.ids[:, :, None] == vocabulary, dtype)
         hot = hot * self.values(dtype, xp=xp)[:, :, None]
         if self.bag:
@@ -186,5 +187,6 @@ class IdRows(OfOutputs):
     def _once(self, dtype: object, xp: Namespace) -> Array:
         """Return 1 over the number of times that each id occurs in its example."""
         count = self._standing(dtype, xp)
+        # Each of c occurrences has weight 1/c, so that an id of a bag counts once.
         share = 1.0 / xp.where(count > 0, count, xp.ones_like(count))
         return share if self.mask is None else share * self._counted(dtype, xp)

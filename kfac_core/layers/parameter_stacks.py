@@ -62,6 +62,8 @@ def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
         return layer.parameters_to_matrix(stack)
     flat = [xp.reshape(stack[name], (*lead, -1)) for name in shapes]
     joined = xp.concat(flat, axis=-1) if len(flat) > 1 else flat[0]
+    # The layer permutes numbered parameters once; the same permutation then serves any
+    # leading axes, which layers do not know.
     taken = xp.take(joined, _placed(_permutation(layer), joined), axis=-1)
     return xp.reshape(taken, (*lead, *layer.matrix_shape))
 

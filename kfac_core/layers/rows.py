@@ -260,6 +260,8 @@ class Rows(OfOutputs):
         """Return ``sum_mns x g^T``, shape (n, Q m)."""
         g = xp.sum(ns.cast(xp, self.output_grads, dtype), axis=-4, keepdims=True)
         if has_weights(self.mask, xp=xp):
+            # A weight w scales x by its root in A and counts once in N.  A gradient is
+            # linear in g, whose rows were scaled by the other root already.
             g = g * xp.sqrt(ns.cast(xp, self.mask, dtype))[..., None]
         summed = Rows(self.inputs, g, self.mask, self.homogeneous)
         return join_groups(
@@ -330,6 +332,8 @@ class Rows(OfOutputs):
             if total is not None:
                 return join_groups(total, xp=xp)
         x, g = ns.cast(xp, self.inputs, dtype), ns.cast(xp, self.output_grads, dtype)
+        # One position: (x g^T)^2 = x^2 (g^2)^T, so that no gradient of an example is
+        # formed.
         x2, ones = (x * x)[..., 0, :], self.coordinates(dtype, xp=xp)
         if ones is not None:
             x2 = append_coordinate(x2, ones[..., 0], xp=xp)
@@ -433,6 +437,7 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
     if size != N:
         constraints.require_shape("bias", xp.reshape(bias, (-1,)), (N * S,))
     constraints.require_shape("bias", bias, (N, ...))
+    # The bias column is then data of 0 and 1, and the rows are no longer homogeneous.
     has = xp.broadcast_to(xp.reshape(bias, (N, -1)), (N, S))
     if rows.mask is not None:
         has = has & counted_rows(rows.mask, xp=xp)

@@ -106,6 +106,7 @@ def _down_to(
     x: Array, event: tuple[int, ...], shape: tuple[int, ...], name: str, xp: Namespace
 ) -> Array:
     """Sum (M, N, *event) down to (M, N, prod(shape))."""
+    # As NumPy broadcasts, from the last axis; gradients sum over broadcast axes.
     aligned = (1,) * (len(event) - len(shape)) + shape
     fits = len(shape) <= len(event) and all(
         length in (1, full) for length, full in zip(aligned, event, strict=True)

@@ -107,6 +107,7 @@ def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
         raise errors.UnsupportedError("Expected no `bias` in a batch that is split.")
     x, g, mask = batch.inputs, batch.output_grads, batch.mask
     xp = ns.namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+    # Sources come first in output gradients, and inputs have no such axis.
     lead = 0 if batch.sources is None else 1
     T = x.shape[1]
     steps_in = {"inputs": T, "output_grads": g.shape[lead + 1]}

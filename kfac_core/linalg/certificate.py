@@ -179,6 +179,8 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     array, shape (...)
         The estimate.
     """
+    # max diag(M) / min pivot^2 bounds the condition number from below, at no cost
+    # beside the factorization.
     smallest = xp.min(matrix_diagonal(lower, xp=xp), axis=-1)
     unit = xp.where(smallest > 0, smallest, xp.ones_like(smallest))
     largest = xp.max(diagonal, axis=-1)
@@ -231,6 +233,7 @@ def smallest_known(
         return worst
     for lower in lowers:
         condition = root_condition(lower, xp=xp)
+        # Squared, since the condition number of M is that of its root squared.
         error = stored * condition * condition / RESIDUAL_LIMIT
         worst = xp.where(error > worst, error, worst)
     return worst
@@ -256,7 +259,11 @@ def eigen_residual(
     in_basis = xp.matmul(xp.matrix_transpose(eigenvectors), z)
     error = xp.matmul(eigenvectors, eigenvalues[..., None] * in_basis) - image
     largest = xp.max(xp.abs(eigenvalues), axis=-1)[..., None, None]
+    # Backward error, relative to |M|: small eigenvalues are never accurate relative to
+    # themselves.
     backward = relative_norm(error, largest * z, xp=xp)
+    # Q w Q^T can be close to M for a Q that is not orthogonal, whose powers are then
+    # wrong.
     orthogonality = relative_norm(xp.matmul(eigenvectors, in_basis) - z, z, xp=xp)
     return xp.where(orthogonality > backward, orthogonality, backward)
 
@@ -313,6 +320,9 @@ def eigenvalue_errors(
     noise = stored * largest
     noise = xp.where(below > noise, below, noise)
     if stored > computed:
+        # Entries of a stored moment are off by a share of their own size.  So an
+        # eigenvector that lives on small diagonal entries has a small error; `local` is
+        # the diagonal that it sees.
         squares = eigenvectors * eigenvectors
         positive = xp.where(eigenvalues > 0, eigenvalues, zeros)[..., None]
         diagonal = xp.matmul(squares, positive)
@@ -354,6 +364,8 @@ def settled_eigenvalues(
     gap, unit = SPECTRAL_GAP * roundoff_units(n) * error, 0.5 * error
     settled = xp.where((eigenvalues >= -gap) & (eigenvalues < unit), unit, eigenvalues)
     scale = xp.where(error > 0, error, xp.ones_like(error))
+    # The second argsort turns an order into ranks.  R rows span R directions, so that
+    # the n - rank smallest eigenvalues are zero exactly, not noise to be damped away.
     order = xp.argsort(xp.argsort(xp.abs(eigenvalues) / scale, axis=-1), axis=-1)
     null = xp.astype(order, error.dtype) < n - rank[..., None]
     null = null & (xp.abs(eigenvalues) <= gap)
@@ -471,6 +483,7 @@ def spectrum_error(
         ratio = product * error / xp.where(positive, bottom, xp.ones_like(bottom))
         singular = xp.where(error > 0, xp.full_like(error, xp.inf), error)
         total = total + xp.max(xp.where(positive, ratio, singular), axis=-1)
+    # Where a bound overflows or is NaN, nothing is known of the eigenvalues.
     worst = xp.max(total)
     return xp.where(xp.isfinite(worst), worst, xp.full_like(worst, xp.inf))
 

@@ -62,6 +62,7 @@ def estimated_norm(
     for _ in range(_MOST_STEPS):
         y = product(x)
         new = float(xp.sum(xp.abs(y)))
+        # Not `<=`, which NaN would pass.
         if not new > norm:
             norm = new if math.isnan(new) else norm
             break

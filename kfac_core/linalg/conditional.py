@@ -101,6 +101,8 @@ def conditional(
     """
     P_A, K_A, D_A, s_A, clipped_A, flags_A = _side(input_root, next_input_root, xp)
     P_G, K_G, D_G, s_G, clipped_G, flags_G = _side(output_root, next_output_root, xp)
+    # Covariance of a layer given the next one: I - Psi Psi^T is diagonal in the
+    # singular vectors of both sides.  `s` holds squares of singular values.
     W = 1.0 - s_A[:, None] * s_G[None, :]
     roots = (input_root, next_input_root, output_root, next_output_root)
     known = smallest_known([root.root for root in roots], stored, xp=xp)

@@ -176,6 +176,7 @@ class DampedMatrix:
             if self.inverse is not None:
                 inverse = self.inverse.matrix
             elif self.keeps_matrix:
+                # Triangular solves keep no inverse, whose norm is needed once here.
                 computed = replaced(self, solving="inverse").prepared("inverse").inverse
                 assert computed is not None
                 inverse = computed.matrix
@@ -423,6 +424,8 @@ class DampedMatrix:
         M, xp, dtype = self.problem, self._xp(), self.dtype
         if dtype == M.shift.dtype:
             return M
+        # Products run in the dtype of application, and everything that they touch was
+        # rounded once to it.
         factor, shift = ns.cast(xp, M.factor, dtype), ns.cast(xp, M.shift, dtype)
         return replaced(M, matrix=self.applied, factor=factor, shift=shift)
 

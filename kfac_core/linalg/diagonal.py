@@ -87,6 +87,7 @@ class DampedDiagonal:
             flags = flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
         if check == "raise":
             _raise_for(Status(int(flags)), name)
+        # An eigenbasis exists for any diagonal.
         return replaced(self, flags=flags, definite=True) if divides else self
 
     def at(self, indices: Array, /) -> DampedDiagonal:
@@ -206,6 +207,8 @@ def damped_diagonal(
     if apply_dtype is not None:
         clipped = ns.cast(xp, clipped, apply_dtype)
         shift = ns.cast(xp, shift, apply_dtype)
+    # Not known to be definite before `prepared`, so that a zero diagonal with no
+    # damping raises where an inverse is asked for, and not before.
     return DampedDiagonal(clipped, shift, flags, definite=False)
 
 

@@ -44,5 +44,7 @@ def eigh(matrix: SymmetricMatrix, /, *, xp: Namespace) -> tuple[Array, Array]:
     except Exception as error:
         if not is_factorization_failure(error):
             raise
+        # NaN fails the residual check, so that this failure takes the fallbacks of all
+        # others.
         return xp.full_like(array[..., 0], xp.nan), xp.full_like(array, xp.nan)
     return eigenvalues, eigenvectors

@@ -367,6 +367,8 @@ def in_narrow_dtype(
     for path, x in leaves(narrow):
         if _is_floating(x, xp) and path not in ("residual", "clipped"):
             good = good & xp.all(xp.isfinite(x))
+    # Rounding a Cholesky factor costs condition number times roundoff in its solves; an
+    # inverse and a basis only lose digits of their entries.
     rounding_error = getattr(narrow, "rounding_error", None)
     if rounding_error is not None:
         good = good & xp.all(rounding_error() <= RESIDUAL_LIMIT)

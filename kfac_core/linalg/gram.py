@@ -120,6 +120,8 @@ def updated_gram(
 
     Whatever the library keeps of it, a running sum has the form that it began with.
     """
+    # The homogeneous 1 is a border of the Gram matrix and no column of x, which would
+    # be copied to append it.
     x, tail = rows if isinstance(rows, HomogeneousRows) else (rows, None)
     array, full_storage = gram_update(
         total, x, tail=tail, decay=decay, scale=scale, xp=xp

@@ -72,6 +72,8 @@ def side_by_side(
     K, k = math.prod(many), shape[-1]
     if K == 0:
         return v
+    # K vectors of k columns become one matrix of k K columns: one BLAS call instead of
+    # K.
     moved = ns.moved_axis(xp.reshape(v, (K, *shape)), 0, -1, xp=xp)
     done = function(xp.reshape(moved, (*shape[:-1], k * K)))
     # Undo: columns of all vectors back to one matrix for each.

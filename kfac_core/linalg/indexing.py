@@ -82,6 +82,8 @@ def sum_rows_at(rows: Array, indices: Array, /, *, size: int, xp: Namespace) -> 
     The definition multiplies with blocks of the one-hot matrix: ``2 k d size`` flops.
     """
     k = max(1, rows.shape[0])
+    # The standard has no scatter-add.  A one-hot product has, in blocks that bound its
+    # memory.
     step = max(1, _BLOCK_ELEMENTS // k)
     blocks = []
     for start in range(0, size, step):

@@ -78,6 +78,8 @@ class PackedMatrix:
 
 def packed_shape(n: int, /) -> tuple[int, int]:
     """Return the shape of the rectangle for n rows."""
+    # LAPACK's rectangular full packed format: n (n + 1) / 2 numbers without indices,
+    # made of three blocks that libraries copy as slices.
     return (n + 1, n // 2) if n % 2 == 0 else (n, (n + 1) // 2)
 
 

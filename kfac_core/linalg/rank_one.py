@@ -156,6 +156,7 @@ class DampedRankOne:
         weight, _ = self._elimination(xp)
         mean = self._body()
         inner = xp.matmul(xp.matrix_transpose(mean), self._solve_body(mean))
+        # The matrix determinant lemma; log1p keeps the digits of a small shift.
         corner = xp.log1p(self.shift) if self.bias else 0.0
         lemma = xp.log1p(weight * inner[0, 0])
         return self.repeats * self.block.logdet() + corner + lemma

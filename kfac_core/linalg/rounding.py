@@ -104,6 +104,8 @@ def rounded_weight(
     step = np.where(largest > least, (largest - least) / levels, 1.0)
     D = np.zeros_like(W)  # W - W' of the entries that are rounded already
     S = np.zeros_like(W)  # L_A^T D
+    # Entries of one antidiagonal do not depend on each other, so that n + m steps
+    # replace n m.
     for diagonal in range(n + m - 2, -1, -1):
         i = np.arange(max(0, diagonal - m + 1), min(n, diagonal + 1))
         j = diagonal - i

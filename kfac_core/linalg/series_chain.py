@@ -213,6 +213,8 @@ def symmetric_chain(
 def _symmetric_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
     """Return psi, K, ``K^-T``, how much was clipped, and the flags."""
     P = side.correlation(xp)
+    # The symmetric variant replaces the correlation by its symmetric part, which is
+    # what makes both directions of time share eigenvectors.
     P = 0.5 * (P + xp.matrix_transpose(P))
     psi, U, flags = flagged_eigenbasis(P, side, xp)
     clipped, too_large = excess(xp.max(xp.abs(psi)), xp)
@@ -267,6 +269,8 @@ def positive_flags(
         `Status` flags.
     """
     smallest = xp.min(values)
+    # Weights are differences of numbers of size `unit`; those near its roundoff have no
+    # digit that is right.
     digits = 10.0 * ns.roundoff_of(values.dtype, xp=xp) / RESIDUAL_LIMIT
     accurate = smallest > digits * unit
     if known is not None:

@@ -210,6 +210,7 @@ def stein_solve(
     P, Q = left, right
     for i in range(doublings):
         P_T, Q_T = xp.matrix_transpose(P), xp.matrix_transpose(Q)
+        # Smith's doubling: 2^i terms of sum_k P^k v (Q^T)^k after i steps.
         X = X + xp.matmul(P, xp.matmul(X, Q_T))
         Y = Y + xp.matmul(P_T, xp.matmul(Y, Q))
         if i < doublings - 1:

@@ -215,6 +215,7 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
     array, shape (..., n, k)
         ``S v``, in ``2 n^2 k`` flops.
     """
+    # Products of a flagged matrix are NaN, which NumPy would warn about.
     with finite.quiet("status", xp=xp):
         return xp.matmul(matrix.full(), v)
 

@@ -53,6 +53,8 @@ def solve_triangular(
         return xp.linalg.solve(xp.matrix_transpose(lower) if transpose else lower, b)
     h = n // 2
     first, second = lower[..., :h, :h], lower[..., h:, h:]
+    # The standard has only a general solve; by halves most of the work becomes
+    # products.
     coupling = lower[..., h:, :h]
     definition = solve_triangular.__wrapped__  # type: ignore[attr-defined]
     if transpose:
@@ -123,6 +125,7 @@ def triangular_inverse(lower: Array, /, *, xp: Namespace) -> Array:
     h = n // 2
     first = triangular_inverse(lower[..., :h, :h], xp=xp)
     second = triangular_inverse(lower[..., h:, h:], xp=xp)
+    # [[L, 0], [C, M]]^-1 = [[L^-1, 0], [-M^-1 C L^-1, M^-1]].
     coupling = -xp.matmul(xp.matmul(second, lower[..., h:, :h]), first)
     zeros = xp.zeros_like(xp.matrix_transpose(coupling))
     top = xp.concat([first, zeros], axis=-1)

@@ -54,6 +54,7 @@ class Bernoulli(Loss):
     def gradient(self, natural: Array, targets: Array, /) -> Array:
         """Return ``p - y``, as ``(1 - y) sigmoid(z) - y sigmoid(-z)``."""
         z, y, xp = _opened(natural, targets)
+        # sigmoid(z) - y without its cancellation for confident, correct outputs.
         return (1.0 - y) * _sigmoid(z, xp) - y * _sigmoid(-z, xp)
 
     def sample(self, natural: Array, noise: Array, /) -> Array:
@@ -91,6 +92,7 @@ def _root_variance(natural: Array, v: Array) -> tuple[Array, Array]:
     """Return ``sqrt(p (1 - p)) = h / (1 + h^2)`` with ``h = exp(-|z| / 2)``, and v."""
     z, xp = wide_natural(natural, v=v)
     v = wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
+    # sqrt(p (1 - p)) by the decaying exponential, which never overflows.
     half = xp.exp(-0.5 * xp.abs(z))
     return half / (1.0 + half * half), v
 

@@ -107,4 +107,6 @@ def drawn_vectors(
     drawn = (*rows[:2], *(1 for _ in rows[2:])) if separate else rows
     noise = draw_noise(NoiseSpec("uniform", drawn), like=natural, rng=seed)
     xp = ns.namespace_of(noise=noise)
+    # Random signs have mean zero, so that cross terms of rows which share an example
+    # vanish on average, and squares stay exact.
     return with_random_signs(exact, xp.broadcast_to(noise, rows))

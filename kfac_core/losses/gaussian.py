@@ -61,6 +61,7 @@ class _OfVariance(Loss):
         """Return ``-e / sqrt(variance)``, which adding e to a large mean would round."""
         m, xp = wide_natural(natural, noise=noise)
         e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
+        # Not by `sample`: (m - (m + e s)) / s^2 would cancel for large m.
         return e * (-1.0 / math.sqrt(self._variance))
 
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
@@ -146,4 +147,5 @@ class SquaredError(_OfVariance):
 
     @property
     def _variance(self) -> float:
+        # scale |y - z|^2 is the negative log-likelihood of a Gaussian of this variance.
         return 0.5 / self.scale

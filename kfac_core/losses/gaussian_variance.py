@@ -88,6 +88,7 @@ class GaussianLearnedVariance(Loss):
         v = wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
         half = z.shape[-1] // 2
         for_mean = xp.exp(-0.5 * z[..., half:]) * v[..., :half]
+        # The Fisher of (mean, log-variance) is diag(1 / variance, 1/2).
         return xp.concat([for_mean, v[..., half:] * math.sqrt(0.5)], axis=-1)
 
     # The factor is diagonal, hence its own transpose.

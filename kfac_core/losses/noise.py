@@ -81,6 +81,7 @@ def draw_noise(
         "spec.distribution", spec.distribution, get_args(NoiseDistribution)
     )
     generator = np.random.default_rng(rng)
+    # Drawn on the host, so that one seed means the same noise on every library.
     is_double = ns.wide_dtype(xp, like.dtype) == xp.float64
     dtype = np.dtype(np.float64 if is_double else np.float32)
     if spec.distribution == "normal":

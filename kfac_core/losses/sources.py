@@ -168,6 +168,7 @@ def vectors(
     v = _weighted(v, weight, xp)
     sources = int(v.shape[0])
     if reduction != natural_reduction:
+        # A sum over M sources and a mean over M sources of sqrt(M) v are the same G.
         v = v * math.sqrt(sources if reduction == "mean" else 1.0 / sources)
     return SourceVectors(detach(v), mode, sources, reduction)
 
@@ -234,6 +235,8 @@ def _at_each_position(v: Array, xp: Namespace) -> Array:
     T = math.prod(shared)
     flat = xp.reshape(v, (1, sources, N, T, P))
     eye = xp.eye(T, dtype=v.dtype, device=ns.device_of(v))
+    # T times as many sources, each nonzero at one position: cross terms between
+    # positions of an example are then absent.
     at_position = eye[:, None, None, :, None] > 0
     apart = xp.where(at_position, flat, xp.zeros_like(flat))
     return xp.reshape(apart, (T * sources, N, *shared, P))
@@ -268,6 +271,7 @@ def _weighted(v: Array, weight: Scalar | Array, xp: Namespace) -> Array:
     if isinstance(weight, numbers.Real):
         if weight == 0:
             return xp.zeros_like(v)
+        # The root, as G is quadratic in v.
         return v if weight == 1 else v * math.sqrt(weight)
     ns.namespace_of(natural=v, weight=weight)
     rows = tuple(v.shape[1:-1])

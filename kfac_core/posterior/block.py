@@ -117,6 +117,8 @@ class BlockPosterior:
         return replaced(self, **changes)
 
     def _power(self, vectors: Array, exponent: float) -> Array:
+        # Prior and data share eigenvectors, since the prior is isotropic: every power
+        # is diagonal there, for any prior precision without refactorizing.
         R = self.curvature.to_basis(vectors) * self.eigenvalues() ** exponent
         result = self.curvature.from_basis(R)
         return ns.cast(self.curvature.namespace, result, vectors.dtype)

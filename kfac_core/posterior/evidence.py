@@ -56,5 +56,6 @@ class Evidence:
     @property
     def log_marginal_likelihood(self) -> Array:
         """The approximation of ``log p(D)``, 0-d."""
+        # -complexity / 2 is the log of the Occam factor; powers of 2 pi cancel.
         complexity = self.logdet_posterior - self.logdet_prior
         return self.log_likelihood - 0.5 * (self.scatter + complexity)

@@ -115,6 +115,7 @@ def merged_weight(
         N * float(F.mean_eigenvalue())
         for F, N in zip(curvatures, examples, strict=True)
     ]
+    # Damping that is common to all models, relative to the mean eigenvalue of the sum.
     lam = damping_fraction * sum(means)
     values: Any = [F.spectrum for F in curvatures]
     spectra = [s * N for s, N in zip(values, examples, strict=True)]

@@ -294,6 +294,8 @@ class Posterior:
         constraints.require_same(
             "examples and outputs in `jacobians` of all blocks", shapes
         )
+        # Blocks are independent in the posterior, so their covariances of outputs add
+        # up.
         return reduce(add, parts.values())
 
 

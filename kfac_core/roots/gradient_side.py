@@ -245,6 +245,8 @@ class GradientFactors:
         """Return V with ``R_j^T`` applied along every axis but one."""
         for other, R in enumerate(roots):
             if other != axis:
+                # Axis 0 of V counts samples, so axes of the gradient are one further
+                # on.
                 product = xp.tensordot(R, V, axes=((0,), (other + 1,)))
                 V = ns.moved_axis(product, 0, other + 1, xp=xp)
         return V

@@ -272,6 +272,7 @@ def _descending(
     order = xp.argsort(w, axis=-1, descending=True)
     places = xp.take_along_axis(places, order, axis=-1)
     w = xp.take_along_axis(w, order, axis=-1)
+    # Quotients of a second moment are negative only by roundoff.
     w = xp.where(w < 0, xp.zeros_like(w), w)
     return OrderedBasis(w, _columns(Q, order, xp), ratio, refused, status, places)
 

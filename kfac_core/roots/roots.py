@@ -218,6 +218,8 @@ def _clipped_root(
     basis = replaced(eigen, eigenvalues=w)
     A = from_eigenbasis(basis.eigenvectors, w, xp)
     damped = basis.eigenvalues + problem.shift[..., None]
+    # The residual is then that of the clipped matrix, which is the one whose root is
+    # returned.
     clipped = ScaledMatrix(A, xp.ones_like(problem.factor), problem.shift)
     root = _root(clipped, basis, degree, xp)
     if bool(xp.any(root.status != 0)):

@@ -75,6 +75,8 @@ def side_blocks(
     """
     if n == 1 or n > largest:
         return None
+    # A side much longer than the other costs n^3 for little; its blocks are about as
+    # long as the other side.
     limit = min(max(other, least), block)
     count = math.ceil(n / limit)
     # Equal blocks only, which make one stack.
@@ -251,6 +253,8 @@ def carried_moments(
     """
     S_L, S_R = _change(*left), _change(*right)
     first = in_basis(first, S_L, S_R)
+    # Second moments are variances of coordinates.  Under a rotation S, variances of
+    # uncorrelated coordinates mix by the squares of S.
     second = in_basis(second, _squared(S_L), _squared(S_R))
     return first, second
 

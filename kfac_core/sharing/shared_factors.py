@@ -88,6 +88,8 @@ class SharedFactors:
             shared = states[giver].statistics
             if shared is not None:
                 averages[side] = shared.averages[other_side]
+        # By reference: givers and takers see one running sum, which only the giver
+        # updates.
         return Statistics(averages, statistics.status, statistics.bases)
 
     def refreshed(

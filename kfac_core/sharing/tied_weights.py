@@ -81,6 +81,8 @@ class TiedWeights:
             present = [place for place in everywhere if place in batches]
             if not present:
                 continue
+            # The gradient of a tied weight is summed over its uses, and so are the rows
+            # of an example: a missing use would bias G silently.
             hint, kind = "Feed all uses of a weight at once.", errors.ConventionError
             constraints.require_names(name, present, everywhere, hint, error=kind)
             grouped[name] = [

@@ -81,6 +81,7 @@ def gamma_candidates(
     constraints.require_range("minimum", minimum, constraints.DAMPING)
     constraints.require_ordered(minimum=minimum, maximum=maximum)
     present = detached_array(gamma)
+    # The present value first, so that it wins a tie.
     tried = (present, factor * present, present / factor)
     low, middle, high = (_bounded(g, minimum, maximum) for g in tried)
     return low, middle, high

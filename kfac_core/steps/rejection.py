@@ -53,6 +53,7 @@ def is_accepted(loss_before: Scalar, loss_after: Scalar, /) -> bool | Array:
     if not (hasattr(before, "dtype") or hasattr(after, "dtype")):
         return ns.is_finite_number(after) and not after > before
     xp = array_api_compat.array_namespace(before, after)
+    # Not `after <= before`: a loss before that is NaN must not hold every step back.
     return xp.isfinite(after) & ~(after > before)
 
 

@@ -53,6 +53,8 @@ def guarded_minimizer(
     pivots: dict[int, Array] = {}
     independent: dict[int, Array] = {}
     halfway: dict[int, Array] = {}
+    # LDL^T by hand: the system has two or three unknowns, and a library would raise for
+    # a singular one instead of leaving a direction out.
     for n, i in enumerate(indices):
         pivot, residual = matrix[i, i], slope[i]
         for m, j in enumerate(indices[:n]):

@@ -215,6 +215,7 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
     # Divide only if the step is clipped, since the quotient could overflow otherwise.
     beyond = largest * length > longest
     clipped = longest / xp.where(beyond, length, 1.0)
+    # nu = min(largest, sqrt(bound / size)), the factor of the KL clip.
     scale = xp.where(beyond, clipped, largest)
     if check == "raise":
         negative = ns.status_unless(xp, size >= 0, Status.NOT_POSITIVE)

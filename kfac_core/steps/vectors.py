@@ -217,6 +217,8 @@ def dot(
                 if x.dtype != dtype or y.dtype != dtype:
                     wide = ns.wide_dtype(xp, xp.result_type(x, y))
                     x, y = ns.cast(xp, x, wide), ns.cast(xp, y, wide)
+                # Each array sums in its own width, and only the scalars are joined in
+                # the widest.
                 part = ns.cast(xp, xp.sum(x * y), dtype)
                 total = part if total is None else total + part
     if total is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import (
-    Progress,
     complain,
     print_json,
     print_table,
@@ -103,12 +102,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     adapter = load_adapter(arguments.adapter)
     if not checks:
         return complain("conformance", "no check has such a name; see --list.")
-    outcomes = []
-    with Progress(len(checks)) as progress:
-        for check in checks:
-            progress.begin(check.name)
-            outcomes.append(run_check(adapter, check))
-            progress.advance()
+    outcomes = [run_check(adapter, check) for check in checks]
     code = _exit_code(outcomes)
     if arguments.json:
         found = {

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from kfac_core.array.selection import enable_float64, selected_backend
 from kfac_core.cli.options import add_json, positive
 from kfac_core.cli.screen import (
-    Progress,
     complain,
     print_json,
     print_table,
@@ -104,20 +103,16 @@ def run(arguments: argparse.Namespace, /) -> int:
     limit = arguments.memory_limit
     results = []
     paths = [path for argument in arguments.records for path in _files(argument)]
-    with Progress(len(paths)) as progress:
-        for path in paths:
-            progress.begin(path)
-            result = _verified(
-                path,
-                backend=arguments.backend,
-                dtype=arguments.dtype,
-                memory_limit=None if limit is None else limit * 2**20,
-            )
-            results.append(result)
-            progress.advance()
-            if not (arguments.json or arguments.quiet):
-                with progress.paused():
-                    _print_result(result, every=arguments.verbose)
+    for path in paths:
+        result = _verified(
+            path,
+            backend=arguments.backend,
+            dtype=arguments.dtype,
+            memory_limit=None if limit is None else limit * 2**20,
+        )
+        results.append(result)
+        if not (arguments.json or arguments.quiet):
+            _print_result(result, every=arguments.verbose)
     code = _exit_code(results)
     if arguments.json:
         found = {
