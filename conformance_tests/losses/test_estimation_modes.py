@@ -21,7 +21,6 @@ from kfac_core.losses import (
     draw_noise,
     drawn_vectors,
     noise_spec,
-    source_reduction_of,
     vectors,
     with_random_signs,
 )
@@ -202,28 +201,6 @@ def test_statistics_of_every_mode_are_on_one_scale(backend, rng, case, mode):
         F = np.mean(in_rows(case.fisher, (z, 1)), axis=0)
         limit = 1e-10 if mode.startswith("exact") else 0.06
         assert np.linalg.norm(G - F) <= limit * np.linalg.norm(F)
-
-
-@every_mode
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_vectors_can_be_scaled_for_any_convention_of_sources(
-    backend, dtype, rng, mode, reduction
-):
-    """An estimator that sums sources, and one that averages them, learn the same G."""
-    z = CATEGORICAL.natural(rng, 6)
-
-    own = sources_of(backend, CATEGORICAL, z, mode, dtype, samples=3)
-    made = sources_of(
-        backend, CATEGORICAL, z, mode, dtype, samples=3, source_reduction=reduction
-    )
-
-    assert own.source_reduction == source_reduction_of(mode)
-    assert made.source_reduction == reduction
-    expected = output_factor(backend, own)
-    assert_close(output_factor(backend, made), expected, "gram", dtype)
-    if own.sources > 1:
-        other = "mean" if reduction == "sum" else "sum"
-        assert_differs(output_factor(backend, made, sources=other), expected)
 
 
 @every_pair
@@ -448,8 +425,6 @@ def test_missing_arguments_are_named(backend, rng):
         vectors(loss, natural, mode="fisher")
     with pytest.raises(kc.ConventionError, match="`mode`"):
         noise_spec(loss, natural, mode="fisher")
-    with pytest.raises(kc.ConventionError, match="`source_reduction`"):
-        vectors(loss, natural, mode="exact", source_reduction="none")
     with pytest.raises(kc.ConventionError, match="'empirical' needs `targets`"):
         vectors(loss, natural, mode="empirical")
     for mode in SAMPLED:

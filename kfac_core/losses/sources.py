@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar, replaced
@@ -64,7 +64,6 @@ def vectors(
     noise: Array | None = None,
     weight: Scalar | Array = 1.0,
     positions: Literal["together", "separate"] = "together",
-    source_reduction: SourceReduction | None = None,
 ) -> SourceVectors:
     """Return the vectors that an estimation mode backpropagates.
 
@@ -90,9 +89,6 @@ def vectors(
         In the exact modes, whether a source has a vector at every row of an example, or at
         one: T positions of rows are then T times as many sources, T I of them, and exact
         for layers that mix positions, as attention does.
-    source_reduction : {"sum", "mean"}, optional
-        To have the vectors scaled for an estimator with that convention; by default
-        the mode's own, `source_reduction_of`.
 
     Returns
     -------
@@ -102,7 +98,7 @@ def vectors(
     Raises
     ------
     ConventionError
-        For an unknown mode, reduction or `positions`, ``positions="separate"`` with a mode
+        For an unknown mode or `positions`, ``positions="separate"`` with a mode
         that is not exact, missing targets or noise, or a weight that is
         negative or not finite.  (In arrays such a weight gives NaN, which the
         statistics refuse.)
@@ -139,9 +135,7 @@ def vectors(
     constraints.require_range("loss", loss, constraints.implementation_of(Loss))
     if isinstance(weight, numbers.Real) or not hasattr(weight, "dtype"):
         constraints.require_range("weight", weight, constraints.NOT_NEGATIVE)
-    natural_reduction = source_reduction_of(mode)
-    reduction = source_reduction or natural_reduction
-    constraints.require_one_of("source_reduction", reduction, get_args(SourceReduction))
+    reduction = source_reduction_of(mode)
     constraints.require_one_of("positions", positions, ("together", "separate"))
     exact = mode in ("exact", "exact_GGN")
     if positions == "separate" and not exact:
@@ -166,11 +160,7 @@ def vectors(
     else:
         v = _sampled(loss, natural, noise, mode)
     v = _weighted(v, weight, xp)
-    sources = int(v.shape[0])
-    if reduction != natural_reduction:
-        # A sum over M sources and a mean over M sources of sqrt(M) v are the same G.
-        v = v * math.sqrt(sources if reduction == "mean" else 1.0 / sources)
-    return SourceVectors(detach(v), mode, sources, reduction)
+    return SourceVectors(detach(v), mode, int(v.shape[0]), reduction)
 
 
 def with_random_signs(sources: SourceVectors, noise: Array, /) -> SourceVectors:

@@ -110,7 +110,9 @@ class NamedLayers:
         UnknownBlockError
             For an unknown name.
         """
-        _require_mapping("batches", batches)
+        # Inline, since a call of a check costs more than the check at each step.
+        if type(batches) is not dict:
+            _require_mapping("batches", batches)
         if self._weights.uses:
             batches = self._weights.grouped(batches)
         if self._chains.of:
@@ -132,7 +134,8 @@ class NamedLayers:
 
     def vectors(self, vectors: Vector, /) -> Vector:
         """Return parameter-shaped arrays by block, from those by layer; as `batches`."""
-        _require_mapping("vectors", vectors)
+        if type(vectors) is not dict:
+            _require_mapping("vectors", vectors)
         return self._chains.vectors(vectors) if self._chains.of else vectors
 
     def products(
@@ -154,6 +157,5 @@ class NamedLayers:
 
 def _require_mapping(of: str, value: object, *, name: str | None = None) -> None:
     """Raise `ArgumentError` unless an argument by layer is a mapping."""
-    if type(value) is not dict:
-        expected = f"a mapping of blocks to {of}"
-        constraints.require_kind(name or of, value, Mapping, expected)
+    expected = f"a mapping of blocks to {of}"
+    constraints.require_kind(name or of, value, Mapping, expected)
