@@ -439,7 +439,8 @@ def characters(subsets: int = 50, folder: str = "character_retrainings") -> None
         losses,
         {
             **_scored(
-                model, token_losses, ids.split(64), [asked], {"forward": next_logits},
+                model, token_losses, ids.split(64), [asked],
+                {"forward": next_logits, "tolerance": 3e-2, "max_iterations": 30},
                 **options,
             ),
             "kronfluence": lambda: _kronfluence_scores(
@@ -466,6 +467,7 @@ def _scored(
     cg = {"solver": "cg", "tolerance": 1e-3, **by_cg}
     return {
         "EKFAC": lambda: run({}, {}),
+        "EKFAC, little damping": lambda: run({}, {"damping_fraction": 1e-5}),
         "EKFAC, exact labels": lambda: run({"fisher": "exact"}, {}),
         "K-FAC": lambda: run({"ekfac": False}, {}),
         "exact Gauss-Newton by CG": lambda: run({}, cg),
