@@ -194,12 +194,7 @@ class KFAC(kc.integration.ScheduledSteps):
         self._rank = 0
         if isinstance(execution, kc.distributed.Distributed):
             self._rank = execution.communicator.rank
-            if fisher == "empirical" and reduction == "mean":
-                raise kc.UnsupportedError(
-                    "With fisher='empirical' the output gradients of a mean have to be "
-                    "multiplied by the rows of all processes, which `execution` does not "
-                    "exchange. Take reduction='sum', or fisher='gradients' or 'exact'."
-                )
+            _refuse_empirical_mean(fisher, reduction)
         estimator = kc.Estimator(
             blocks,
             # `observe` brings all rows into the unit of a sum.
@@ -810,6 +805,16 @@ def _refuse_shared(parameters: Vector) -> None:
                         "observed with a list of two batches."
                     )
             before.append((f"{name!r} ({key})", array))
+
+
+def _refuse_empirical_mean(fisher: str, reduction: str) -> None:
+    """Raise for output gradients of a mean over rows that processes do not count."""
+    if fisher == "empirical" and reduction == "mean":
+        raise kc.UnsupportedError(
+            "With fisher='empirical' the output gradients of a mean have to be "
+            "multiplied by the rows of all processes, which `execution` does not "
+            "exchange. Take reduction='sum', or fisher='gradients' or 'exact'."
+        )
 
 
 def _overlap(first: Any, second: Any) -> bool:

@@ -82,7 +82,7 @@ def merge(
         targets = {p: mean[name] for name, p in named[0].items()}
         residuals = {}
         for name, block in factors[0].blocks.items():
-            found = kc.posterior.merged_weight(
+            merged = kc.posterior.merged_weight(
                 [c[name] for c in curvatures],
                 [block.parameters_to_matrix(f.sites[name].values()) for f in factors],
                 examples=[f.examples for f in factors],
@@ -90,8 +90,8 @@ def merge(
                 tolerance=tolerance,
                 max_iterations=max_iterations,
             )
-            residuals[name] = found.residual
-            parts = block.matrix_to_parameters(found.weight)
+            residuals[name] = merged.residual
+            parts = block.matrix_to_parameters(merged.weight)
             factors[0].sites[name].place(parts, targets)
     return Merged(mean, residuals)
 
@@ -126,12 +126,12 @@ class FactorProducts:
 
     def __call__(self, vectors: Sequence[Any], /) -> list[Any]:
         """Multiply Q vectors, each a list of tensors (Q, *shape) by parameter."""
-        found = {}
+        products = {}
         for name, V in self._stacks.matrices(vectors).items():
             F: Any = self._spectra[name]
             weights = (F.spectrum + self._damping) ** self._power
-            found[name] = F.from_basis(F.to_basis(V) * weights).to(V.dtype)
-        return self._stacks.stacks(found)
+            products[name] = F.from_basis(F.to_basis(V) * weights).to(V.dtype)
+        return self._stacks.stacks(products)
 
 
 def scipy_operator(
@@ -174,8 +174,8 @@ def scipy_operator(
         columns = torch.as_tensor(X).T.to(like.device)
         parts = columns.split(sizes, dim=1)
         vectors = [x.reshape(len(x), *s) for x, s in zip(parts, shapes, strict=True)]
-        found = [x.flatten(1) for x in products(vectors)]
-        return torch.cat(found, dim=1).T.cpu().numpy()
+        flat = [x.flatten(1) for x in products(vectors)]
+        return torch.cat(flat, dim=1).T.cpu().numpy()
 
     total = sum(sizes)
     return LinearOperator(

@@ -193,6 +193,7 @@ class Posterior:
         for _ in range(count):
             noise = {
                 name: {
+                    # On the CPU in float64, so that devices and dtypes draw the same.
                     role: torch.randn(
                         x.shape, generator=generator, dtype=torch.float64
                     ).to(x)

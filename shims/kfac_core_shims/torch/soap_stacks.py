@@ -92,6 +92,7 @@ class Stack:
             torch.stack([s[w.part + name] for w, s in self._pairs])
             for name in ("exp_avg", "exp_avg_sq")
         )
+        # Views: the states, and so `state_dict`, see what is updated in the stack.
         for i, (w, s) in enumerate(self._pairs):
             s[f"{w.part}step"] = self.step
             s[f"{w.part}exp_avg"] = self.exp_avg[i]

@@ -31,16 +31,16 @@ class ParameterStacks:
 
     def __init__(self, sites: Mapping[str, Site], order: Sequence[Any] = ()) -> None:
         self.sites = dict(sites)
-        own = {id(p): p for site in self.sites.values() for p in site.trained}
-        first = [p for p in order if id(p) in own]
-        self.parameters = first or [*own.values()]
+        of_blocks = {id(p): p for site in self.sites.values() for p in site.trained}
+        first = [p for p in order if id(p) in of_blocks]
+        self.parameters = first or [*of_blocks.values()]
 
     def matrices(
         self, stacks: Sequence[Any], /, *, dtype: Any = None
     ) -> dict[str, Any]:
         """Return stacks (Q, *shape) of all parameters as matrices (Q, in(+1), out)."""
         by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}
-        found = {}
+        matrices = {}
         for name, site in self.sites.items():
             parts = {}
             for role, shape in site.layer.parameter_shapes.items():
@@ -50,16 +50,17 @@ class ParameterStacks:
                     x = torch.stack([site.part.to_layer(one) for one in x])
                 x = x.reshape(len(x), *shape)
                 parts[role] = x if dtype is None else x.to(dtype)
-            found[name] = kc.layers.parameter_stacks.stack_to_matrices(
+            matrices[name] = kc.layers.parameter_stacks.stack_to_matrices(
                 site.layer, parts
             )
-        return found
+        return matrices
 
     def stacks(self, matrices: Mapping[str, Any], /) -> list[Any]:
         """Return matrices as stacks of the parameters; undoes `matrices`."""
         like = next(iter(matrices.values()))
-        found = [like.new_zeros(len(like), *p.shape) for p in self.parameters]
-        by_id = {id(p): x for p, x in zip(self.parameters, found, strict=True)}
+        # Parameters of no matrix stay zero: their part of a product is none.
+        stacks = [like.new_zeros(len(like), *p.shape) for p in self.parameters]
+        by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}
         for name, V in matrices.items():
             site = self.sites[name]
             for role, x in kc.layers.parameter_stacks.matrices_to_stack(
@@ -68,4 +69,4 @@ class ParameterStacks:
                 for number, one in enumerate(x):
                     targets = {p: by_id[id(p)][number] for p in site.trained}
                     site.place({role: one}, targets)
-        return found
+        return stacks
