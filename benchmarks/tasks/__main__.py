@@ -14,7 +14,7 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 from benchmarks.tasks.methods import METHODS, available  # noqa: E402
 from benchmarks.tasks.problems import TASKS  # noqa: E402
-from benchmarks.tasks.running import price_of_work, run  # noqa: E402
+from benchmarks.tasks.running import reference_of, run  # noqa: E402
 from benchmarks.tasks.tables import median_of, read_runs, tables  # noqa: E402
 
 FINALISTS = 2
@@ -44,15 +44,7 @@ def main() -> None:
 
 def run_missing(path: Path, tasks: list[str], methods: list[str], seeds: int) -> None:
     """Append the runs that a file does not have yet, one line each."""
-    runs = read_runs(path)
-    price = price_of_work()
-    reference = runs[0]["reference"] if runs else price
-    if not 0.5 < price / reference < 2.0:
-        raise SystemExit(
-            f"{path} holds runs of a machine that does the fixed piece of work in "
-            f"{reference:.2g} s, and this one takes {price:.2g} s: its ratio to a step "
-            "of training differs too, so begin a new --file."
-        )
+    reference = reference_of(path, read_runs(path))
     for task, method, rate, seed in _wanted(path, tasks, methods, seeds):
         measured = run(task, method, rate, seed, reference=reference)
         key = {"task": task, "method": method, "rate": rate, "seed": seed}

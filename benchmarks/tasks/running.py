@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from benchmarks.tasks.methods import METHODS, Method, set_share
 from benchmarks.tasks.problems import TASKS, Problem
 from kfac_core import KFACError
 
-__all__ = ["SHARES", "price_of_work", "run"]
+__all__ = ["SHARES", "price_of_work", "reference_of", "run"]
 
 SHARES = 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0
 """When the loss on all training data is measured, as shares of the budget."""
@@ -38,6 +39,19 @@ def price_of_work() -> float:
             y.sum().item()
         times.append(time.process_time() - started)
     return min(times)
+
+
+def reference_of(path: Path, runs: list[dict[str, Any]], /) -> float:
+    """Return the price of work at a file's first run; refuse another machine's file."""
+    price = price_of_work()
+    reference = float(runs[0]["reference"]) if runs else price
+    if not 0.5 < price / reference < 2.0:
+        raise SystemExit(
+            f"{path} holds runs of a machine that does the fixed piece of work in "
+            f"{reference:.2g} s, and this one takes {price:.2g} s: its ratio to a step "
+            "of training differs too, so begin a new --file."
+        )
+    return reference
 
 
 def run(

@@ -13,7 +13,15 @@ from typing import Any
 from benchmarks.tasks.methods import METHODS
 from benchmarks.tasks.problems import TASKS
 
-__all__ = ["Result", "median_of", "read_runs", "results", "tables"]
+__all__ = [
+    "Result",
+    "markdown",
+    "median_of",
+    "number",
+    "read_runs",
+    "results",
+    "tables",
+]
 
 ADAM = "adam", "adamw"
 
@@ -98,10 +106,10 @@ def tables(runs: list[dict[str, Any]], /) -> dict[str, str]:
     chosen = [t for t in TASKS if not TASKS[t].aside]
     aside = [t for t in TASKS if TASKS[t].aside]
     return {
-        "tasks losses": _table(found, chosen, names, lambda r: _number(r.final)),
-        "tasks losses aside": _table(found, aside, names, lambda r: _number(r.final)),
+        "tasks losses": _table(found, chosen, names, lambda r: number(r.final)),
+        "tasks losses aside": _table(found, aside, names, lambda r: number(r.final)),
         "tasks tests": _table(
-            found, [*chosen, *aside], names, lambda r: _number(r.test)
+            found, [*chosen, *aside], names, lambda r: number(r.test)
         ),
         "tasks rates": _table(
             found,
@@ -120,7 +128,7 @@ def _table(found: Any, tasks: list[str], names: list[str], cell: Any) -> str:
         own = [found.get((task, name)) for name in names]
         if any(own):
             rows.append([TASKS[task].title, *(cell(r) if r else "" for r in own)])
-    return _markdown(["task", *(METHODS[n].title for n in names)], rows)
+    return markdown(["task", *(METHODS[n].title for n in names)], rows)
 
 
 def _seconds(found: Any, tasks: list[str], names: list[str]) -> str:
@@ -139,7 +147,7 @@ def _seconds(found: Any, tasks: list[str], names: list[str]) -> str:
             ]
             cells.append(" / ".join(f"{s:.2f}" if s < math.inf else "–" for s in times))
         rows.append([TASKS[task].title, f"{TASKS[task].seconds:g}", *cells])
-    return _markdown(
+    return markdown(
         [
             "seconds to a useful loss / to Adam's",
             "budget",
@@ -174,13 +182,15 @@ def _verdict(found: Any, chosen: list[str], aside: list[str], names: list[str]) 
                 [METHODS[name].title, label, wins(ADAM), wins(peers), f"{spread:.2g}"]
             )
     head = "tasks", "below Adam and AdamW", "below every peer", "largest ratio of seeds"
-    return _markdown(["method", *head], rows)
+    return markdown(["method", *head], rows)
 
 
-def _number(x: float) -> str:
+def number(x: float, /) -> str:
+    """Return a loss as tables show it."""
     return f"{x:.2g}" if math.isfinite(x) else "diverged"
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], rows: list[list[str]], /) -> str:
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
