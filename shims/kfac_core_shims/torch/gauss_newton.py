@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 import kfac_core as kc
-from kfac_core.execution.hosted import from_views, viewed_on_host
 from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.jacobians import JacobianFinder
 
@@ -350,14 +349,20 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         # NumPy's calls take a third of the time of PyTorch's.
         xp = kc.array.namespaces.own_namespace(J.like)
         inputs = (J, r, tuple(start), last, progress)
-        views = viewed_on_host(inputs, xp=xp) if self._is_direct(J) else None
+        views = (
+            kc.execution.hosted.viewed_on_host(inputs, xp=xp)
+            if self._is_direct(J)
+            else None
+        )
         if views is not None:
             J, r, values, last, progress = views
             start = kc.samples.Evaluation(*values)
             progress = progress and kc.samples.BatchProgress(*progress)
 
         def returned(value: Any) -> Any:
-            return value if views is None else from_views(value, xp=xp)
+            return (
+                value if views is None else kc.execution.hosted.from_views(value, xp=xp)
+            )
 
         def go(step: Any) -> None:
             directions = self._finder.directions(returned(step))
@@ -370,7 +375,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             values = self._joined(problem.terms, scales)
             reached = values, self._loss(values, problem.root)
             if views is not None:
-                reached = viewed_on_host(reached, xp=xp)
+                reached = kc.execution.hosted.viewed_on_host(reached, xp=xp)
             return kc.samples.Evaluation(*reached)
 
         try:
