@@ -56,6 +56,7 @@ mathjax_path = "katex/katex.min.js"
 mathjax_options = {"defer": "defer"}
 html_static_path = ["_static"]
 html_js_files = [("math.js", {"defer": "defer"})]
+html_search_scorer = str(Path(__file__).parent / "extensions" / "scorer.js")
 html_css_files = ["katex/katex.min.css", "site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

@@ -37,6 +37,10 @@ SEARCHES = {
     "Hugging Face": ("trainers",),
     "nan loss": ("tuning",),
     "approximation conv net": ("choosing",),
+    "train own model": ("quickstart_torch",),
+    "train my own model": ("quickstart_torch",),
+    "kfac-jax": ("compared",),
+    "difference kfac-jax": ("compared",),
 }
 
 # Loads the pages one after the other in a frame, and writes a line for each.

@@ -1,0 +1,23 @@
+// Prefer titles with more of the searched words, and whole pages of the guide.
+const searched = (new URLSearchParams(location.search).get("q") || "")
+  .toLowerCase()
+  .split(/\W+/)
+  .filter((word) => word.length > 2);
+
+var Scorer = {
+  score: ([page, title, anchor, , score, , kind]) => {
+    if (kind === "object") return score;
+    const words = title.toLowerCase();
+    const named = searched.filter((word) => words.includes(word)).length;
+    const guide = !page.includes("/") && !anchor;
+    return score + 5 * named + (guide ? 1 : 0);
+  },
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: {0: 15, 1: 5, 2: -5},
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+};
