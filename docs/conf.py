@@ -63,6 +63,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the default underlines modules, as links
 html_title = f"kfac_core {release}"
 html_logo = html_favicon = "_static/logo.svg"
 

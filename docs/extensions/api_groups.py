@@ -202,7 +202,6 @@ GROUPS = (
 
 # Under which other words people look for a name.
 ALSO_CALLED = {
-    "kfac_core.EKFAC": "EKFAC",
     "kfac_core.Kronecker": "K-FAC",
     "kfac_core.TNT": "tensor-normal",
     "kfac_core.Posterior": "Laplace",
