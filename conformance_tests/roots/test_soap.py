@@ -7,6 +7,7 @@ from scipy.linalg import block_diag
 from kfac_core.roots import (
     adam_quotient,
     averaged_factor,
+    bounded_gradient,
     carried_moments,
     diagonal_blocks,
     from_basis,
@@ -160,6 +161,27 @@ def test_a_renewed_basis_is_a_sorted_step_of_orthogonal_iteration(backend, dtype
         assert_close(overlap, np.eye(6), "eigenvalues", dtype, condition=100.0)
         outside = np.linalg.norm(B - np.diag(np.diag(B))) / np.linalg.norm(B)
         assert abs(backend.to_numpy(residual)[i] - outside) < 1e-4
+
+
+@pytest.mark.parametrize(("steps", "bound"), [(4, 2.0), (5, 2.0), (9, 0.5), (9, None)])
+def test_unusual_coordinates_are_bounded(backend, steps, bound):
+    """Not those of few steps, those that were zero so far, and what is no number."""
+    g = np.array([0.3, -7.0, 7.0, -2.0, np.nan])
+    v = np.array([1.0, 4.0, 0.0, 9.0, 1.0])
+
+    got = bounded_gradient(
+        backend.asarray(g),
+        backend.asarray(v * (1 - 0.9**steps)),
+        steps=steps,
+        decay=0.9,
+        bound=bound,
+    )
+
+    expected = {
+        (5, 2.0): [0.3, -4.0, 7.0, -2.0, np.nan],
+        (9, 0.5): [0.3, -1.0, 7.0, -1.5, np.nan],
+    }.get((steps, bound), g)
+    np.testing.assert_allclose(backend.to_numpy(got), expected, rtol=1e-12)
 
 
 def test_adam_is_its_recursion(backend, rng):

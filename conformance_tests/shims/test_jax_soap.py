@@ -80,8 +80,12 @@ class Naive:
             S, T = ((a.T @ b) ** 2 for a, b in zip(old, self.Q, strict=True))
             self.v = S.T @ self.v @ T
         L, R = self.Q
-        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * V
-        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * (L.T @ V @ R) ** 2
+        V = L.T @ V @ R
+        if self.t > 5:
+            limit = 2 * np.sqrt(self.v / (1 - BETAS[1] ** (self.t - 1)))
+            V = np.where(limit > 0, np.clip(V, -limit, limit), V)
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
+        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
         m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
         d = m / (np.sqrt(self.v / (1 - BETAS[1] ** self.t)) + EPS)
         return L @ d @ R.T

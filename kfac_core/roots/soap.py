@@ -31,6 +31,7 @@ __all__ = [
     "adam_quotient",
     "annealed_rate",
     "averaged_factor",
+    "bounded_gradient",
     "carried_moments",
     "diagonal_blocks",
     "from_basis",
@@ -257,6 +258,68 @@ def carried_moments(
     # uncorrelated coordinates mix by the squares of S.
     second = in_basis(second, _squared(S_L), _squared(S_R))
     return first, second
+
+
+_UNBOUNDED_STEPS = 5
+"""Second moments of fewer steps say too little of what is usual."""
+
+
+def bounded_gradient(
+    gradient: Array,
+    second: Array,
+    /,
+    *,
+    steps: Scalar,
+    decay: float,
+    bound: float | None = 2.0,
+) -> Array:
+    r"""Return a gradient whose coordinates are at most a multiple of what is usual.
+
+    .. math:: g_i \leftarrow \operatorname{sign}(g_i)
+        \min\left(|g_i|, c \sqrt{v_i / (1 - \beta_2^t)}\right)
+
+    Late in a run gradients are small, and one batch that is not fitted yet has a hundred
+    times the usual gradient: it moves all coordinates at once, and the first moment goes on
+    for ten more steps.  Here a change of scale takes some steps to be believed.
+
+    Parameters
+    ----------
+    gradient, second : array, shape (...)
+        Gradient g, and Adam's second moment v of the steps before, in the same coordinates.
+    steps : int or 0-d array
+        Steps t that v is of; there is no bound after fewer than five.
+    decay : float
+        Decay beta_2 of v.
+    bound : float, optional
+        Multiple c; None for the gradient as it is.
+
+    Returns
+    -------
+    array, shape (...)
+        The gradient.  A coordinate that was zero so far has no bound.
+
+    Notes
+    -----
+    The second moment of a coordinate that is bounded grows by ``1 + (1 - decay) (c^2 - 1)``
+    a step, so that steps are of the usual length while a new scale is learned.  Coordinates
+    that are zero for long and then are not, as the rows of rare tokens, should have no
+    bound.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import bounded_gradient
+    >>> v = np.array([1.0, 1.0, 0.0]) * (1 - 0.95**10)
+    >>> bounded_gradient(np.array([0.5, -9.0, 9.0]), v, steps=10, decay=0.95)
+    array([ 0.5, -2. ,  9. ])
+    """
+    if bound is None:
+        return gradient
+    xp = ns.own_namespace(gradient)
+    # At step 0 there is no v to divide.
+    limit = bound * (second / (1 - decay ** (steps + (steps < 1)))) ** 0.5
+    unusual = (xp.abs(gradient) > limit) & (limit > 0) & (steps >= _UNBOUNDED_STEPS)
+    return xp.where(unusual, xp.sign(gradient) * limit, gradient)
 
 
 def adam_quotient(

@@ -52,6 +52,7 @@ def soap(
     weight_decay: float = 0.0,
     update_every: int = 10,
     anneal_after: float | None = 100.0,
+    gradient_bound: float | None = 2.0,
     eps: float = 1e-8,
     decay: float = 0.8,
     block: int = 1024,
@@ -82,6 +83,9 @@ def soap(
     anneal_after : float, optional
         Steps tau after which the rate falls, ``rate / sqrt(1 + t / tau)`` after t steps,
         beside its schedule; None for the rate as it is.
+    gradient_bound : float, optional
+        Multiple of the root of its second moment that a gradient's coordinate is bounded
+        by, in weights with two bases, after five steps; None for no bound.
     eps : float
         Added to the root of the second moment.
     decay : float
@@ -145,9 +149,9 @@ def soap(
         constraints.require_range("betas", beta, constraints.DECAY)
     constraints.require_range("decay", decay, constraints.DECAY)
     constraints.require_range("update_every", update_every, constraints.COUNT)
-    constraints.require_range(
-        "anneal_after", anneal_after, constraints.optional(constraints.POSITIVE)
-    )
+    positive_or_none = constraints.optional(constraints.POSITIVE)
+    constraints.require_range("anneal_after", anneal_after, positive_or_none)
+    constraints.require_range("gradient_bound", gradient_bound, positive_or_none)
     constraints.require_range("block", block, constraints.COUNT)
     basis = _Bases(network, block, decay, axis_name)
 
@@ -174,6 +178,7 @@ def soap(
             due, lambda: basis.renewed(state, captured.batches), lambda: state
         )
         V = basis.rotated(updates, state.bases, back=False)
+        V = basis.bounded(V, state, betas[1], gradient_bound)
         moments = jax.tree.map(
             lambda m, v, g: kc.roots.adam_quotient(
                 m, v, g, step=step, betas=betas, eps=eps
@@ -253,6 +258,25 @@ class _Bases:
             return rotate(V, left, right)
 
         return self._mapped(tree, one)
+
+    def bounded(
+        self, V: Any, state: SOAPState, decay: float, bound: float | None
+    ) -> Any:
+        """Return gradients in the bases, with coordinates of weights with two bounded."""
+        second = self._leaves.vectors(state.second, self._wiring)
+
+        def one(name: str, g: Any) -> Any:
+            # The rows of rare tokens are usually zero: an embedding has one basis.
+            if None in self._sides[name]:
+                return g
+            v = self.layers[name].parameters_to_matrix(
+                {"weight": second[name]["weight"]}
+            )
+            return kc.roots.bounded_gradient(
+                g, v, steps=state.steps, decay=decay, bound=bound
+            )
+
+        return self._mapped(V, one)
 
     def renewed(self, state: SOAPState, batches: Any) -> SOAPState:
         """Return the state with new factors and bases, and moments that follow them."""

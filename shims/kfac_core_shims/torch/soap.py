@@ -49,6 +49,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     anneal_after : float, optional
         Steps tau after which the rate falls by itself, beside any scheduler's factor; None
         for the rate as it stands in ``param_groups``.
+    gradient_bound : float, optional
+        Multiple of the root of its second moment that a gradient's coordinate is bounded
+        by, in weights with two bases, after five steps; None for no bound.
     rows_of : torch.nn.Module, optional
         Model whose rows are used, where `model` is its parameters in groups.
     eps : float
@@ -123,6 +126,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         weight_decay: float = 0.0,
         update_every: int = 10,
         anneal_after: float | None = 100.0,
+        gradient_bound: float | None = 2.0,
         rows_of: torch.nn.Module | None = None,
         eps: float = 1e-8,
         decay: float = 0.8,
@@ -132,11 +136,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> None:
         require = kc.constraints.require_range
         require("update_every", update_every, kc.constraints.COUNT)
-        require(
-            "anneal_after",
-            anneal_after,
-            kc.constraints.optional(kc.constraints.POSITIVE),
-        )
+        positive_or_none = kc.constraints.optional(kc.constraints.POSITIVE)
+        require("anneal_after", anneal_after, positive_or_none)
+        require("gradient_bound", gradient_bound, positive_or_none)
         require("decay", decay, kc.constraints.DECAY)
         require("block", block, kc.constraints.COUNT)
         require("max_rows", max_rows, kc.constraints.COUNT)
@@ -151,6 +153,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._options: dict[str, Any] = {
             "update_every": update_every,
             "anneal_after": anneal_after,
+            "gradient_bound": gradient_bound,
             "decay": decay,
             "block": block,
             "max_rows": max_rows,
@@ -434,7 +437,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             arguments[i] = torch.zeros_like(grads[i])
         steps = [arguments[i] for i in narrow]
         for stack in stacks:
-            V = stack.gradients()
+            V = stack.gradients(
+                decay=group["betas"][1], bound=self._options["gradient_bound"]
+            )
             grads.append(V)
             arguments.append(torch.zeros_like(V))
         if decay != 0:

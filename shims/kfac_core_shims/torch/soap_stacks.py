@@ -132,10 +132,24 @@ class Stack:
             self.factors[name] = kc.roots.averaged_factor(C, X @ X.mT, decay=decay)
         self._share_factors()
 
-    def gradients(self) -> Any:
-        """Return the gradients of a step in the bases, shape (k, n, m)."""
-        V = self._gradients()
-        return kc.roots.in_basis(V, self.bases.get("left"), self.bases.get("right"))
+    def gradients(self, *, decay: float, bound: float | None) -> Any:
+        """Return the gradients of a step in the bases, shape (k, n, m).
+
+        Parameters
+        ----------
+        decay : float
+            Decay of the second moments.
+        bound : float or None
+            Multiple of their roots that coordinates are bounded by.
+        """
+        left, right = self.bases.get("left"), self.bases.get("right")
+        V = kc.roots.in_basis(self._gradients(), left, right)
+        # The rows of rare tokens are usually zero: an embedding has one basis.
+        if left is None or right is None:
+            return V
+        return kc.roots.bounded_gradient(
+            V, self.exp_avg_sq, steps=self.step, decay=decay, bound=bound
+        )
 
     def directions(self, d: Any) -> list[Any]:
         """Return what is in the bases in the coordinates of each weight."""
