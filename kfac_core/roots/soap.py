@@ -315,11 +315,15 @@ def bounded_gradient(
     """
     if bound is None:
         return gradient
+    enough = steps >= _UNBOUNDED_STEPS
+    if enough is False:
+        return gradient
     xp = ns.own_namespace(gradient)
-    # At step 0 there is no v to divide.
-    limit = bound * (second / (1 - decay ** (steps + (steps < 1)))) ** 0.5
-    unusual = (xp.abs(gradient) > limit) & (limit > 0) & (steps >= _UNBOUNDED_STEPS)
-    return xp.where(unusual, xp.sign(gradient) * limit, gradient)
+    # At step 0, which a traced number may be, there is no v to divide.
+    usual = second**0.5
+    limit = bound / (1 - decay ** (steps + (steps < 1))) ** 0.5 * usual
+    is_bounded = limit > 0 if enough is True else (limit > 0) & enough
+    return xp.where(is_bounded, xp.clip(gradient, -limit, limit), gradient)
 
 
 def adam_quotient(

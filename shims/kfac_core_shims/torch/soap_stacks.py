@@ -147,8 +147,10 @@ class Stack:
         # The rows of rare tokens are usually zero: an embedding has one basis.
         if left is None or right is None:
             return V
+        # Reading a number synchronizes a GPU; on a CPU it saves operations.
+        steps = float(self.step) if self.step.device.type == "cpu" else self.step
         return kc.roots.bounded_gradient(
-            V, self.exp_avg_sq, steps=self.step, decay=decay, bound=bound
+            V, self.exp_avg_sq, steps=steps, decay=decay, bound=bound
         )
 
     def directions(self, d: Any) -> list[Any]:
