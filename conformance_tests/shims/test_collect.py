@@ -157,11 +157,13 @@ def test_processes_end_with_the_sums_over_all(tmp_path):
     """Three shares of the data, one of each process, are the whole of it."""
     model, data = classifier(), batches()
     expected = spectral_blocks(*_both(collect(model, data, fisher="exact")))
+    # Here, since ranks are threads and PyTorch's seed is one for all of them.
+    models = [classifier() for _ in range(3)]
 
     def run(communicator):
         own = data[communicator.rank :: 3]
         path = tmp_path / "factors.npz"
-        one = classifier()
+        one = models[communicator.rank]
         factors = collect(
             one, own, fisher="exact", path=path, communicator=communicator
         )
@@ -180,10 +182,11 @@ def test_processes_end_with_the_sums_over_all(tmp_path):
 def test_processes_go_on_together_where_one_was_killed(tmp_path, monkeypatch, stage):
     """Killed before the end of a stage was saved that the other had saved."""
     data, save = batches(), collection.save_checkpoint
+    models = [classifier() for _ in range(2)]
 
     def run(path, communicator):
-        own = data[communicator.rank :: 2]
-        collect(classifier(), own, path=tmp_path / path, communicator=communicator)
+        own, model = data[communicator.rank :: 2], models[communicator.rank]
+        collect(model, own, path=tmp_path / path, communicator=communicator)
 
     def killed(path, *arguments, **options):
         if path.name.endswith(f".part0.1.{stage}"):
