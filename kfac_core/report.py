@@ -186,8 +186,8 @@ def _of_block(operator: CurvatureOperator | None) -> tuple[float | None, float |
     if bool(prepared.status() != 0):
         return float("nan"), float("inf")
     n, m = prepared.vector_shape
-    # Of the whole block and not of its factors: the residual is of what is applied, in
-    # the dtype that it is applied in.
+    # What is applied is the inverse of the whole block, in the dtype of application; small
+    # residuals of both factors do not bound its residual.
     z = probe(n * m, dtype=like.dtype, device=ns.device_of(like), xp=xp)
     z = xp.reshape(z, (n, m))
     return (

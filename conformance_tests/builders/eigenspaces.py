@@ -82,9 +82,11 @@ class Singular:
             execution=execution,
             precision=kc.Precision(storage=storage, compute="float64", apply="float64"),
         )
-        estimator.update({"a": kc.Batch(*(x[rank::size] for x in self.first))})
+        shares = [x[rank::size] for x in self.first]
+        estimator.update({"a": kc.Batch(*shares)})
         estimator.rebase(moments="zero")
-        estimator.update({"a": kc.Batch(*(x[rank::size] for x in self.second))})
+        shares = [x[rank::size] for x in self.second]
+        estimator.update({"a": kc.Batch(*shares)})
         estimator.refresh()
         direction: np.ndarray = estimator.precondition({"a": {"weight": self.vector}})[
             "a"

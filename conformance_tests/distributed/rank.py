@@ -733,23 +733,23 @@ def gauss_newton(communicator):
 
     x, y = data()
 
-    def run(mine, *, minibatch, **options):
+    def run(rows, *, minibatch, **options):
         model = network()
         optimizer = GaussNewton(
             model, likelihood="categorical", minibatch=minibatch, **options
         )
         losses = []
         for step in range(STEPS):
-            batch = step if minibatch else 0, mine
+            batch = step if minibatch else 0, rows
             losses.append(optimizer.step(lambda at=batch: (model(x[at]), y[at])))
         return [*parameters_of(model), torch.stack(losses)]
 
     first = 5 * communicator.rank
     is_last = communicator.rank == communicator.size - 1
-    mine = slice(first, ROWS if is_last else first + 5)
+    share = slice(first, ROWS if is_last else first + 5)
     for minibatch in (False, True):
         expected = run(slice(None), minibatch=minibatch, communicator="alone")
-        got = run(mine, minibatch=minibatch)
+        got = run(share, minibatch=minibatch)
         for one, other in zip(got, expected, strict=True):
             assert torch.linalg.norm(one - other) < 1e-10 * torch.linalg.norm(other)
 

@@ -167,7 +167,7 @@ class Leaves:
         names = list(short.values())
         for key, site in kinds.items():
             name = short[key]
-            # Several layers of one module are told apart by their own leaves.
+            # A module may hold several layers; their leaves tell them apart.
             if site.name is None and names.count(name) > 1:
                 leaf = next(iter(site.parts.values())).leaf
                 name = "/".join(self.paths[leaf])
