@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core import layers, linalg, losses, roots, steps
+from kfac_core import linalg, losses, roots, steps
 from kfac_core.approximations.series import Series
 
 from ..builders import chain_reference
@@ -58,10 +58,6 @@ def side(gradient=None, *, decay=0.9, **options):
     return factors.updated(factors.initial(V), given, decay=decay, **options)
 
 
-def folded():
-    return layers.unfold_time(np.ones((10, 2)), steps=3, folding="time_major")
-
-
 def rows(x=IMAGES, g=PIXELS, *, mask=None, **options):
     return CONV.rows(kc.Batch(x, g, mask, **options))
 
@@ -69,7 +65,6 @@ def rows(x=IMAGES, g=PIXELS, *, mask=None, **options):
 CALLS = {
     # name: (the call, what the message says)
     "gamma": (lambda: steps.gamma_candidates(-1.0, factor=0.5), "`gamma`"),
-    "changes": (lambda: steps.choose_gamma([1.0], []), "gammas.*changes"),
     "predicted": (
         lambda: steps.reduction_ratio(1.0, 2.0, predicted="x"),
         "`predicted`",
@@ -117,7 +112,6 @@ CALLS = {
     "equal roots": (lambda: side(roots=[np.eye(3)] * 2), r"roots\[1\].*\(4, 4\)"),
     "a decay": (lambda: side(decay=1.5), "decay"),
     "a factor's axes": (lambda: linalg.kronecker_dense([EYE, TWO]), r"factors\[1\]"),
-    "folded steps": (folded, r"3 steps.*\(10, 2\)"),
     "longer sequences": (lambda: series(steps=4), "at most 4 steps"),
     "no steps": (lambda: Series(variant="symmetric"), "`steps`"),
     "no time": (lambda: kc.Block(NORM, Series(variant="infinite")), "time steps"),

@@ -1,4 +1,4 @@
-"""Recurrent use of a layer: folded and unfolded time, masks, several uses."""
+"""Recurrent use of a layer: a time axis, masks, several uses."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import kfac_core as kc
 from ..builders import reference
 from ..builders.layers import conv_layer, dense_layer
 from ..builders.one_block import learn
-from ..builders.tolerances import assert_close, assert_differs
+from ..builders.tolerances import assert_close
 
 
 def factors_of(backend, block, batch):
@@ -27,20 +27,6 @@ def dense_block():
     return kc.Block(layer, kc.Kronecker())
 
 
-@pytest.mark.parametrize("folding", ["time_major", "batch_major"])
-def test_folded_time_comes_back(backend, rng, folding):
-    """A folded array is the unfolded one again, in the order that was said."""
-    x = rng.normal(size=(4, 5, 3))
-    folded = (x.swapaxes(0, 1) if folding == "time_major" else x).reshape(20, 3)
-
-    got = kc.layers.unfold_time(backend.asarray(folded), steps=5, folding=folding)
-
-    assert np.array_equal(backend.to_numpy(got), x)
-    other = "batch_major" if folding == "time_major" else "time_major"
-    wrong = kc.layers.unfold_time(backend.asarray(folded), steps=5, folding=other)
-    assert_differs(backend.to_numpy(wrong), x)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_uses_of_a_dense_layer_are_a_shared_axis(backend, rng, masked):
     """A list of uses gives what one batch with a time axis gives, masks and all."""
@@ -55,7 +41,15 @@ def test_uses_of_a_dense_layer_are_a_shared_axis(backend, rng, masked):
     )
 
     one = factors_of(backend, block, whole)
-    uses = factors_of(backend, block, kc.layers.steps_of(whole, mask_axes=0))
+    steps = [
+        kc.Batch(
+            backend.asarray(x[:, t]),
+            backend.asarray(g[:, t]),
+            mask=None if mask is None else backend.asarray(mask[:, t]),
+        )
+        for t in range(5)
+    ]
+    uses = factors_of(backend, block, steps)
 
     expected = reference.kronecker_factors(x, g[None], bias=True, mask=mask)
     for got, also, value in zip(one, uses, expected, strict=True):
@@ -94,17 +88,19 @@ def test_a_recurrent_convolution_is_fed_step_by_step(backend, rng, sources):
     g = rng.normal(size=(sources or 1, 3, 4, 2, 2, 2))
     mask = np.arange(4) < np.array([4, 1, 3])[:, None]
     conv = conv_layer(3, 2, (1, 1))
-    batch = kc.Batch(
-        backend.asarray(x),
-        backend.asarray(g if sources else g[0]),
-        mask=backend.asarray(mask),
-        sources=sources,
-    )
+    every = np.broadcast_to(mask[:, :, None, None], (3, 4, 2, 2))
+    uses = [
+        kc.Batch(
+            backend.asarray(x[:, t]),
+            backend.asarray(g[:, :, t] if sources else g[0, :, t]),
+            mask=backend.asarray(every[:, t]),
+            sources=sources,
+        )
+        for t in range(4)
+    ]
 
-    uses = kc.layers.steps_of(batch, mask_axes=2)
     got = factors_of(backend, kc.Block(conv, kc.Kronecker()), uses)
 
-    every = np.broadcast_to(mask[:, :, None, None], (3, 4, 2, 2))
     expected = reference.kronecker_factors(x, g, bias=True, mask=every)
     for one, value in zip(got, expected, strict=True):
         assert_close(one, value, "gram", "float64")

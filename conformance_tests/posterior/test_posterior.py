@@ -14,7 +14,6 @@ from kfac_core.posterior import (
     covariance_of_rows,
     functional_covariance,
     functional_variance,
-    variance_of_coordinates,
     variance_of_rows,
 )
 
@@ -136,7 +135,6 @@ def test_functional_covariances_are_the_dense_ones(case):
     ]
     diagonals = [
         functional_variance(posterior, jacobians),
-        variance_of_coordinates(posterior, R),
         variance_of_rows(posterior, rows),
     ]
 

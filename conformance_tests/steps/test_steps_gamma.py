@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kfac_core.steps import (
-    choose_gamma,
     curvature_of_products,
     gamma_candidates,
     linear_combination,
@@ -44,21 +43,25 @@ def test_the_candidates_stay_within_bounds(backend):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ([-1.0, -2.0, -3.0], 3.0),
-        ([-1.0, -2.0, -1.0], 2.0),
+        ([-1.0, -2.0, -3.0], 2.0),
+        ([-1.0, -2.0, -1.0], 0.5),
         ([-2.0, -2.0, -2.0], 1.0),
-        ([nan, -2.0, -1.0], 2.0),
+        ([nan, -2.0, -1.0], 0.5),
         ([-1.0, nan, -inf], 1.0),
-        ([nan, nan, 5.0], 3.0),
+        ([nan, nan, 5.0], 2.0),
         ([nan, inf, nan], 1.0),
     ],
 )
 def test_the_least_finite_change_wins(backend, changes, expected):
     """The first of equals; the present gamma where nothing is finite."""
-    arrays = [backend.asarray(x, "float64") for x in changes]
+    one = backend.asarray(1.0, "float64")
+    numbers = iter([(change, None) for change in changes])
+    arrays = iter([(backend.asarray(x, "float64"), one) for x in changes])
 
-    assert choose_gamma([1.0, 2.0, 3.0], changes) == expected
-    assert float(choose_gamma([1.0, 2.0, 3.0], arrays)) == expected
+    assert search_gamma(lambda g: next(numbers), 1.0, factor=0.5).gamma == expected
+    assert (
+        float(search_gamma(lambda g: next(arrays), 1.0, factor=0.5).gamma) == expected
+    )
 
 
 @pytest.fixture

@@ -7,6 +7,5 @@ themselves are names of `kfac_core`.
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import PixelRows, Rows
-from kfac_core.layers.time import steps_of, unfold_time
 
-__all__ = ["ExampleGradients", "IdRows", "PixelRows", "Rows", "steps_of", "unfold_time"]
+__all__ = ["ExampleGradients", "IdRows", "PixelRows", "Rows"]

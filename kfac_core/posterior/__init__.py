@@ -12,7 +12,6 @@ from kfac_core.posterior.functional import (
     covariance_of_rows,
     functional_covariance,
     functional_variance,
-    variance_of_coordinates,
     variance_of_rows,
 )
 from kfac_core.posterior.merging import MergedWeight, merged_weight
@@ -31,6 +30,5 @@ __all__ = [
     "functional_variance",
     "merged_weight",
     "spectral_blocks",
-    "variance_of_coordinates",
     "variance_of_rows",
 ]

@@ -25,7 +25,6 @@ __all__ = [
     "covariance_of_rows",
     "functional_covariance",
     "functional_variance",
-    "variance_of_coordinates",
     "variance_of_rows",
 ]
 
@@ -84,7 +83,10 @@ def functional_variance(posterior: BlockPosterior, jacobians: Array, /) -> Array
     [0.5]
     """
     R = posterior.curvature.to_basis(jacobians)
-    return variance_of_coordinates(posterior, R)
+    xp = posterior.curvature.namespace
+    weights = 1.0 / posterior.eigenvalues()
+    axes = tuple(range(R.ndim - weights.ndim, R.ndim))
+    return xp.sum(R * R * weights, axis=axes)
 
 
 def covariance_of_coordinates(
@@ -111,14 +113,6 @@ def covariance_of_coordinates(
     left = xp.reshape(coordinates * weights, (*lead, -1))
     right = xp.reshape(coordinates, (*lead, -1))
     return xp.matmul(left, xp.matrix_transpose(right))
-
-
-def variance_of_coordinates(posterior: BlockPosterior, coordinates: Array, /) -> Array:
-    """Return the diagonal of `covariance_of_coordinates`, shape (..., K)."""
-    xp = posterior.curvature.namespace
-    weights = 1.0 / posterior.eigenvalues()
-    axes = tuple(range(coordinates.ndim - weights.ndim, coordinates.ndim))
-    return xp.sum(coordinates * coordinates * weights, axis=axes)
 
 
 def covariance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:

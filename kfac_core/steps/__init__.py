@@ -13,7 +13,7 @@ and can be traced; none has an optimizer's state.
 """
 
 from kfac_core.steps.curvature import curvature_of_outputs, curvature_of_products
-from kfac_core.steps.gamma import Trial, choose_gamma, gamma_candidates, search_gamma
+from kfac_core.steps.gamma import Trial, gamma_candidates, search_gamma
 from kfac_core.steps.quadratic_model import Minimum, QuadraticModel, quadratic_model
 from kfac_core.steps.reduction import reduction_ratio
 from kfac_core.steps.rejection import is_accepted, select
@@ -45,7 +45,6 @@ __all__ = [
     "is_accepted",
     "select",
     "search_gamma",
-    "choose_gamma",
     "gamma_candidates",
     "Trial",
 ]

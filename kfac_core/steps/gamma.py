@@ -24,7 +24,7 @@ from kfac_core.steps.rejection import select
 
 _GAMMA = constraints.POSITIVE_SCALAR._replace(error=errors.DampingError)
 
-__all__ = ["Trial", "choose_gamma", "gamma_candidates", "search_gamma"]
+__all__ = ["Trial", "gamma_candidates", "search_gamma"]
 
 Step = TypeVar("Step")
 
@@ -85,34 +85,6 @@ def gamma_candidates(
     tried = (present, factor * present, present / factor)
     low, middle, high = (_bounded(g, minimum, maximum) for g in tried)
     return low, middle, high
-
-
-def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scalar:
-    """Return the gamma whose step the quadratic model predicts to be best.
-
-    Parameters
-    ----------
-    gammas : sequence of float or 0-d array
-        Candidates, the current one first.
-    changes : sequence of float or 0-d array
-        ``M(delta) - M(0)`` of the step made with each, in the same model.
-
-    Returns
-    -------
-    float or 0-d array
-        Gamma of the least finite change, the first of equals; the first candidate where no
-        change is finite.  A 0-d array where the changes are.
-
-    Raises
-    ------
-    ShapeError
-        For no candidates, or another number of changes.
-    """
-    constraints.require_any("gammas", gammas)
-    numbers = {"gammas": len(gammas), "changes": len(changes)}
-    constraints.require_same("number of candidates", numbers)
-    pairs = zip(gammas, changes, strict=True)
-    return _best([Trial(gamma, change, None) for gamma, change in pairs]).gamma
 
 
 def search_gamma(
