@@ -325,15 +325,22 @@ def test_classes_are_learned_without_a_rate():
     assert all(later <= earlier for earlier, later in itertools.pairwise(losses))
 
 
-def on_processes(net, communicator, options, likelihood):
+SHARES = {
+    "uneven": ((slice(0, 6), slice(6, 9)), (slice(0, 1), slice(1, 4))),
+    "a term each": ((slice(0, 9), slice(9, 9)), (slice(0, 0), slice(0, 4))),
+    "no points": ((slice(0, 0), slice(0, 9)), (slice(0, 0), slice(0, 4))),
+}
+"""For each of two processes, its points inside and at the edge."""
+
+
+def on_processes(net, communicator, options, likelihood, shares=None):
     """Return parameters and losses after steps with a part of the examples."""
     net = copy.deepcopy(net)
     x, edge = points(9), points(4, seed=2)
     labels = torch.tensor([0, 1, 2, 2, 1, 0, 1, 1, 2])
     part, edges = slice(9), slice(4)
     if communicator is not None:
-        part = (slice(0, 6), slice(6, 9))[communicator.rank]
-        edges = (slice(0, 1), slice(1, 4))[communicator.rank]
+        part, edges = (of_ranks[communicator.rank] for of_ranks in shares)
         options = options | {"communicator": communicator}
 
     def terms():
@@ -348,13 +355,14 @@ def on_processes(net, communicator, options, likelihood):
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.3}], ids=["search", "rate"])
 @pytest.mark.parametrize("likelihood", [None, "categorical"])
-def test_two_processes_take_the_steps_of_one(options, likelihood):
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+def test_two_processes_take_the_steps_of_one(options, likelihood, shares):
     # Threads share the generator of random numbers, so that ranks copy one network.
     net = mlp(2, 5, 3 if likelihood else 1)
     expected, losses = on_processes(net, None, options, likelihood)
 
     def run(communicator):
-        return on_processes(net, communicator, options, likelihood)
+        return on_processes(net, communicator, options, likelihood, shares)
 
     for parameters, reached in run_ranks(2, run):
         error = (parameters - expected).norm() / expected.norm()

@@ -84,11 +84,13 @@ def gathered_jacobian(J: Jacobian, communicator: Communicator, /) -> Jacobian:
 def _gathered_rows(rows: Any, communicator: Communicator) -> Any:
     if isinstance(rows, ExampleGradients):
         xp = ns.own_namespace(rows.gradients)
-        by_source = (rows.sources, rows.examples, -1)
+        by_source = (rows.sources, rows.examples, rows.gradients.shape[-1])
         D = gathered(xp.reshape(rows.gradients, by_source), communicator, axis=1)
         examples = int(D.shape[1])
         return ExampleGradients(
-            xp.reshape(D, (rows.sources * examples, -1)), examples, rows.sources
+            xp.reshape(D, (rows.sources * examples, D.shape[-1])),
+            examples,
+            rows.sources,
         )
     gathered_grads = gathered(rows.output_grads, communicator, axis=-3)
     changes = {"output_grads": gathered_grads}

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kfac_core import errors
-from kfac_core.array import Array, Namespace
+from kfac_core.array import Array, Namespace, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
@@ -129,8 +129,10 @@ class Jacobian:
             )
         jacobians: dict[str, LayerJacobian] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        is_empty = any(map(_is_empty, derivatives.values()))
+        rows_of = _no_rows if is_empty else _rows_of
         for name, layer in layers.items():
-            rows, shapes[name] = _rows_of(layer, derivatives[name])
+            rows, shapes[name] = rows_of(layer, derivatives[name])
             jacobians[name] = LayerJacobian(rows, layer)
         forms = set(shapes.values())
         if len(forms) == 1:
@@ -255,6 +257,42 @@ class Jacobian:
             )
             diagonal[name] = layer.matrix_to_parameters(matrix)
         return diagonal
+
+
+def _is_empty(derivatives: Derivatives) -> bool:
+    """Whether the derivatives are those of no examples."""
+    if isinstance(derivatives, Mapping):
+        return any(D.ndim > 0 and D.shape[0] == 0 for D in derivatives.values())
+    first = derivatives[0] if isinstance(derivatives, Sequence) else derivatives
+    return isinstance(first, Batch) and 0 in first.inputs.shape[:1]
+
+
+def _no_rows(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ...]]:
+    """Return the rows of no examples, as one of several processes may have."""
+    # Layers take no empty batch: make rows of an example of zeros, and drop them.
+    if isinstance(derivatives, Sequence):
+        zeros: Any = [map_structure(_one_example, use) for use in derivatives]
+    else:
+        zeros = map_structure(_one_example, derivatives)
+    rows, shape = _rows_of(layer, zeros)
+    if isinstance(rows, ExampleGradients):
+        rows = ExampleGradients(rows.gradients[:0, ...], 0, rows.sources)
+        return rows, (0, *shape[1:])
+    changes = {"output_grads": rows.output_grads[..., :0, :, :]}
+    if isinstance(rows, Rows):
+        changes["inputs"] = rows.inputs[..., :0, :, :]
+    else:
+        changes["ids"] = rows.ids[:0, ...]
+    if rows.mask is not None:
+        changes["mask"] = rows.mask[:0, ...]
+    return replaced(rows, **changes), (0, *shape[1:])
+
+
+def _one_example(x: Array) -> Array:
+    """Return zeros like an array whose axis of examples has the length 0."""
+    shape = tuple(length or 1 for length in x.shape)
+    xp = ns.own_namespace(x)
+    return xp.zeros(shape, dtype=x.dtype, device=ns.device_of(x))
 
 
 def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ...]]:

@@ -82,7 +82,7 @@ def _(
 ) -> Array:
     g = _weighted(rows.output_grads, c, xp) * rows.values(c.dtype, xp=xp)[..., None]
     flat = xp.reshape(rows.ids, (-1,))
-    g = xp.reshape(g, (flat.shape[0], -1))
+    g = xp.reshape(g, (flat.shape[0], g.shape[-1]))
     return sum_rows_at(g, flat, size=rows.size, xp=xp)
 
 

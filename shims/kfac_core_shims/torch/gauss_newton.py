@@ -469,7 +469,9 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         nats, examples = of_likelihood.loss.double(), len(of_likelihood.root)
         if self._processes is None:
             return nats
-        sums = torch.stack([nats * examples, nats.new_tensor(float(examples))])
+        # The mean over no examples is NaN.
+        total = nats * examples if examples else torch.zeros_like(nats)
+        sums = torch.stack([total, nats.new_tensor(float(examples))])
         total, count = self._processes.all_reduce(sums).wait()
         return total / count
 

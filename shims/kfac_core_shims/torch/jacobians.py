@@ -173,7 +173,9 @@ class JacobianFinder:
         if not sites:
             return {}, {}
         outputs = get_gradient_edge(r)
-        reached, reasons = calls_below(outputs.node, token=id(self), sites=sites)
+        reached, reasons = calls_below(
+            outputs.node, token=id(self), sites=sites, keep_empty=True
+        )
         why = "it is an embedding that also makes the outputs"
         reasons |= {name: why for name, site in sites.items() if site.part.tied}
         for name in {x.call.block for x in reached} & reasons.keys():
@@ -206,7 +208,10 @@ class JacobianFinder:
             for name, jacobian in J.layers.items()
         )
         modes = tuple(module.training for module in self.model.modules())
-        key = forms, modes, tuple(tuple(r.shape) for r in residuals)
+        key: Any = forms, modes
+        # Processes compare at the same steps, whatever the sizes of their shares.
+        if self.communicator is None:
+            key = *key, tuple(tuple(r.shape) for r in residuals)
         steps, names = self._compared.get(key, (0, []))
         steps += 1
         if steps & (steps - 1) == 0:
@@ -263,14 +268,16 @@ class JacobianFinder:
         parts: dict[str, list[Any]] = {name: [] for name in rest}
         for r, scale in zip(residuals, scales, strict=True):
             eye = torch.eye(r.numel(), dtype=r.dtype, device=r.device) * scale
-            gradients = torch.autograd.grad(
-                r,
-                list(rest.values()),
-                eye.reshape(-1, *r.shape),
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
+            gradients = [None] * len(rest)
+            if r.numel():
+                gradients = torch.autograd.grad(
+                    r,
+                    list(rest.values()),
+                    eye.reshape(r.numel(), *r.shape),
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=True,
+                )
             for (name, p), g in zip(rest.items(), gradients, strict=True):
                 if g is None:
                     g = p.new_zeros(r.numel(), *p.shape)
@@ -389,8 +396,8 @@ def _padded(parts: Sequence[Any], residuals: Sequence[Any]) -> list[kc.Batch]:
         bias = torch.zeros(R, widest, dtype=torch.bool, device=x.device)
         if part is not None:
             S = _positions(part)
-            x[:, :S] = part.inputs.reshape(R, S, -1)
-            g[:, :, :S] = part.output_grads.reshape(len(g), R, S, -1)
+            x[:, :S] = part.inputs.reshape(R, S, x.shape[-1])
+            g[:, :, :S] = part.output_grads.reshape(len(g), R, S, g.shape[-1])
             bias[:, :S] = True if part.bias is None else part.bias.reshape(R, S)
         # Where g is zero a bias adds nothing either.
         every_bias = all(other.bias is None for other in known)
