@@ -31,7 +31,7 @@ from kfac_core.distributed.whole_batch import counts_first
 from kfac_core.network import Network, NetworkState
 from kfac_core_backends.torch_distributed import are_similar
 
-__all__ = ["Message", "predicted_messages", "predicted_traffic"]
+__all__ = ["Message", "predicted_messages", "predicted_traffic", "rows_sent"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Message:
     operation : str
         The exchange.
     parts : tuple of int
-        Lengths of each rank's part, and of an all-reduce that of the sum.
+        Lengths of each rank's part, of an all-reduce that of the sum, and of an all-to-all
+        what one rank sends to each.
     width : int
         Bytes of a number.
     ranks : int
@@ -64,9 +65,12 @@ class Message:
         """Return the bytes that each rank sends, as with NCCL.
 
         Rings for sums and for parts of similar lengths, which are padded; other parts are
-        divided into even shares before they are gathered, or after they were added up.
+        divided into even shares before they are gathered, or after they were added up.  An
+        all-to-all does not say what other ranks send: see `rows_sent`.
         """
         p, length = self.ranks, self.payload
+        if self.operation == "all_to_all":
+            return [0.0] * p
         if self.operation == "all_reduce":
             return [2 * (p - 1) / p * length] * p
         if are_similar(self.parts):
@@ -83,6 +87,14 @@ class Message:
         if self.operation == "all_reduce" or not are_similar(self.parts):
             return self.payload
         return self.ranks * self.width * max(self.parts)
+
+
+def rows_sent(placement: Placement, /) -> list[int]:
+    """Return how many numbers of inverses each rank sends to others at a refresh."""
+    sent = [0] * placement.size
+    for name, ranges in placement.row_ranges.items():
+        sent[placement.owners[name]] += sum(rows.received for rows in ranges.values())
+    return sent
 
 
 def predicted_traffic(
@@ -147,6 +159,13 @@ def predicted_messages(
     refresh.append(vote)
     if placement.holders > 1:
         refresh += _operators(network, options, placement, state, rank)
+    if placement.workers:
+        send = [0] * p
+        for name, ranges in placement.row_ranges.items():
+            for rows in ranges.values() if placement.owners[name] == rank else ():
+                send[rows.rank] = rows.received
+        size = BYTES[dtype_name(like)]
+        refresh.append(Message("all_to_all", tuple(send), size, p))
     if placement.holders < p:
         step.append(vote)
         members = p // placement.holders
@@ -155,8 +174,10 @@ def predicted_messages(
             name: _numbers(block.layer.parameter_shapes)
             for name, block in network.blocks.items()
         }
+        for ranges in placement.row_ranges.values():
+            numbers |= {key: rows.numbers for key, rows in ranges.items()}
         limit = message_bytes(options.bucket_bytes, p)
-        for message in placement.messages(names, limit):
+        for message in placement.messages(names, limit, placement.workers):
             parts = [1 + sum(numbers[n] for n in of_rank) for of_rank in message]
             step.append(Message("all_gather", tuple(parts), size, members))
     update = _update(network, options, placement, state, like, vote)

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.plan.exchanges import Message
+from benchmarks.plan.exchanges import Message, rows_sent
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.block import Block
 from kfac_core.constraints import shown
@@ -179,9 +179,13 @@ class Machine:
         scale = width / self.bytes
         if are_similar(parts):
             return self.gather(p * max(parts) * scale, p, stride)
-        hop, rate = self._link(p * stride)
-        divided = self.base + hop + width * max(parts) / rate
+        divided = self.send(width * max(parts), p * stride)
         return divided + self.gather(sum(parts) * scale, p, stride)
+
+    def send(self, size: float, span: int) -> float:
+        """Return the seconds of bytes from one rank to others, among so many ranks."""
+        hop, rate = self._link(span)
+        return self.base + hop + size / rate
 
     def _link(self, span: int) -> tuple[float, float]:
         return self.near if span <= self.node else self.far
@@ -572,10 +576,6 @@ def predicted_steps(
         for name, cost in costs.items()
         if cost is not None
     )
-    applied = {
-        name: loads[name].flops if cost is None else cost.precondition["inverse"]
-        for name, cost in costs.items()
-    }
     squares = sum(
         loads[name].statistics
         if cost is None
@@ -594,7 +594,11 @@ def predicted_steps(
     found = []
     for holders in divisors(ranks):
         placement = place(
-            loads, ranks, holders=holders, together=together, memory=memory
+            *(loads, ranks),
+            holders=holders,
+            together=together,
+            memory=memory,
+            interval=interval,
         )
         found.append(
             _predicted(
@@ -602,7 +606,6 @@ def predicted_steps(
                 loads,
                 machine,
                 gathered=gathered / update_every,
-                applied=applied,
                 averaged=averaged,
                 lengths=lengths,
                 vote=vote_length(network),
@@ -634,7 +637,6 @@ def _predicted(
     machine: Machine,
     *,
     gathered: float,
-    applied: Mapping[str, float],
     averaged: float,
     lengths: Mapping[str, float],
     vote: int,
@@ -646,7 +648,6 @@ def _predicted(
     p, g = placement.size, placement.holders
     row = p // g
     of_groups = [[n for n in loads if placement.group_of(n) == k] for k in range(row)]
-    products = [sum(applied[n] for n in names) for names in of_groups]
     widths = {
         exchange: round(machine.bytes * length) for exchange, length in lengths.items()
     }
@@ -658,8 +659,12 @@ def _predicted(
             parts[placement.owners[name]] += loads[name].statistics
         sums.append(Message("reduce_scatter", tuple(parts), widths["statistics"], p))
     directions = []
-    for of_members in placement.messages(loads, limit) if row > 1 else []:
-        parts = [sum(loads[n].direction for n in names) for names in of_members]
+    numbers = {name: load.direction for name, load in loads.items()}
+    for ranges in placement.row_ranges.values():
+        numbers |= {key: rows.numbers for key, rows in ranges.items()}
+    messages = placement.messages(loads, limit, placement.workers)
+    for of_members in messages if row > 1 else []:
+        parts = [sum(numbers[n] for n in names) for names in of_members]
         directions.append(
             Message("all_gather", tuple(parts), widths["directions"], row)
         )
@@ -669,6 +674,7 @@ def _predicted(
         for name in of_groups[k]:
             parts[placement.owners[name] % g] += loads[name].operator
         operators.append(Message("all_gather", tuple(parts), widths["operators"], g))
+    to_workers = machine.bytes * max(rows_sent(placement))
     # Sums are sent at each refresh, or at each update with a second vote.
     every = interval if reduce == "refresh" else update_every
     votes = 1 + 1 / interval + (reduce == "owner") / update_every
@@ -678,10 +684,11 @@ def _predicted(
         "reduce": sum(machine.uneven(m.parts, m.width) for m in sums) / every,
         "refresh": max(placement.flops()) / machine.flops / interval,
         "operators": max(
-            (machine.uneven(m.parts, m.width) for m in operators), default=0.0
+            (machine.uneven(m.parts, m.width) for m in operators),
+            default=machine.send(to_workers, p) if to_workers else 0.0,
         )
         / interval,
-        "apply": max(products) / machine.flops,
+        "apply": max(placement.products()) / machine.flops,
         "directions": sum(
             machine.uneven(m.parts, m.width, stride=g) for m in directions
         ),
@@ -693,6 +700,7 @@ def _predicted(
         sent += np.reshape(m.sent(), (row, 1))
     for k, m in enumerate(operators):
         sent[k] += np.asarray(m.sent()) / interval
+    sent += np.reshape(rows_sent(placement), (row, g)) * machine.bytes / interval
     of_groups_kept = [sum(loads[n].operator for n in names) for names in of_groups]
     owned = [sum(loads[n].statistics for n in placement.owned_by(r)) for r in range(p)]
     kept = max(of_groups_kept) + max(owned)
@@ -700,6 +708,7 @@ def _predicted(
         # Whole squares, about two triangles, of the rows of each rank.
         kept += 2 * sum(load.statistics for load in loads.values()) - max(owned)
     largest = max(m.buffer for m in (*sums, *directions, *operators))
+    largest = max(largest, to_workers)
     return PredictedStep(
         p,
         g,

@@ -91,11 +91,14 @@ def test_a_predicted_step_is_the_sum_of_its_parts(tmp_path):
     assert owner.total == sum(owner.seconds.values())
 
 
-@pytest.mark.parametrize("size", [64, 1024])
+@pytest.mark.parametrize("size", [7, 64, 1024])
 @pytest.mark.parametrize("reduce", ["refresh", "owner"])
 def test_messages_of_many_ranks_are_as_predicted(size, reduce):
-    """One rank's program among partners that count; no rank sends or holds much more."""
-    sizes = [(3, 40), (40, 40), (40, 17)]
+    """One rank's program among partners that count; no rank sends or holds much more.
+
+    The last of seven ranks multiplies with rows of the largest inverse.
+    """
+    sizes = [(3, 40), (40, 40), (200, 17), (200, 300)]
     network = kc.Network(
         {
             f"fc{k}": kc.Block(dense(n, m, bias=False), kc.Kronecker())
@@ -104,14 +107,17 @@ def test_messages_of_many_ranks_are_as_predicted(size, reduce):
         conventions=kc.Conventions(reduction="sum", sources="sum"),
     )
 
-    counted, predicted = counted_messages(network, size, reduce=reduce)
+    counted, predicted, placement = counted_messages(network, size, reduce=reduce)
 
     assert counted == predicted
-    numbers = summary(counted, size)
+    workers = placement.workers["fc3"]
+    assert (size == 7) == (workers[-1] == size - 1)
+    numbers = summary(counted, placement)
     assert numbers["busiest"] <= 3 * numbers["mean"]
     # Triangles in float32, and six numbers of each block.
     triangles = sum(n * (n + 1) // 2 + m * (m + 1) // 2 for n, m in sizes)
-    assert numbers["buffer"] == 4 * (triangles + 3 * 6)
+    rows = 300 * 300 + len(workers) * (200 * 200 + 1)
+    assert numbers["buffer"] == 4 * max(triangles + 3 * 6, rows)
     assert numbers["seconds"] <= 2 * numbers["ring"]
 
 

@@ -166,6 +166,42 @@ def test_the_placement_changes_no_bit(size):
     assert error < LIMIT, where
 
 
+@pytest.mark.parametrize("reduce", ["refresh", "owner", "update"])
+def test_directions_of_a_large_block_are_divided(reduce):
+    """Ranks without blocks compute rows of them, also from a state that was loaded."""
+    rng = np.random.default_rng(9)
+    blocks = {
+        "tall": kc.Block(dense(230, 120), kc.Kronecker()),
+        "wide": kc.Block(dense(120, 230), kc.Kronecker(sharing="reduce")),
+        "small": kc.Block(dense(4, 3), kc.Kronecker()),
+    }
+    schedule, gradients = schedule_of(rng, blocks, 9), gradients_of(HOST, rng, blocks)
+    alone = schedule.run(HOST, estimator_of(blocks), None, gradients)
+    options = {"holders": 1, "reduce": reduce, "interval": 20}
+
+    def run(communicator):
+        made, *loaded = (
+            estimator_of(blocks, communicator, like=np.zeros(1), options=options)
+            for _ in range(3)
+        )
+        found = schedule.run(HOST, made, communicator.rank, gradients)
+        loaded[0].load_state_dict(made.state_dict())
+        loaded[1].load_state_dict(made.state_dict(owned=True), owned=True)
+        directions = [each.precondition(gradients) for each in (made, *loaded)]
+        # Owners compute all other products, of which this is the inverse.
+        products = made.apply("multiply", directions[0])
+        return found, directions, products, made.placement.workers
+
+    for found, (first, *others), products, workers in run_ranks(9, run):
+        assert workers == {"wide": (3, 4, 5, 6), "tall": (7, 8)}
+        error, where = largest_difference(found, alone)
+        assert error < LIMIT, where
+        for directions in others:
+            assert largest_difference([directions], [first])[0] == 0.0
+        error, where = largest_difference([products], [gradients])
+        assert error < LIMIT, where
+
+
 def test_shards_without_the_whole_count_are_wrong():
     """The row that must differ: each rank's mean, as if all shards were equal."""
     backend = HOST

@@ -23,11 +23,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kfac_core.approximations.options import UpdateOptions
+from kfac_core.approximations.options import RefreshOptions, UpdateOptions
 from kfac_core.array import Array, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import leaves
+from kfac_core.block import Block
 from kfac_core.distributed.agreement import (
     Agreement,
     error_as_data,
@@ -37,6 +38,7 @@ from kfac_core.distributed.exchange import Exchange, SentDirections
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import (
     Placement,
+    RowRange,
     block_loads,
     choose_placement,
     place,
@@ -47,7 +49,13 @@ from kfac_core.distributed.reduction import (
     absorbed_share,
     summed,
 )
-from kfac_core.distributed.remote import RemoteOperator
+from kfac_core.distributed.remote import (
+    InverseRows,
+    RemoteOperator,
+    has_inverses,
+    larger_first,
+    rows_of_inverses,
+)
 from kfac_core.distributed.replicas import code_digests, require_same
 from kfac_core.distributed.transport import (
     BYTES,
@@ -61,9 +69,9 @@ from kfac_core.distributed.transport import (
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.feeding import is_empty, raise_for_flags
+from kfac_core.layers.feeding import detached_array, is_empty, raise_for_flags
 from kfac_core.network import Network
-from kfac_core.stages import Executor, Stage, Tasks, plain
+from kfac_core.stages import APPLY, Executor, Stage, Tasks, plain
 from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["DistributedExecutor", "vote_length"]
@@ -115,6 +123,11 @@ class DistributedExecutor(Executor):
         _require_reducible(network)
         self.placement = _placement(network, options)
         self._require_same_plan()
+        rank = self._communicator.rank
+        self._rows_here: RowRange | None = None
+        for ranges in self.placement.row_ranges.values():
+            here = [rows for rows in ranges.values() if rows.rank == rank]
+            self._rows_here = here[0] if here else self._rows_here
         groups, rows = self.placement.groups, self.placement.rows
         self._group = self._communicator.split(groups)
         self._row = self._communicator.split(rows)
@@ -237,18 +250,22 @@ class DistributedExecutor(Executor):
         everywhere = self.options.reduce == "update"
         heads, operators = {}, {}
         for name, block in blocks.items():
-            statistics, status = block.statistics, None
+            statistics, operator, status = block.statistics, block.operator, None
+            is_divided = operator is not None and self._divides(name, operator)
             if statistics is not None and not everywhere:
                 statistics = replaced(statistics, averages={})
-            if block.operator is not None:
-                operators[name] = block.operator
-                status = int(block.operator.status())
+            if operator is not None:
+                operators[name] = operator
+                status = int(operator.status())
             head = replaced(block, statistics=statistics, operator=None)
-            heads[name] = head, status
+            heads[name] = head, status, is_divided
         if self.placement.holders > 1:
             operators = self._to_group(operators, like)
         parts: dict[str, BlockState] = {}
-        for name, (head, status) in self._to_all(heads, like).items():
+        heads = self._to_all(heads, like)
+        divided = [name for name in self.placement.workers if heads[name][2]]
+        rows = self._sent_rows(divided, operators, like)
+        for name, (head, status, is_divided) in heads.items():
             statistics, operator = head.statistics, operators.get(name)
             if name in blocks:
                 statistics = blocks[name].statistics
@@ -260,7 +277,7 @@ class DistributedExecutor(Executor):
             if statistics is not None:
                 statistics = self._part_of(name, statistics)
             if operator is None and status is not None:
-                operator = self._remote(name, like, status)
+                operator = self._remote(name, like, status, is_divided, rows)
             parts[name] = replaced(head, statistics=statistics, operator=operator)
         return NetworkState({n: parts[n] for n in self.network.blocks}, self.share)
 
@@ -285,7 +302,12 @@ class DistributedExecutor(Executor):
             if statistics is not None:
                 statistics = self._part_of(name, statistics)
             if operator is not None and not self._holds(name):
-                operator = self._remote(name, operator.like, int(operator.status()))
+                is_divided, here = self._divides(name, operator), self._rows_here
+                rows: dict[str, InverseRows] = {}
+                if is_divided and here is not None and here.block == name:
+                    (rows[name],) = rows_of_inverses(operator, [here])
+                status = int(operator.status())
+                operator = self._remote(name, operator.like, status, is_divided, rows)
             blocks[name] = replaced(block, statistics=statistics, operator=operator)
         return NetworkState(blocks, self.share)
 
@@ -566,6 +588,12 @@ class DistributedExecutor(Executor):
         total = self._agreement.vote("refreshed", ballot.reshape(-1), error=error)
         numbers = dict(zip(names, total.reshape(-1, 3).tolist(), strict=True))
         errors = self._errors(failed) if total[::3].any() else {}
+        divided = [
+            name
+            for name in self.placement.workers
+            if name in tasks and name not in errors and _inverts(tasks[name][2])
+        ]
+        rows = self._sent_rows(divided, operators, local[names[0]].like)
         if self.placement.holders > 1:
             like = local[names[0]].like
             operators = self._to_group(
@@ -583,9 +611,69 @@ class DistributedExecutor(Executor):
             elif name in operators:
                 results[name] = operators[name], damping
             else:
-                remote = self._remote(name, local[name].like, int(status))
+                remote = self._remote(
+                    *(name, local[name].like, int(status), name in divided, rows)
+                )
                 results[name] = remote, damping
         return results
+
+    def _sent_rows(
+        self, names: Sequence[str], operators: Mapping[str, Any], like: Array
+    ) -> dict[str, InverseRows]:
+        """Send rows of inverses to the ranks that multiply with them; collective.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Blocks with divided directions, in the order of their workers.
+        operators : mapping of str to FactoredKronecker
+            Operators of this rank's blocks.
+        like : array
+            Array in the dtype of the statistics.
+
+        Returns
+        -------
+        dict of str to InverseRows
+            This rank's share, of one block at most.
+        """
+        if not names:
+            return {}
+        rank, owners = self._communicator.rank, self.placement.owners
+        xp = ns.own_namespace(like)
+        dtype = self.network.precision.dtypes(like.dtype, xp=xp)[1]
+        send, receive = [0] * self._communicator.size, [0] * self._communicator.size
+        arrays: list[Array] = [xp.zeros((0,), dtype=dtype, device=ns.device_of(like))]
+        for name in names:
+            ranges = [*self.placement.row_ranges[name].values()]
+            if owners[name] == rank:
+                of_ranks = rows_of_inverses(operators[name], ranges)
+                for rows, sent in zip(ranges, of_ranks, strict=True):
+                    send[rows.rank] = rows.received
+                    for x in (sent.rows, sent.other, sent.scale):
+                        arrays.append(ns.cast(xp, xp.reshape(x, (-1,)), dtype))
+            for rows in ranges:
+                if rows.rank == rank:
+                    receive[owners[name]] = rows.received
+        exchange = self._communicator.all_to_all(xp.concat(arrays), send, receive)
+        arrived, here = exchange.wait(), self._rows_here
+        if here is None or here.block not in names:
+            return {}
+        count = here.stop - here.start
+        m = here.numbers // count
+        rows, other = arrived[: -m * m - 1], arrived[-m * m - 1 : -1]
+        return {
+            here.block: InverseRows(
+                xp.reshape(rows, (count, -1)), xp.reshape(other, (m, m)), arrived[-1]
+            )
+        }
+
+    def _divides(self, name: str, operator: Any) -> bool:
+        """Return whether several ranks compute the directions of an operator."""
+        if name not in self.placement.workers:
+            return False
+        if isinstance(operator, RemoteOperator):
+            return operator.is_divided
+        return has_inverses(operator)
 
     def _product(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         if self.placement.holders == self._communicator.size:
@@ -593,16 +681,30 @@ class DistributedExecutor(Executor):
         vectors = {name: task[2] for name, task in tasks.items()}
         calls = sorted({task[3].product for task in tasks.values()})
         self._agreement.meet(f"{calls} of {sorted(vectors)}")
+        matrices: dict[str, Array] = {}
+        ranges: dict[str, RowRange] = {}
+        if calls == ["multiply_inverse"]:
+            for name, (block, operator, vector, _) in tasks.items():
+                if self._divides(name, operator):
+                    matrices[name] = _as_matrix(block, vector)
+                    ranges |= self.placement.row_ranges[name]
+        for key, rows in ranges.items():
+            of_rank = matrices[rows.block][..., rows.start : rows.stop, :]
+            vectors[key] = {"rows": of_rank}
         computed: dict[str, Any] = {}
         error: Exception | None = None
         started = []
-        for names in self.placement.messages(vectors, self._message_bytes):
-            local = {
-                n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)
-            }
-            if error is None:
-                directions, error = self._attempt(stage, local)
-                computed |= directions
+        for names in self.placement.messages(tasks, self._message_bytes, matrices):
+            sent_here = names[self._group_number]
+            local = {n: tasks[n] for n in sent_here if n not in ranges}
+            local_rows = {}
+            for key in set(sent_here) & ranges.keys():
+                name = ranges[key].block
+                local_rows[key] = *tasks[name][:2], matrices[name], ranges[key]
+            for run, run_tasks in ((stage, local), (_ROWS, local_rows)):
+                if error is None:
+                    directions, error = self._attempt(run, run_tasks)
+                    computed |= directions
             started.append(
                 SentDirections(
                     *(self._row, names, vectors, computed),
@@ -618,6 +720,9 @@ class DistributedExecutor(Executor):
             anything_failed = anything_failed or failed
         if anything_failed:
             Agreement(self._row).vote("product", error=error)
+        for name in matrices:
+            parts = [received[key]["rows"] for key in self.placement.row_ranges[name]]
+            received[name] = _as_parameters(tasks[name][0], parts)
         if self.options.directions_dtype is not None:
             # What this rank sent, rounded as the others have it.
             return {name: received[name] for name in tasks}
@@ -750,12 +855,20 @@ class DistributedExecutor(Executor):
         giver = self.network.shared_factors.pairs.get((name, side))
         return f"{name}/{side}" if giver is None else "/".join(giver)
 
-    def _remote(self, name: str, like: Array, status: int) -> RemoteOperator:
+    def _remote(
+        self,
+        name: str,
+        like: Array,
+        status: int,
+        is_divided: bool,
+        rows: Mapping[str, InverseRows],
+    ) -> RemoteOperator:
         xp = ns.own_namespace(like)
         zero = xp.zeros((), dtype=like.dtype, device=ns.device_of(like))
         shape = self.network.blocks[name].layer.matrix_shape
         return RemoteOperator(
-            self.placement.owners[name], shape, zero, _int32(status, like)
+            *(self.placement.owners[name], shape, zero, _int32(status, like)),
+            *(is_divided, rows.get(name)),
         )
 
     def _require_same_plan(self) -> None:
@@ -802,6 +915,7 @@ def _placement(network: Network, options: Distributed) -> Placement:
         holders=size if options.holders == "all" else options.holders,
         together=shared_owners(network),
         memory=options.memory,
+        interval=options.interval,
     )
 
 
@@ -813,6 +927,46 @@ def _require_reducible(network: Network) -> None:
                 f"Block {name!r} ({approximation.name}) cannot be divided among processes: "
                 f"{approximation.reduction_problem}."
             )
+
+
+def _rows_of_direction(
+    block: Block,
+    operator: RemoteOperator,
+    matrix: Array,
+    rows: RowRange,
+    /,
+    *,
+    name: str,
+) -> dict[str, Array]:
+    """Return the rows of a direction that this rank computes."""
+    return {"rows": operator.direction_rows(matrix, rows.start, rows.stop)}
+
+
+_ROWS = Stage("rows", _rows_of_direction, 2, APPLY.work)
+
+
+def _inverts(options: RefreshOptions) -> bool:
+    """Return whether a refresh gives `FactoredKronecker` operators with inverses."""
+    return (
+        options.rule != "exact"
+        and options.solving == "inverse"
+        and "inverse" in options.factorizations
+    )
+
+
+def _as_matrix(block: Block, vector: Mapping[str, Array]) -> Array:
+    arrays = {key: detached_array(x) for key, x in vector.items()}
+    return larger_first(block.layer.parameters_to_matrix(arrays))
+
+
+def _as_parameters(block: Block, parts: Sequence[Array]) -> dict[str, Array]:
+    """Return a direction of the rows of its matrix, or of the transpose."""
+    xp = ns.own_namespace(parts[0])
+    matrix = xp.concat(parts, axis=-2)
+    n, m = block.layer.matrix_shape
+    if n < m:
+        matrix = xp.matrix_transpose(matrix)
+    return block.layer.matrix_to_parameters(matrix)
 
 
 def _coefficients(task: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -44,7 +44,9 @@ class Distributed:
         ``"auto"`` weighs bytes against flops, for refreshes every `interval` steps; see
         `kfac_core.distributed.choose_placement`.
     interval : int
-        Steps between refreshes, for ``holders="auto"``.
+        Steps between refreshes, by which ``holders="auto"`` decides, and whether ranks
+        without blocks compute directions of large ones; see
+        `kfac_core.distributed.place`.
     reduce : {"refresh", "update", "owner"}
         Where statistics are, and when they are added up.  With ``"refresh"`` every rank
         keeps those of its own rows, and they are added up at the owners at a refresh: least

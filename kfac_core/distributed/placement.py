@@ -11,6 +11,10 @@ Owners are assigned by the longest processing time first: blocks in the order of
 costs, each to the rank with the least work so far.  Blocks that share a factor have one
 owner.
 
+With g = 1 and more ranks than blocks, directions of a large block are divided: its owner
+sends each of some ranks that own nothing a share of the rows of the larger factor's
+inverse, and these ranks compute those rows of ``A^-1 V G^-1``, or of its transpose.
+
 References
 ----------
 Pauloski et al. (2021), "KAISA: An Adaptive Second-Order Optimizer Framework for Deep
@@ -23,13 +27,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import array_api_compat
 import numpy as np
 
 from kfac_core import errors
+from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.array import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
@@ -41,6 +47,7 @@ from kfac_core.network import Network
 __all__ = [
     "BlockLoad",
     "Placement",
+    "RowRange",
     "block_loads",
     "choose_placement",
     "divisors",
@@ -51,6 +58,9 @@ __all__ = [
 FLOPS_PER_BYTE = 200.0
 """Flops in the time of sending one byte: 6 for MPI and 36 for gloo within a machine, 90 for
 H100 GPUs within a node and 700 between nodes."""
+
+LEAST_DIVIDED = 1e7
+"""Flops of a direction that may be divided: fewer take less time than a message."""
 
 LARGEST_SHARE = 0.1
 """Bytes that `choose_placement` allows, relative to averaging whole factors every step."""
@@ -68,6 +78,8 @@ class BlockLoad:
         Numbers in the statistics that are reduced, in the operator, and in a direction.
     product : float
         Flops of a direction.
+    rows : int
+        Rows of the larger of two full factors; 0 if directions cannot be divided.
     """
 
     flops: float
@@ -75,6 +87,34 @@ class BlockLoad:
     operator: int
     direction: int
     product: float = 0.0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """The rows of a block's directions that one rank computes.
+
+    Attributes
+    ----------
+    block : str
+        Name of the block.
+    rank : int
+        Rank that computes them.
+    start, stop : int
+        Range of the rows of the larger factor.
+    numbers : int
+        Numbers of this part of a direction.
+    received : int
+        Numbers that the rank gets at a refresh: rows of one inverse, the other inverse and
+        the scale.
+    """
+
+    block: str
+    rank: int
+    start: int
+    stop: int
+    numbers: int
+    received: int
 
 
 @dataclass(frozen=True)
@@ -91,12 +131,30 @@ class Placement:
         Rank that factorizes each block.
     loads : dict of str to BlockLoad
         Costs of each block.
+    workers : dict of str to tuple of int
+        Ranks among which a block's directions are divided; blocks left out are not divided.
     """
 
     size: int
     holders: int
     owners: Mapping[str, int]
     loads: Mapping[str, BlockLoad]
+    workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def row_ranges(self) -> dict[str, dict[str, RowRange]]:
+        """Parts of divided directions by block, and by what messages call them."""
+        ranges: dict[str, dict[str, RowRange]] = {}
+        for name, ranks in self.workers.items():
+            n, k = self.loads[name].rows, len(ranks)
+            m = self.loads[name].direction // n
+            ranges[name] = {}
+            for i, rank in enumerate(ranks):
+                start, stop = n * i // k, n * (i + 1) // k
+                numbers = (stop - start) * n + m * m + 1
+                rows = RowRange(name, rank, start, stop, (stop - start) * m, numbers)
+                ranges[name][f"{name}, rows {start} to {stop}"] = rows
+        return ranges
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -119,7 +177,7 @@ class Placement:
         return [name for name, owner in self.owners.items() if owner == rank]
 
     def messages(
-        self, names: Iterable[str], bucket_bytes: int, /
+        self, names: Iterable[str], bucket_bytes: int, /, divided: Collection[str] = ()
     ) -> list[list[list[str]]]:
         """Return whose directions each message has, by the rank of a row that sends them.
 
@@ -129,6 +187,8 @@ class Placement:
             Blocks.
         bucket_bytes : int
             Size from which a message is sent, with 8 bytes a number.
+        divided : collection of str
+            Blocks whose directions are sent in parts, by the names of `row_ranges`.
 
         Returns
         -------
@@ -141,8 +201,22 @@ class Placement:
         ):
             messages.append([[] for _ in range(self.size // self.holders)])
             for name in bucket:
-                messages[-1][self.group_of(name)].append(name)
+                if name in divided:
+                    for key, rows in self.row_ranges[name].items():
+                        messages[-1][rows.rank].append(key)
+                else:
+                    messages[-1][self.group_of(name)].append(name)
         return messages
+
+    def products(self) -> list[float]:
+        """Return the flops of a step's directions on each rank."""
+        flops = [0.0] * self.size
+        for name, load in self.loads.items():
+            ranks = self.workers.get(name, self.groups[self.group_of(name)])
+            parts = len(ranks) if name in self.workers else 1
+            for rank in ranks:
+                flops[rank] += load.product / parts
+        return flops
 
     def flops(self) -> list[float]:
         """Return the flops of a refresh on each rank."""
@@ -171,16 +245,19 @@ class Placement:
             for field in ("statistics", "operator", "direction")
         }
         rows = p // g
+        ranges = [rows for of in self.row_ranges.values() for rows in of.values()]
+        to_workers = sum(rows.received for rows in ranges) / p
         return {
             "statistics": sums["statistics"] * (p - 1) / p,
             # Each group gathers its own blocks, a (p / g)-th of all on average.
-            "operators": sums["operator"] * (g - 1) / g / rows,
+            "operators": sums["operator"] * (g - 1) / g / rows + to_workers,
             "directions": sums["direction"] * (rows - 1) / rows,
         }
 
     def digest(self) -> str:
         """Return a text that is equal for equal placements."""
-        text = json.dumps([self.size, self.holders, sorted(self.owners.items())])
+        owners, workers = sorted(self.owners.items()), sorted(self.workers.items())
+        text = json.dumps([self.size, self.holders, owners, workers])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -190,6 +267,8 @@ class Placement:
             kept = sum(self.loads[n].statistics + self.loads[n].operator for n in names)
             costs = f"{flops:.1e} flops, {kept:,} numbers kept"
             lines.append(f"  rank {rank}: {costs}, {', '.join(names) or '-'}")
+        for name, ranks in self.workers.items():
+            lines.append(f"  {name}: directions by ranks {ranks[0]} to {ranks[-1]}")
         lines.append(f"  imbalance {self.imbalance():.2f}")
         for exchange, numbers in self.numbers_sent().items():
             each = "step" if exchange == "directions" else "refresh"
@@ -234,8 +313,14 @@ def block_loads(network: Network, /) -> dict[str, BlockLoad]:
         loads[name] = BlockLoad(
             *(costs.refresh[way], statistics, operator, n * m),
             costs.precondition["inverse"],
+            max(n, m) if _is_divisible(block) else 0,
         )
     return loads
+
+
+def _is_divisible(block: Block) -> bool:
+    """Return whether a direction can be ``A^-1 V G^-1`` with two inverses."""
+    return isinstance(block.approximation, Kronecker) and block.layer.groups == 1
 
 
 def _numbers(block: Block, taken: frozenset[str]) -> int:
@@ -264,6 +349,7 @@ def place(
     holders: int = 1,
     together: Sequence[tuple[str, str]] = (),
     memory: int | None = None,
+    interval: int | None = None,
 ) -> Placement:
     """Assign blocks to ranks.
 
@@ -279,6 +365,10 @@ def place(
         Pairs of blocks that have one owner.
     memory : int, optional
         How many numbers of statistics and operators an owner has room for.
+    interval : int, optional
+        Steps between refreshes.  With one holder, ranks that own nothing then take shares
+        of large directions, where this saves more than sending rows of an inverse at each
+        refresh costs.
 
     Returns
     -------
@@ -317,7 +407,36 @@ def place(
         work[rank] += sum(loads[name].flops for name in bundles[i])
         used[rank] += numbers
         owners |= dict.fromkeys(bundles[i], rank)
-    return Placement(size, holders, {name: owners[name] for name in loads}, dict(loads))
+    owners = {name: owners[name] for name in loads}
+    workers: dict[str, tuple[int, ...]] = {}
+    if holders == 1 and interval is not None:
+        idle = [rank for rank in range(size) if not work[rank]]
+        workers = _workers(loads, idle, size, interval)
+    return Placement(size, holders, owners, dict(loads), workers)
+
+
+def _workers(
+    loads: Mapping[str, BlockLoad], idle: Sequence[int], size: int, interval: int
+) -> dict[str, tuple[int, ...]]:
+    """Return ranks among which directions are divided, by block.
+
+    None works more in a step than the busiest owner at a refresh, or than all on average.
+    """
+    busiest = max(load.flops for load in loads.values()) / interval
+    limit = max(busiest, sum(load.product for load in loads.values()) / size)
+    workers: dict[str, tuple[int, ...]] = {}
+    for name in sorted(loads, key=lambda name: -loads[name].product):
+        load = loads[name]
+        if not (idle and load.rows and load.product + load.flops / interval > limit):
+            continue
+        m = load.direction // load.rows
+        # So many that the smaller inverse, which all get, is about as much as the larger.
+        count = min(math.ceil(load.product / limit), math.ceil((load.rows / m) ** 2))
+        sent = load.rows**2 + count * m**2
+        cost = 4 * sent / interval * FLOPS_PER_BYTE
+        if load.product > max(cost, LEAST_DIVIDED):
+            workers[name], idle = tuple(idle[:count]), idle[count:]
+    return workers
 
 
 def choose_placement(
@@ -362,15 +481,16 @@ def choose_placement(
     ranked = []
     for holders in divisors(size):
         placement = place(
-            loads, size, holders=holders, together=together, memory=memory
+            *(loads, size),
+            holders=holders,
+            together=together,
+            memory=memory,
+            interval=interval,
         )
         numbers = placement.numbers_sent()
         sent = 4 * (numbers["statistics"] + numbers["operators"]) / interval
         sent += direction_bytes * numbers["directions"]
-        products = [0.0] * (size // holders)
-        for name, load in loads.items():
-            products[placement.group_of(name)] += load.product
-        cost = sent + max(products) / FLOPS_PER_BYTE
+        cost = sent + max(placement.products()) / FLOPS_PER_BYTE
         ranked.append((sent > limit, cost, holders, placement))
     return min(ranked, key=lambda candidate: candidate[:3])[-1]
 
