@@ -142,6 +142,9 @@ if lapack is not None:
     _LEAF = 64
     """Below this size LAPACK's own triangular inverse is the faster one."""
 
+    _FEW_MATRICES = 16
+    """Matrices of a stack that are computed together, so that they stay in the cache."""
+
     _BELOW = {dtype: np.asfortranarray(np.tri(_LEAF, dtype=dtype)) for dtype in _FLOATS}
 
     _ABOVE = np.triu(np.ones((_LEAF, _LEAF), dtype=bool), 1)
@@ -226,13 +229,15 @@ if lapack is not None:
         return c, False
 
     def _gram_of_stack(sums: Any, rows: Any, beta: float, alpha: float) -> Any:
-        """Return the same for a stack, each by SYRK in its place, lower triangles."""
+        """Return the same for a stack by NumPy's product, which calls SYRK itself."""
         if sums is None or sums.ndim != 3:
             return NotImplemented
-        syrk, c = _SYRK[rows.dtype], np.multiply(sums, beta, order="C")
-        for x, total in zip(rows, c, strict=True):
-            # In C order BLAS sees the transpose, and its upper triangle.
-            syrk(alpha, x.T, beta=1.0, c=total.T, lower=0, overwrite_c=1)
+        c = empty(sums.shape[::-1], sums.dtype).T
+        for start in range(0, c.shape[0], _FEW_MATRICES):
+            x, total = (array[start : start + _FEW_MATRICES] for array in (rows, c))
+            np.matmul(np.matrix_transpose(x), x, out=total)
+            total *= alpha
+            total += beta * sums[start : start + _FEW_MATRICES]
         return c, False
 
     def damped_cholesky(
@@ -433,6 +438,10 @@ if lapack is not None:
     def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
         """Return ``S v`` from one triangle of S by SYMM; SYMV for one column."""
         array = matrix.array
+        if array.ndim == 3 and matrix.full_storage:
+            rows = np.matrix_transpose(v)
+            if rows.flags.c_contiguous:
+                return np.matrix_transpose(np.matmul(rows, array))
         if array.ndim != 2 or v.ndim != 2:
             return NotImplemented
         if matrix.full_storage and (v.shape[1] > 1 or array.shape[0] <= _LEAF):

@@ -13,7 +13,8 @@ stacking, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -60,7 +61,6 @@ class Stacked(Executor):
         # Keep the objects with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
         self._blocks: list[Block] = []
-        self._forms: dict[Any, int] = {}
         self._stacked_blocks: dict[tuple[Block, int], Block] = {}
         self._pieces: dict[int, tuple[Any, _Stack]] = {}
         self._last: dict[tuple[str, type[Any]], _Stack] = {}
@@ -88,15 +88,20 @@ class Stacked(Executor):
             if kind is not None:
                 kinds.setdefault(kind, []).append(name)
         groups: dict[Any, list[str]] = {}
-        common: dict[int, Any] = {}
-        for kind, names in kinds.items():
+        for kind, equal in kinds.items():
+            names = [name for name in equal if stage.stacks(*tasks[name])]
             # Compare forms only if there are enough equal blocks.
-            for name in names if len(names) >= self._fewest else ():
-                if stage.stacks(*tasks[name]):
-                    # Equal blocks with unequal data (another N, a mask, another dtype)
-                    # make no stack.
-                    form = (kind, *self._forms_of(stage, tasks[name], common))
-                    groups.setdefault(form, []).append(name)
+            if len(names) < self._fewest:
+                continue
+            arguments = zip(*[tasks[name][1:] for name in names], strict=True)
+            forms = [
+                self._forms_of(values, place < stage.arrays)
+                for place, values in enumerate(arguments)
+            ]
+            # Equal blocks with unequal data (another N, a mask, another dtype) make no
+            # stack.
+            for name, *form in zip(names, *forms, strict=False):
+                groups.setdefault((kind, *form), []).append(name)
         members = {
             f"{names[0]} and {len(names) - 1} equal blocks": tuple(names)
             for names in groups.values()
@@ -137,35 +142,29 @@ class Stacked(Executor):
         self._kinds[id(block)] = block, kind
         return kind
 
-    def _forms_of(
-        self, stage: Stage, task: tuple[Any, ...], common: dict[int, Any]
-    ) -> tuple[Any, ...]:
-        """Return the key of a task's arguments, equal for tasks of one stack.
-
-        Most tasks of a call share their options, whose keys `common` holds by identity.
-        """
-        forms = [self._form(value) for value in task[1 : 1 + stage.arrays]]
-        for value in task[1 + stage.arrays :]:
-            # Arguments that are not stacked must be equal numbers, or identical arrays.
-            if id(value) not in common:
-                common[id(value)] = form_of(value, id)
-            forms.append(common[id(value)])
-        return tuple(forms)
+    def _forms_of(self, values: tuple[Any, ...], has_arrays: bool) -> Iterable[Any]:
+        """Return the key of one argument of each task, equal for tasks of one stack."""
+        first = values[0]
+        piece = self._pieces.get(id(first))
+        # Usually a test of identity shows that all of them agree.
+        if all(map(is_, values, itertools.repeat(first))) or (
+            piece is not None and piece[1].is_of(values)
+        ):
+            return itertools.repeat(None)
+        if has_arrays:
+            return map(self._form, values)
+        # Arguments that are not stacked must be equal numbers, or identical arrays.
+        return [form_of(value, id) for value in values]
 
     def _form(self, value: Any) -> Any:
         """Return the key of a stacked argument."""
         piece = self._pieces.get(id(value))
-        if piece is not None and piece[0] is value:
-            stack = piece[1]
-            if stack.form is None:
-                stack.form = self._form_of_arrays(value)
-            return stack.form
-        return self._form_of_arrays(value)
-
-    def _form_of_arrays(self, value: Any) -> int:
-        """Return a number for the form of a structure or dict."""
-        form = form_of(value, _array_form)
-        return self._forms.setdefault(form, len(self._forms))
+        if piece is None or piece[0] is not value:
+            return form_of(value, _array_form)
+        stack = piece[1]
+        if stack.form is None:
+            stack.form = form_of(value, _array_form)
+        return stack.form
 
     def _stacked_task(self, stage: Stage, tasks: Tasks, names: Names) -> Any:
         """Return the task of a stack: a block for many, and stacked arguments."""
@@ -217,7 +216,7 @@ class _Stack:
 
     def __init__(self, whole: Any, pieces: list[Any]) -> None:
         self.whole, self.pieces = whole, pieces
-        self.form: int | None = None
+        self.form: Any = None
 
     def is_of(self, values: tuple[Any, ...]) -> bool:
         """Whether some values are these pieces, in order."""
@@ -247,9 +246,14 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     """
 
     def joined(*parts: Any) -> Any:
-        if is_plain(parts[0]):
-            return parts[0]
-        return ns.own_namespace(parts[0]).stack(parts)
+        first = parts[0]
+        if is_plain(first):
+            return first
+        xp = ns.own_namespace(first)
+        if first.ndim == 0:
+            return xp.stack(parts)
+        # NumPy's `stack` takes a third longer.
+        return xp.reshape(xp.concat(parts), (len(parts), *first.shape))
 
     return map_structure(joined, *values)
 
@@ -275,9 +279,11 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
         parts = [unstacked(part, length) for part in value]
         return list(zip(*parts, strict=True))
     if isinstance(value, dict):
-        columns = [unstacked(part, length) for part in value.values()]
-        rows = zip(*columns, strict=True) if columns else [()] * length
-        return [dict(zip(value, row, strict=True)) for row in rows]
+        dicts: list[Any] = [{} for _ in range(length)]
+        for name, part in value.items():
+            for one, piece in zip(dicts, unstacked(part, length), strict=True):
+                one[name] = piece
+        return dicts
     if is_plain(value) or value.ndim == 0 or value.shape[0] != length:
         return [value] * length
     parts = list(ns.own_namespace(value).unstack(value))
@@ -289,6 +295,8 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
 
 def _array_form(x: Any) -> Any:
     """Return the key of an array: its type, shape, dtype and device."""
+    if type(x) is np.ndarray and x.dtype.isnative:
+        return np.ndarray, x.shape, x.dtype, "cpu"
     if not ns.is_usable(x):
         # Not an array, or a sparse one: validated later, where the block's name is known.
         return object()
