@@ -485,9 +485,10 @@ def release(session: nox.Session) -> None:
     """Build, check and test wheel and sdist, and write what is new into `dist/`."""
     version = PYPROJECT["project"]["version"]
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    _, found, after = changes.partition(f"\n## [{version}]")
-    if not found:
-        session.error(f"CHANGELOG.md has no section [{version}]")
+    section = version if f"\n## [{version}]" in changes else "Unreleased"
+    if section != version:
+        session.warn(f"CHANGELOG.md has no section [{version}]: taking [{section}]")
+    _, _, after = changes.partition(f"\n## [{section}]")
     notes = after.partition("\n")[2].partition("\n## ")[0].strip()
     package(session)
     wheel(session)

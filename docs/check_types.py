@@ -37,9 +37,16 @@ PYRIGHT = ("-m", "pyright", "--pythonpath", sys.executable)
 # `fit` would take only text as `verbose`.
 PYRIGHT_CONFIG = '{"useLibraryCodeForTypes": false}\n'
 
-# Each line with a name of the package has a letter too few.
+# Each line below the imports has one letter too few, or too many.
 MISSPELT = """\
 import kfac_core as kc
+import torch
+from typing import Any
+from kfac_core_shims import jax, keras, numpy, sklearn
+from kfac_core_shims import torch as on_torch
+
+anything: Any = None
+net = torch.nn.Linear(2, 2)
 from kfac_core_shims.numpy import KFA
 from kfac_core_shims.torch import KFA as TorchKFA
 from kfac_core_shims.jax import KFA as JaxKFA
@@ -48,7 +55,20 @@ kc.Kroneker()
 kc.losses.Categoricl()
 kc.Dense(in_feature=1, out_features=1, bias=True, weight_layout="io")
 kc.Dense(in_features=1, out_features=1, bias=True, weight_layout="oo")
+on_torch.KFAC(net, dampling=2)
+on_torch.SOAP(net, dampling=2)
+on_torch.GaussNewton(net, dampling=2)
+jax.KFAC(anything, reduction="mean", dampling=2)
+jax.GaussNewton(anything, dampling=2)
+jax.kfac_optimizer(anything, {}, (), likelihood="gaussian", dampling=2)
+jax.soap(anything, dampling=2)
+keras.KFAC(anything, dampling=2)
+numpy.KFAC({}, dampling=2)
+numpy.GaussNewton(anything, dampling=2)
+sklearn.KFACClassifier(dampling=2)
+sklearn.KFACRegressor(dampling=2)
 """
+FIRST_MISSPELT = 9
 
 
 def main() -> int:
@@ -64,7 +84,7 @@ def main() -> int:
             if ran.returncode != 0:
                 complaints.append(ran.stdout + ran.stderr)
         (folder / "misspelt.py").write_text(MISSPELT, encoding="utf-8")
-        lines = range(2, len(MISSPELT.splitlines()) + 1)
+        lines = range(FIRST_MISSPELT, len(MISSPELT.splitlines()) + 1)
         for command in (MYPY, PYRIGHT):
             shown = _run(command, folder, "misspelt.py").stdout
             seen = {int(n) for n in re.findall(r"misspelt\.py:(\d+):.*error", shown)}

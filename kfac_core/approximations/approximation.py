@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from kfac_core import errors
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
@@ -22,7 +22,7 @@ Reduction = Literal["sum", "none"]
 """How statistics of processes are combined; see `Approximation.reduction`."""
 
 
-class Approximation(Protocol):
+class Approximation(ABC):
     """The statistics that are kept of the rows, and the operator made from them.
 
     The base class of all approximations.  A subclass is a frozen dataclass without
