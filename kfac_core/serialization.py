@@ -292,10 +292,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     """Return the state of one block; messages are to be headed by its name."""
     block = network.blocks[name]
     for key, expected in _description(block).items():
-        actual = part.get(key)
-        if isinstance(actual, Mapping) and actual.get("name") == "eigen":
-            actual = {**actual, "name": "ekfac"}  # its name in earlier files
-        _require_equal(actual, expected, key)
+        _require_equal(part.get(key), expected, key)
     _require_known(part, _BLOCK, "the block")
     values = _Values(_mapping(part, "values"))
     template = _template(values, network, name)
@@ -626,9 +623,7 @@ def _with_settings(
     """Return a network with the settings of a state, and those that are not its own."""
     values = _Values(part)
     rule = values.choice("damping_rule", get_args(DampingRule))
-    scaling = network.refreshing.damping_scaling
-    if values.holds("damping_scaling"):  # missing in older states
-        scaling = values.choice("damping_scaling", get_args(DampingScaling))
+    scaling = values.choice("damping_scaling", get_args(DampingScaling))
     decay, weight = (values.number(name, 1.0) for name in ("decay", "weight"))
     burn_in = values.number("burn_in", 0)
     damping: Any

@@ -116,19 +116,6 @@ def test_a_relative_damping_stays_relative(backend, batches, rule):
     assert differences(frozen(kept.state_dict()), frozen(fresh.state_dict())) == []
 
 
-def test_a_state_of_before_the_scaling_was_written_is_read(backend, batches):
-    """The estimator then keeps its own."""
-    relative = kc.Refreshing(damping_scaling="mean_eigenvalue")
-    kept, fresh = estimator(), estimator(refreshing=relative)
-    feed(kept, batches[:1])
-    state = kept.state_dict()
-    del state["settings"]["damping_scaling"]
-
-    fresh.load_state_dict(state)
-
-    assert fresh.network.refreshing.damping_scaling == "mean_eigenvalue"
-
-
 def spoil(state):
     """Overwrite all numbers of a state's arrays, where they can be written."""
     for x in arrays_of(state):
@@ -336,20 +323,3 @@ def test_a_damping_in_an_array_is_saved(backend, batches):
     fresh.load_state_dict(kept.state_dict())
 
     assert float(fresh.damping) == 0.25
-
-
-def test_a_state_that_calls_ekfac_eigen_is_read(rng):
-    """Files may use the name that EKFAC has in records."""
-    layer, approximation = PAIRS["eigen"]
-    settings = {"damping": 0.3, "damping_rule": "exact", "reduction": "sum"}
-    saved, fresh = (
-        make_estimator({"a": kc.Block(layer, approximation)}, **settings)
-        for _ in range(2)
-    )
-    saved.update({"a": fed(np, rng, layer)})
-    state = saved.state_dict()
-    state["blocks"]["a"]["approximation"]["name"] = "eigen"
-
-    fresh.load_state_dict(state)
-
-    assert differences(frozen(saved.state_dict()), frozen(fresh.state_dict())) == []

@@ -19,6 +19,8 @@ from kfac_core import constraints, errors
 
 __all__ = ["DatamodelingScore", "linear_datamodeling_score", "retrained_losses"]
 
+_RESAMPLES = 1000
+
 Losses = Callable[[Any, int], Any]
 
 
@@ -106,7 +108,7 @@ def retrained_losses(
 
 
 def linear_datamodeling_score(
-    scores: Any, subsets: Any, losses: Any, /, *, resamples: int = 1000, seed: int = 0
+    scores: Any, subsets: Any, losses: Any, /, *, seed: int = 0
 ) -> DatamodelingScore:
     """Return how well scores predict the losses after retraining on subsets.
 
@@ -118,8 +120,8 @@ def linear_datamodeling_score(
         Which examples each training had.
     losses : array, shape (S, Q)
         Losses of the queries after each; from `retrained_losses`.
-    resamples, seed : int
-        Resamplings of the subsets, for the interval.
+    seed : int
+        Seed of the 1000 resamplings of the subsets that the interval is made of.
 
     Returns
     -------
@@ -156,7 +158,7 @@ def linear_datamodeling_score(
     predicted = -masks @ values.T
     rng = np.random.default_rng(seed)
     # Bootstrap over the subsets, which are the independent runs.
-    draws = rng.integers(S, size=(resamples, S))
+    draws = rng.integers(S, size=(_RESAMPLES, S))
     means = [_correlations(predicted[d], actual[d]).mean() for d in draws]
     low, high = np.quantile(means, [0.025, 0.975])
     by_query = _correlations(predicted, actual)
