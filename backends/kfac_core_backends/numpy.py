@@ -359,14 +359,29 @@ if lapack is not None:
         lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
     ) -> Any:
         """Solve with L or its transpose by TRSM; TRSV for one column."""
-        if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS or b.size == 0:
+        alike = lower.shape[:-2] == b.shape[:-2]
+        if not alike or lower.dtype not in _FLOATS or b.size == 0:
             return NotImplemented
+        if b.ndim > 2:
+            return _solve_stack(lower, b, transpose)
         if b.shape[1] == 1:
             x = _by_vector(_TRSV, lower, b, transpose=transpose)
         else:
             x = _beside(_TRSM, lower, b, transpose=transpose, overwrite=overwrite)
         # A zero on the diagonal is divided by.
         return x if lower.diagonal().all() else np.full_like(b, np.nan)
+
+    def _solve_stack(lower: Any, b: Any, transpose: bool) -> Any:
+        """Solve with each triangle of a stack: NumPy's solve would factorize them again."""
+        n, k = b.shape[-2:]
+        x, solve = np.array(b, order="C"), _TRSM[lower.dtype]
+        options = {"side": 1, "trans_a": int(transpose), "overwrite_b": 1}
+        pairs = zip(lower.reshape(-1, n, n), x.reshape(-1, n, k), strict=True)
+        for triangle, part in pairs:
+            # In C order BLAS sees both transposed, and the triangle on the right.
+            solve(1.0, triangle.T, part.T, **options)
+        x[~np.diagonal(lower, axis1=-2, axis2=-1).all(axis=-1)] = np.nan
+        return x
 
     def multiply_triangular(lower: Any, v: Any, /, *, transpose: bool, xp: Any) -> Any:
         """Return ``L v`` or ``L^T v`` by TRMM; TRMV for one column."""

@@ -155,7 +155,11 @@ METHODS: dict[str, Method] = {
         uses="preconditioner",
     ),
     "kfac-optimizer": Method(
-        title="`KFACOptimizer(model)`", make=_kfac_optimizer, uses="closure"
+        title="`KFACOptimizer(model)`",
+        make=_kfac_optimizer,
+        uses="closure",
+        whole=True,
+        apt=lambda task: task.full_batch,
     ),
     "kfac-core-soap": Method(
         title="`SOAP(model)`",
