@@ -8,6 +8,7 @@ batch, since an example that is masked counts as an example of no rows.
 Inside `shard_map` and `pmap` each device runs the program on its own rows.  `SummedOver`
 adds up the statistics of an update over the mapped axis, and `psum` the gradients.  With
 arrays that have shardings `jit` divides the program itself, and nothing is added to it.
+A refresh has no rows and runs on one device.  Directions before the first one are zero.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def initial(dtype):
     }
 
 
-def step(weights, state, images, labels, mask, refresh, axis_name=None):
+refreshed = jax.jit(functools.partial(NETWORK.refresh, damping=DAMPING, check="status"))
+
+
+def step(weights, state, images, labels, mask, axis_name=None):
     """Return the weights and the state after one step, and the directions."""
     inputs, x = {}, images
     for name, own in weights.items():
@@ -84,12 +88,6 @@ def step(weights, state, images, labels, mask, refresh, axis_name=None):
         # The devices of the axes that this is mapped over.
         options["executor"] = SummedOver(connect("jax"))
     state = NETWORK.update(state, batches, decay=0.95, check="status", **options)
-    state = jax.lax.cond(
-        refresh,
-        lambda s: NETWORK.refresh(s, damping=DAMPING, check="status"),
-        lambda s: s,
-        state,
-    )
     directions = NETWORK.precondition(state, gradients)
     weights = jax.tree.map(lambda w, d: w - RATE * d, weights, directions)
     return weights, state, directions
@@ -122,11 +120,10 @@ def train(program, size, dtype, mesh=None):
     directions = {}
     for number in range(STEPS):
         given = padded(images, labels, number, size)
-        refresh = place(jnp.asarray(number % 5 == 0), EVERYWHERE)
-        weights, state, directions = program(
-            weights, state, *place(given, DIVIDED), refresh
-        )
+        weights, state, directions = program(weights, state, *place(given, DIVIDED))
         if number % 5 == 0:
+            # A refresh has no rows: one device computes it, compiled once for all ways.
+            state = place(refreshed(jax.device_get(state)), EVERYWHERE)
             print(f"  step {number + 1} of {STEPS}", flush=True)
     return _named(weights), _named(directions)
 
@@ -148,7 +145,7 @@ def main():
         jax.shard_map(
             functools.partial(step, axis_name="shards"),
             mesh=mesh,
-            in_specs=(EVERYWHERE, EVERYWHERE, DIVIDED, DIVIDED, DIVIDED, EVERYWHERE),
+            in_specs=(EVERYWHERE, EVERYWHERE, DIVIDED, DIVIDED, DIVIDED),
             out_specs=EVERYWHERE,
             check_vma=False,
         )
@@ -156,13 +153,15 @@ def main():
     by_device = jax.pmap(
         functools.partial(step, axis_name="shards"),
         axis_name="shards",
-        in_axes=(None, None, 0, 0, 0, None),
+        in_axes=(None, None, 0, 0, 0),
     )
 
-    def pmapped(weights, state, images, labels, mask, refresh):
-        shards = [x.reshape(size, BATCH, *x.shape[1:]) for x in (images, labels, mask)]
-        # What comes back is the same on all devices.
-        return jax.tree.map(lambda x: x[0], by_device(weights, state, *shards, refresh))
+    def pmapped(weights, state, *rows):
+        shards = [x.reshape(size, BATCH, *x.shape[1:]) for x in rows]
+        # Arrays of NumPy, so that every step has the same kind and is compiled once.
+        results = by_device(*jax.device_get((weights, state)), *shards)
+        # The same on all devices.
+        return jax.tree.map(lambda x: np.asarray(x)[0], results)
 
     # Arrays that are placed as results are, for which a program is not compiled again.
     first = Mesh(np.array(jax.devices()[:1]), ("shards",))
