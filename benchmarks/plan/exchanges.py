@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kfac_core.array.backend import Array
@@ -241,7 +241,9 @@ def _update(
         ):
             packed = packed_matrices({name: averages[name] for name in names})
             messages += _sums(network, options, placement, packed)
-        messages.append(vote)
+        # With the last one, whether a rank has invalid rows.
+        last = messages[-1]
+        messages[-1] = replace(last, parts=tuple(n + 1 for n in last.parts))
     return messages
 
 

@@ -675,9 +675,9 @@ def _predicted(
             parts[placement.owners[name] % g] += loads[name].operator
         operators.append(Message("all_gather", tuple(parts), widths["operators"], g))
     to_workers = machine.bytes * max(rows_sent(placement))
-    # Sums are sent at each refresh, or at each update with a second vote.
+    # Sums are sent at each refresh, or at each update.
     every = interval if reduce == "refresh" else update_every
-    votes = 1 + 1 / interval + (reduce == "owner") / update_every
+    votes = 1 + 1 / interval
     seconds = {
         "statistics": gathered / machine.flops,
         "votes": votes * machine.all_reduce(vote * 8 / machine.bytes, p),

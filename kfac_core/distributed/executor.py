@@ -409,8 +409,8 @@ class DistributedExecutor(Executor):
     ) -> dict[str, Statistics]:
         """Return statistics after an update whose sums go to the owners of the blocks.
 
-        So many blocks at a time that their sums fill a message; a second vote says whether
-        all rows were finite.
+        So many blocks at a time that their sums fill a message.  The last message says
+        whether all rows were finite; if not, a second vote raises.
         """
         any_rows = [float(name in here) for name in tasks]
         total = self._agreement.vote(self._update_step(tasks), any_rows)
@@ -418,11 +418,15 @@ class DistributedExecutor(Executor):
         updated: dict[str, Statistics] = {}
         flags = dict.fromkeys(with_rows, 0)
         error: Exception | None = None
-        for names in buckets(
-            with_rows,
-            lambda name: 8 * self.placement.loads[name].statistics,
-            self._message_bytes,
-        ):
+        failed, filled = (
+            0.0,
+            buckets(
+                with_rows,
+                lambda name: 8 * self.placement.loads[name].statistics,
+                self._message_bytes,
+            ),
+        )
+        for names in filled:
             moments: dict[str, Any] = {}
             if error is None:
                 moments, error = moments_of(names)
@@ -433,7 +437,10 @@ class DistributedExecutor(Executor):
                 averages = packed_matrices(part.averages)
                 parts[name] = replaced(part, averages=averages)
             own_sides = self._without_taken(parts)
-            sums = self._summed(own_sides, to_owners=True)
+            mark = float(error is not None or any(flags.values()))
+            sums, failed = self._summed(
+                own_sides, to_owners=True, mark=mark if names is filled[-1] else None
+            )
             for name in names:
                 statistics = self._owned_part(name, tasks[name][1])
                 if self.placement.owners[name] == self._communicator.rank:
@@ -444,8 +451,8 @@ class DistributedExecutor(Executor):
                     task = block, statistics, *others
                     statistics = self._share(task, moments_of_all, None)
                 updated[name] = statistics
-        flagged = float(any(flags.values()))
-        if self._agreement.vote("added up", [flagged], error=error)[0]:
+        if failed:
+            self._agreement.vote("added up", error=error)
             return self._flagged(tasks, flags)
         return updated
 
@@ -757,7 +764,7 @@ class DistributedExecutor(Executor):
         self._agreement.meet("; ".join([step, *forms]))
         if self.options.reduce == "update":
             return {name: local[name] for name in owned}
-        sums = self._summed(local, to_owners=True)
+        sums, _ = self._summed(local, to_owners=True)
         return {name: self._with_averages(name, local[name], sums) for name in owned}
 
     def _summed_everywhere(
@@ -765,7 +772,7 @@ class DistributedExecutor(Executor):
     ) -> dict[str, Statistics]:
         """Return the statistics of all ranks' rows on every rank."""
         parts = self._without_taken(local)
-        sums = self._summed(parts, to_owners=False)
+        sums, _ = self._summed(parts, to_owners=False)
         return {
             name: replaced(
                 statistics,
@@ -792,9 +799,16 @@ class DistributedExecutor(Executor):
         }
 
     def _summed(
-        self, local: Mapping[str, Statistics], *, to_owners: bool
-    ) -> dict[str, Any]:
-        """Return the sums of averages by key; a shared factor is summed once."""
+        self,
+        local: Mapping[str, Statistics],
+        *,
+        to_owners: bool,
+        mark: float | None = None,
+    ) -> tuple[dict[str, Any], float]:
+        """Return the sums of averages by key, and of marks; see `summed`.
+
+        A shared factor is summed once.
+        """
         items: dict[str, Item] = {}
         for name, statistics in local.items():
             for side, average in statistics.averages.items():
@@ -805,6 +819,7 @@ class DistributedExecutor(Executor):
             items.values(),
             to_owners=to_owners,
             bucket_bytes=self._message_bytes,
+            mark=mark,
         )
 
     def _with_averages(

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kfac_core.array import Scalar
+from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import leaves
 from kfac_core.distributed.communicator import Communicator
@@ -104,7 +104,8 @@ def summed(
     *,
     to_owners: bool,
     bucket_bytes: int,
-) -> dict[str, Average]:
+    mark: float | None = None,
+) -> tuple[dict[str, Average], float]:
     """Return the sums over all ranks of averages.
 
     Parameters
@@ -117,43 +118,53 @@ def summed(
         Whether each rank gets what it owns, or everything.
     bucket_bytes : int
         Size from which a message is sent.
+    mark : float, optional
+        A number of this rank that goes to all ranks with the last of the messages to
+        owners.
 
     Returns
     -------
-    dict of str to Average
+    sums : dict of str to Average
         By key, in the layout of this rank's averages.
+    marks : float
+        Sum of all ranks' marks; zero without.
     """
     receivers = range(communicator.size) if to_owners else range(1)
     started = []
-    for bucket in buckets(items, bytes_of, bucket_bytes):
-        parts = [
-            pack(
-                {
-                    item.key: item.average
-                    for item in bucket
-                    if item.owner == receiver or not to_owners
-                },
-                shared=False,
-            )
-            for receiver in receivers
-        ]
+    filled = buckets(items, bytes_of, bucket_bytes)
+    for number, bucket in enumerate(filled, 1):
+        of_owners: list[dict[str, Average]] = [{} for _ in receivers]
+        for item in bucket:
+            of_owners[item.owner if to_owners else 0][item.key] = item.average
+        parts = [pack(averages, shared=False) for averages in of_owners]
         like = bucket[0].average.weight
-        handles = {}
-        for name in sorted({name for part in parts for name in part.arrays}):
+        xp, handles = ns.own_namespace(like), {}
+        names = sorted({name for part in parts for name in part.arrays})
+        for name in names:
             arrays = [part.flat(name, like) for part in parts]
-            flat = ns.own_namespace(like).concat(arrays) if arrays[1:] else arrays[0]
+            counts = [int(array.shape[0]) for array in arrays]
+            if mark is not None and number == len(filled) and name == names[-1]:
+                # After the numbers of each rank's part, whose form does not mention it.
+                last = xp.full(
+                    (1,), mark, dtype=arrays[0].dtype, device=ns.device_of(like)
+                )
+                arrays = [x for array in arrays for x in (array, last)]
+                counts = [count + 1 for count in counts]
+            flat = xp.concat(arrays) if arrays[1:] else arrays[0]
             if to_owners:
-                counts = [int(array.shape[0]) for array in arrays]
                 handles[name] = communicator.reduce_scatter(flat, counts)
             else:
                 handles[name] = communicator.all_reduce(flat)
         form = parts[communicator.rank if to_owners else 0].form
         started.append((form, handles))
     sums: dict[str, Average] = {}
+    arrived: dict[str, Array] = {}
     for form, handles in started:
         arrived = {name: h.wait() for name, h in handles.items()}
         sums |= unpack(form, arrived)
-    return sums
+    if mark is None:
+        return sums, 0.0
+    return sums, float(arrived[max(arrived)][-1])
 
 
 def bytes_of(item: Item, /) -> int:
