@@ -2,7 +2,8 @@
 
     python -m benchmarks.trained_models factors     # beside kronfluence and bergson
     python -m benchmarks.trained_models records     # a record of bergson's factors
-    python -m benchmarks.trained_models cost        # time and memory of `collect`
+    python -m benchmarks.trained_models cost        # time of `collect`
+    python -m benchmarks.trained_models memory      # memory of `collect`
     python -m benchmarks.trained_models scores      # LDS on digits, beside kronfluence
     python -m benchmarks.trained_models characters  # LDS on GPT-2, beside kronfluence
     python -m benchmarks.trained_models classes     # memory of 1,000 classes
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import resource
 import tempfile
 import time
@@ -30,6 +32,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import kfac_core as kc
+from benchmarks.memory import Resident
 from kfac_core.influence import linear_datamodeling_score, retrained_losses
 from kfac_core.linalg import rounded_weight
 from kfac_core_shims.torch import Posterior, collect, influence, merge
@@ -300,7 +303,7 @@ def _print_worst(library: str, worst: dict[str, float]) -> None:
 
 
 def cost() -> None:
-    """Print time and memory of `collect`, beside passes and the bound of SYRK."""
+    """Print the time of `collect`, beside passes and the bound of SYRK."""
     torch.manual_seed(0)
     width, layers, rows, batches = 512, 6, 2048, 8
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).eval()
@@ -329,6 +332,53 @@ def cost() -> None:
             run()
             seconds.append(time.process_time() - start)
         print(f"{name:44} {min(seconds):6.2f} s of CPU time")
+
+
+def memory() -> None:
+    """Print the peak memory of `collect`, beside passes and the largest layer's numbers.
+
+    Run it with the variables of `benchmarks.memory.MEMORY_ENVIRONMENT`, or it measures what
+    the system's allocator keeps.
+    """
+    resident = Resident()
+
+    def peak_of(run: Any) -> int:
+        before = resident.settled()
+        resident.reset_peak()
+        run()
+        return resident.peak() - before
+
+    def networks(widths: list[int]) -> tuple[Any, Any]:
+        pairs = [*itertools.pairwise(widths)]
+        model = nn.Sequential(*(nn.Linear(n, m) for n, m in pairs)).eval()
+        return model, [torch.randn(64, widths[0]) for _ in range(3)]
+
+    def differentiate(model: Any, data: Any) -> None:
+        for x in data:
+            torch.autograd.grad(model(x).square().sum(), model[0].bias)
+
+    def written(model: Any, data: Any, ekfac: bool) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "factors.npz"
+            options: Any = {"likelihood": "gaussian", "max_elements": 1}
+            collect(model, data, path=path, ekfac=ekfac, **options)
+
+    written(*networks([300, 300, 300]), True)  # Whatever is loaded once.
+    for ekfac in (False, True):
+        for widths in ([2048, 2048, 2048], [2048, 512, 2048]):
+            model, data = networks(widths)
+            passes = peak_of(lambda m=model, d=data: differentiate(m, d))
+            peak = peak_of(lambda m=model, d=data, e=ekfac: written(m, d, e))
+            sizes = []
+            for n, m in itertools.pairwise(widths):
+                sides = (n + 1) ** 2 + m**2
+                sizes.append(2 * sides + (n + 1) * m if ekfac else sides)
+            kind = "EKFAC" if ekfac else "K-FAC"
+            print(
+                f"{kind} of {widths}: {(peak - passes) / 2**20:.1f} MiB beyond "
+                f"the {passes / 2**20:.1f} of passes, "
+                f"{(peak - passes) / 4 / max(sizes):.2f} of the largest layer's numbers"
+            )
 
 
 def digits() -> tuple[Any, Any]:
@@ -610,7 +660,8 @@ def _distance(got: Any, expected: Any) -> float:
 
 def main() -> None:
     """Run what was asked for."""
-    programs = (factors, records, cost, scores, characters, classes, merging, rounding)
+    programs = (factors, records, cost, memory, scores, characters, classes, merging)
+    programs = (*programs, rounding)
     runs = {f.__name__: f for f in programs}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=runs)

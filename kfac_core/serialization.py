@@ -42,7 +42,7 @@ from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.fallback import Fallback
 from kfac_core.linalg.packing import (
-    pack_triangle,
+    Triangle,
     packed_rows,
     packed_shape,
     unpack_triangle,
@@ -272,8 +272,7 @@ def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
     """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
-        xp = ns.own_namespace(value.array)
-        values[path] = functools.partial(pack_triangle, value.array, xp=xp)
+        values[path] = Triangle(value.array)
         # The roundoff of a factorization depends on both, and resuming is bit for bit.
         values[_below(path, "row_major")] = ns.is_row_major(value.array)
         values[_below(path, "full_storage")] = value.full_storage

@@ -315,6 +315,7 @@ def rebase_block(
     check: Check = "raise",
     /,
     *,
+    overwrite: bool = False,
     name: str = "block",
 ) -> Statistics:
     """Return the statistics in the eigenbases of their current factors.
@@ -329,6 +330,8 @@ def rebase_block(
         How the second moments start; see `kfac_core.EKFAC.rebased`.
     check : {"raise", "status"}
         Whether a failed eigendecomposition raises, or keeps the old bases and sets a flag.
+    overwrite : bool
+        Whether to work in the memory of the factors, which holds them again afterwards.
     name : str
         Name of the block in error messages.
 
@@ -345,7 +348,7 @@ def rebase_block(
     constraints.require_one_of("moments", moments, get_args(MomentStart))
     constraints.require_check(check)
     new = block.approximation.rebased(
-        statistics, block.layer, moments=moments, check=check
+        statistics, block.layer, moments=moments, check=check, overwrite=overwrite
     )
     return without_scalars(new)
 

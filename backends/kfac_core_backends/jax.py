@@ -111,7 +111,15 @@ def _gram_by_panels(rows: Any) -> Any:
 
 
 def gram_update(
-    total: Any, rows: Any, /, *, tail: Any, decay: Any, scale: Any, xp: Any
+    total: Any,
+    rows: Any,
+    /,
+    *,
+    tail: Any,
+    decay: Any,
+    scale: Any,
+    overwrite: bool = False,
+    xp: Any,
 ) -> Any:
     """Return ``decay total + scale rows^T rows``, lower triangle.
 

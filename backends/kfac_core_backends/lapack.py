@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 from scipy.linalg import cython_blas, cython_lapack
 
-__all__ = ["lauum", "potrf", "symm", "syrk", "trmm", "trsm"]
+__all__ = ["lauum", "ormtr", "potrf", "stemr", "symm", "syrk", "sytrd", "trmm", "trsm"]
 
 _PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
 
 _Matrix = np.ndarray[Any, Any]
+
+_WIDTH = 64
+"""Rows of work space, as many as LAPACK's widest panels have."""
 
 
 def potrf(a: _Matrix, /) -> int:
@@ -36,6 +39,58 @@ def potrf(a: _Matrix, /) -> int:
     potrf = _routine(cython_lapack, "potrf", a.dtype, 5)
     potrf(b"L", n, *_part(a), ctypes.byref(info))
     return info.value
+
+
+def sytrd(a: _Matrix, /) -> tuple[_Matrix, _Matrix, _Matrix]:
+    """Put reflectors that make a matrix tridiagonal in its lower triangle.
+
+    Returns
+    -------
+    numpy.ndarray
+        The diagonal, the entries beside it (n of them, the last without a meaning), and
+        the factors of the reflectors.
+    """
+    n, info = len(a), ctypes.c_int()
+    d, e, tau = np.zeros((3, n), a.dtype)
+    work = np.empty(n * _WIDTH, a.dtype)
+    sytrd = _routine(cython_lapack, "sytrd", a.dtype, 10)
+    outputs = _address(d), _address(e), _address(tau), _address(work)
+    sytrd(b"L", _int(n), *_part(a), *outputs, _int(len(work)), ctypes.byref(info))
+    return d, e, tau
+
+
+def ormtr(a: _Matrix, tau: _Matrix, c: _Matrix, /) -> None:
+    """Multiply C by the reflectors of `sytrd` from the left, in its place."""
+    (n, m), info = c.shape, ctypes.c_int()
+    # Beside the rows of C that are worked on it holds a triangle of each panel.
+    work = np.empty(m * _WIDTH + 65 * 64, c.dtype)
+    ormtr = _routine(cython_lapack, "ormtr", c.dtype, 13)
+    ends = _address(work), _int(len(work)), ctypes.byref(info)
+    matrices = *_part(a), _address(tau), *_part(c)
+    ormtr(b"L", b"L", b"N", _int(n), _int(m), *matrices, *ends)
+
+
+def stemr(d: _Matrix, e: _Matrix, start: int, stop: int, /) -> tuple[_Matrix, bool]:
+    """Return eigenvectors ``start:stop`` of a tridiagonal matrix in float64 by MRRR.
+
+    Eigenvalues ascend; the second result says whether the vectors are all there.
+    """
+    n, count = len(d), stop - start
+    d, e, w = d.copy(), e.copy(), np.empty(n)
+    vectors = np.empty((n, count), order="F")
+    support, work = np.empty(2 * n, np.intc), np.empty(18 * n)
+    integers = np.empty(10 * n, np.intc)
+    found, info, robust = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(1)
+    nothing = np.zeros(1)
+    stemr = _routine(cython_lapack, "stemr", d.dtype, 21)
+    stemr(
+        b"V", b"I", _int(n), _address(d), _address(e), _address(nothing),
+        _address(nothing), _int(start + 1), _int(stop), ctypes.byref(found), _address(w),
+        *_part(vectors), _int(count), _address(support), ctypes.byref(robust),
+        _address(work), _int(len(work)), _address(integers), _int(len(integers)),
+        ctypes.byref(info),
+    )  # fmt: skip
+    return vectors, info.value == 0 and found.value == count
 
 
 def lauum(a: _Matrix, /) -> None:

@@ -23,7 +23,17 @@ from kfac_core_backends.reused_memory import empty
 if optional_module("scipy.linalg") is not None:
     from scipy.linalg import blas, lapack
 
-    from kfac_core_backends.lapack import lauum, potrf, symm, syrk, trmm, trsm
+    from kfac_core_backends.lapack import (
+        lauum,
+        ormtr,
+        potrf,
+        stemr,
+        symm,
+        syrk,
+        sytrd,
+        trmm,
+        trsm,
+    )
 else:
     blas = lapack = None  # type: ignore[assignment]
 
@@ -139,6 +149,12 @@ if lapack is not None:
     _TRSM = _by_dtype(blas.strsm, blas.dtrsm)
     _SYEVD = _by_dtype(lapack.ssyevd, lapack.dsyevd)
 
+    _IN_PLACE_FROM = 256
+    """Below this size the work space of LAPACK's own driver is small."""
+
+    _EIGENVECTORS = 128
+    """Eigenvectors that are computed at a time, in float64."""
+
     _LEAF = 64
     """Below this size LAPACK's own triangular inverse is the faster one."""
 
@@ -190,6 +206,7 @@ if lapack is not None:
         tail: Any,
         decay: Any,
         scale: Any,
+        overwrite: bool = False,
         xp: Any,
     ) -> Any:
         """Return ``decay total + scale rows^T rows`` by one SYRK, lower triangle.
@@ -218,10 +235,14 @@ if lapack is not None:
         if tail is None and d <= _LEAF:
             # The rows transposed are in Fortran order already, and the sum is copied.
             return _SYRK[rows.dtype](alpha, rows.T, beta=beta, c=sums, lower=1), False
-        # SYRK adds to a copy, since the caller's running sum is not ours to overwrite.
-        # The decay is multiplied on the way: BLAS would read the copy once more.
-        c = empty((n, n), rows.dtype)
-        np.multiply(0.0 if sums is None else sums, beta, out=c)
+        if overwrite and sums is not None and _is_ours(sums):
+            c = sums
+        else:
+            # SYRK adds to a copy, since the running sum is the caller's.
+            c = empty((n, n), rows.dtype)
+        if c is not sums or beta != 1.0:
+            # BLAS would read the sum once more to multiply it by the decay.
+            np.multiply(0.0 if sums is None else sums, beta, out=c)
         syrk(alpha, rows, 1.0, c[:d, :d])
         if tail is not None:
             c[d, :d] += alpha * (tail @ rows)
@@ -436,6 +457,42 @@ if lapack is not None:
         if info != 0:
             return np.full_like(w, np.nan), np.full_like(Q, np.nan)
         return w, Q
+
+    def eigh_in_place(matrix: Any, /, *, xp: Any) -> Any:
+        """Return eigenvalues, descending, and eigenvectors with little memory.
+
+        SYTRD writes below the diagonal, so that the matrix stays above it.  SYEVD would
+        need two further matrices.  MRRR needs none, some eigenvectors at a time; it takes
+        the digits of float64 to tell apart the eigenvalues of a matrix in float32.
+        """
+        a = matrix.array
+        n, is_large = len(a), a.ndim == 2 and len(a) >= _IN_PLACE_FROM
+        if not is_large or a.dtype != np.float32 or not _is_ours(a):
+            return NotImplemented
+        _mirror(a)
+        diagonal = a.diagonal().copy()
+        d, e, tau = sytrd(a)
+        # The eigenvalues of minus the matrix ascend, so that its own descend.
+        d, e = (-x.astype(np.float64) for x in (d, e))
+        w, info = lapack.dsterf(d, e[:-1])
+        Q, start, done = np.empty((n, n), a.dtype, order="F"), 0, info == 0
+        while done and start < n:
+            stop = _after_widest_gap(w, start)
+            Q[:, start:stop], done = stemr(d, e, start, stop)
+            start = stop
+        if done:
+            ormtr(a, tau, Q)
+        _mirror(a.T)
+        a.T.reshape(-1)[:: n + 1] = diagonal
+        return (-w.astype(a.dtype), Q) if done else NotImplemented
+
+    def _after_widest_gap(w: Any, start: int) -> int:
+        """Return where the next eigenvectors end: those apart are orthogonal by far."""
+        last = start + _EIGENVECTORS
+        if last >= len(w):
+            return len(w)
+        first = start + _EIGENVECTORS // 2
+        return first + 1 + int(np.argmax(np.diff(w[first : last + 1])))
 
     def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
         """Return the lower triangle times a number."""

@@ -170,6 +170,7 @@ def gram_update(
     tail: Any,
     decay: Any,
     scale: Any,
+    overwrite: bool = False,
     xp: Any,
 ) -> Any:
     """Return ``decay total + scale rows^T rows``, lower triangle, by ADDMM.
@@ -185,23 +186,29 @@ def gram_update(
     if scale == 0.0:
         return NotImplemented  # BLAS would not look at the rows, NaN or not
     if rows.ndim == 3:
-        return _stacked_gram(total, rows, tail, decay, scale)
+        return _stacked_gram(total, rows, tail, decay, scale, overwrite)
     if _plain(*known):
-        if (updated := lapack.gram_update(total, rows, tail, decay, scale)) is not None:
+        arguments = total, rows, tail, decay, scale
+        updated = lapack.gram_update(*arguments, overwrite=overwrite)
+        if updated is not None:
             return updated
-        return panels.gram(total, rows, tail, decay, scale), False
+        return panels.gram(*arguments, overwrite=overwrite), False
     if tail is not None:
         rows = torch.cat([rows, tail[:, None]], dim=1)
     if total is None:
         return torch.matmul(rows.mT, rows) * scale, False
-    return torch.addmm(total.array, rows.mT, rows, beta=decay, alpha=scale), False
+    factors = {"beta": decay, "alpha": scale}
+    out = total.array if overwrite else None
+    return torch.addmm(total.array, rows.mT, rows, **factors, out=out), False
 
 
 _SYRK_FROM = 112
 """From this width on, half of the flops are worth a call for each matrix of a stack."""
 
 
-def _stacked_gram(total: Any, rows: Any, tail: Any, decay: Any, scale: Any) -> Any:
+def _stacked_gram(
+    total: Any, rows: Any, tail: Any, decay: Any, scale: Any, overwrite: bool
+) -> Any:
     """Return `gram_update` of a stack, with the average in ``beta``."""
     if total is None or total.array.ndim != 3:
         return NotImplemented
@@ -211,7 +218,9 @@ def _stacked_gram(total: Any, rows: Any, tail: Any, decay: Any, scale: Any) -> A
         updated = lapack.gram_update(total, rows, None, decay, scale)
         if updated is not None:
             return updated
-    return torch.baddbmm(total.array, rows.mT, rows, beta=decay, alpha=scale), False
+    factors = {"beta": decay, "alpha": scale}
+    out = total.array if overwrite else None
+    return torch.baddbmm(total.array, rows.mT, rows, **factors, out=out), False
 
 
 def _last(shift: Any) -> Any:
@@ -440,3 +449,13 @@ def eigh(matrix: Any, /, *, xp: Any) -> Any:
             array, torch.nan
         )
     return w, Q
+
+
+def eigh_in_place(matrix: Any, /, *, xp: Any) -> Any:
+    """Return eigenvalues, descending, and eigenvectors with little memory.
+
+    On the CPU by SciPy, on one thread or several: of large matrices it saves most of what
+    PyTorch's own call takes.
+    """
+    found = lapack.eigh_in_place(matrix) if _plain(matrix.array) else None
+    return NotImplemented if found is None else found

@@ -20,6 +20,7 @@ from kfac_core_backends import blas_threads
 __all__ = [
     "cholesky_inverse",
     "damped_cholesky",
+    "eigh_in_place",
     "gram_update",
     "multiply_symmetric",
     "on_one_thread",
@@ -86,7 +87,16 @@ def _taken_matrix(matrix: Any, /) -> Any:
     )
 
 
-def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> Any:
+def gram_update(
+    total: Any,
+    rows: Any,
+    tail: Any,
+    decay: Any,
+    scale: Any,
+    /,
+    *,
+    overwrite: bool = False,
+) -> Any:
     """Return ``decay total + scale rows^T rows`` by SYRK, lower triangle.
 
     Of many rows that takes less time whatever their length.
@@ -96,7 +106,8 @@ def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> 
         return None
     sums = None if total is None else _seen(total)
     tail = None if tail is None else tail.numpy()
-    options = {"tail": tail, "decay": decay, "scale": scale, "xp": None}
+    options = {"tail": tail, "decay": decay, "scale": scale, "overwrite": overwrite}
+    options["xp"] = None
     return _taken_matrix(host.gram_update(sums, rows.numpy(), **options))
 
 
@@ -122,6 +133,15 @@ def multiply_symmetric(matrix: Any, v: Any, /) -> Any:
     if (host := _host(matrix.array)) is None or v.dtype != matrix.array.dtype:
         return None
     return _taken(host.multiply_symmetric(_seen(matrix), v.numpy(), xp=None))
+
+
+def eigh_in_place(matrix: Any, /) -> Any:
+    """Return eigenvalues, descending, and eigenvectors with little memory."""
+    host = _installed()
+    if host is None or matrix.array.dtype != torch.float32:
+        return None
+    found = host.eigh_in_place(_seen(matrix), xp=None)
+    return None if found is NotImplemented else tuple(map(torch.from_numpy, found))
 
 
 def scale_symmetric(matrix: Any, factor: Any, /) -> Any:

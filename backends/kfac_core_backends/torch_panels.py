@@ -33,11 +33,23 @@ def _gram_width(n: int) -> int:
     return min(max(64, -(-n // 256) * 16), 256)
 
 
-def gram(total: Any, rows: Any, tail: Any, decay: float, scale: float) -> Any:
+def gram(
+    total: Any,
+    rows: Any,
+    tail: Any,
+    decay: float,
+    scale: float,
+    /,
+    *,
+    overwrite: bool = False,
+) -> Any:
     """Return ``decay total + scale [rows, tail]^T [rows, tail]``, lower triangle."""
     d = rows.shape[1]
     n = d if tail is None else d + 1
-    new = torch.zeros((n, n), dtype=rows.dtype)
+    if overwrite and total is not None:
+        new = total.array
+    else:
+        new = torch.zeros((n, n), dtype=rows.dtype)
     old = new if total is None else total.array
     factors: dict[str, float] = {"beta": decay, "alpha": scale}
     for start, stop in _panels(d, _gram_width(d)):

@@ -151,6 +151,31 @@ def test_the_native_update_agrees_with_the_definition(backend, dtype, rng, with_
     assert_close(backend.to_numpy(native.full()), expected, "gram", dtype)
 
 
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_a_sum_that_is_ours_may_be_updated_in_place(backend, dtype, rng, lead):
+    """With rows that follow each other, and the decay; the memory order is LAPACK's."""
+    rows, tail = rng.normal(size=(2, *lead, 40, 80)), rng.uniform(size=(2, *lead, 40))
+    zeros = backend.xp.matrix_transpose(
+        backend.asarray(np.zeros((*lead, 81, 81)), dtype)
+    )
+    total = SymmetricMatrix(zeros, full_storage=False)
+    for x, ones in zip(rows, tail, strict=True):
+        array, full = gram_update(
+            total,
+            backend.asarray(x, dtype),
+            tail=backend.asarray(ones, dtype),
+            decay=0.5,
+            scale=0.25,
+            overwrite=True,
+            xp=backend.xp,
+        )
+        total = SymmetricMatrix(array, full and total.full_storage)
+    X = np.concatenate([rows, tail[..., None]], axis=-1)
+    grams = np.swapaxes(X, -1, -2) @ X
+    expected = 0.125 * grams[0] + 0.25 * grams[1]
+    assert_close(backend.to_numpy(total.full()), expected, "gram", dtype)
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     rows=hnp.arrays(

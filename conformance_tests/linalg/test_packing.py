@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.linalg import packing
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6, 7])
 @pytest.mark.parametrize("lead", [(), (2,)])
-def test_a_packed_triangle_comes_back_bit_by_bit(backend, dtype, rng, n, lead):
+def test_a_packed_triangle_comes_back_bit_by_bit(
+    backend, dtype, rng, n, lead, monkeypatch
+):
     """Every number once, negative zeros and NaN included; above the diagonal unread."""
     values = rng.normal(size=(*lead, n, n)).astype(dtype)
     values[..., -1, 0] = -0.0
@@ -20,10 +23,14 @@ def test_a_packed_triangle_comes_back_bit_by_bit(backend, dtype, rng, n, lead):
 
     packed = pack_triangle(backend.asarray(values), xp=backend.xp)
     got = backend.adapter.to_numpy(unpack_triangle(packed, n, xp=backend.xp))
+    monkeypatch.setattr(packing, "_PIECE", 2 * n)  # Two rows at a time.
+    pieces = [*packing.Triangle(backend.asarray(values)).pieces()]
+    pieces = np.concatenate([backend.adapter.to_numpy(x) for x in pieces])
 
     assert tuple(packed.shape) == (*lead, *packed_shape(n))
     assert np.prod(packed_shape(n)) == n * (n + 1) // 2
     assert got.tobytes() == symmetric.tobytes()
+    assert pieces.tobytes() == backend.adapter.to_numpy(packed).tobytes()
 
 
 def test_a_rectangle_of_another_size_is_refused(backend):

@@ -5,7 +5,7 @@ import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.errors import NotFiniteError
-from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.eigen import eigh, eigh_in_place
 from kfac_core.linalg.factorize import eigendecomposition
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
@@ -40,6 +40,30 @@ def test_the_product_is_the_matrix(backend, dtype, rng, n, whole):
     assert_close(Q.T @ Q, np.eye(n), "eigenvalues", dtype)
     assert_close(w, np.linalg.eigvalsh(A), "eigenvalues", dtype)
     assert np.all(np.diff(w) >= 0)
+
+
+@pytest.mark.parametrize("kind", ["spd", "rank", "repeated", "zero"])
+@pytest.mark.parametrize("n", [7, 300])
+def test_a_matrix_decomposed_in_place_is_there_again(backend, dtype, rng, n, kind):
+    """Eigenvalues descend; below the diagonal is the same to the bit."""
+    A = {
+        "spd": reference.spd(rng, n),
+        "rank": (x := rng.normal(size=(n, 3))) @ x.T,
+        "repeated": rebuilt(
+            np.arange(n) % 2 + 1.0, np.linalg.qr(rng.normal(size=(n, n)))[0]
+        ),
+        "zero": np.zeros((n, n)),
+    }[kind].astype(dtype)
+    columns = backend.xp.matrix_transpose(backend.asarray(np.triu(A)))
+    matrix = SymmetricMatrix(columns, full_storage=False)
+
+    w, Q = map(backend.to_numpy, eigh_in_place(matrix, xp=backend.xp))
+
+    assert_close(rebuilt(w, Q), A, "eigenvalues", dtype)
+    assert_close(Q.T @ Q, np.eye(n), "eigenvalues", dtype)
+    assert np.all(np.diff(w) <= 0)
+    again = np.tril(backend.adapter.to_numpy(matrix.array))
+    assert again.tobytes() == np.tril(A).tobytes()
 
 
 def test_repeated_eigenvalues_need_no_special_care(backend, dtype, rng):

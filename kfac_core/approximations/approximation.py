@@ -171,6 +171,7 @@ class Approximation(ABC):
         *,
         moments: MomentStart,
         check: Check,
+        overwrite: bool = False,
     ) -> Statistics:
         """Return the statistics in the eigenbases of their current factors.
 

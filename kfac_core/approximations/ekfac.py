@@ -29,6 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import array_api_compat
+
 from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation, MomentStart
 from kfac_core.approximations.kronecker import Kronecker
@@ -68,6 +70,9 @@ BasisFactor = Literal["full", "diagonal"]
 """Structures of a factor that has an eigenbasis."""
 
 _SIDES = ("input", "output")
+
+_SHARES = 16
+"""Shares of E that are updated one after the other where it is updated in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +215,7 @@ class EKFAC(Approximation):
         *,
         moments: MomentStart,
         check: Check,
+        overwrite: bool = False,
     ) -> Statistics:
         """Return the statistics in the eigenbases of the factors as they are now.
 
@@ -229,6 +235,8 @@ class EKFAC(Approximation):
             As for `kfac_core.linalg.factorize.eigendecomposition`; with ``"status"`` the
             statistics stay as they are, but for their status, where no certified bases
             exist.
+        overwrite : bool
+            Whether to work in the memory of the factors, which holds them again afterwards.
 
         Returns
         -------
@@ -259,8 +267,10 @@ class EKFAC(Approximation):
             zero = xp.zeros_like(value.factor)
             stored = ns.roundoff_of(average.weight.dtype, xp=xp)
             damped = replaced(value, shift=zero, roundoff=stored)
-            basis = eigendecomposition(damped, check=check, name=side)
-            bases[side] = _descending(basis, xp)
+            basis = eigendecomposition(
+                damped, check=check, name=side, in_place=overwrite
+            )
+            bases[side] = basis if overwrite else _descending(basis, xp)
             status = status | ns.any_status(basis.status, xp=xp)
         start = {
             "kronecker": self._kronecker_moments,
@@ -352,16 +362,26 @@ class EKFAC(Approximation):
             for side in _SIDES
         ]
         in_basis = rows.in_basis(*bases, statistics.dtype, xp=xp)
-        squares = in_basis.squares(statistics.dtype, xp=xp)
-        squares = split_groups(squares, old.sum.shape[:-2], xp=xp)
         # E <- decay E + weight c / N sum_mn (Q_A^T D Q_G)^2
-        return old.plus(
-            squares,
-            options.decay,
-            scale,
-            shares.example_weight,
-            overwrite=options.overwrite,
-        )
+        total, decay, weight = old.sum, options.decay, shares.example_weight
+        if not (options.overwrite and array_api_compat.is_writeable_array(total)):
+            squares = in_basis.squares(statistics.dtype, xp=xp)
+            squares = split_groups(squares, total.shape[:-2], xp=xp)
+            return old.plus(squares, decay, scale, weight)
+        total *= decay
+        n, part = total.shape[-2], in_basis
+        # A share of the inputs at a time, or the squares were a second array like E.
+        step = n if bases[0] is None else max(1, n // _SHARES)
+        for start in range(0, n, step):
+            inputs = slice(start, min(start + step, n))
+            if step < n:
+                part = replaced(in_basis, inputs=in_basis.inputs[..., inputs])
+            squares = part.squares(statistics.dtype, xp=xp)
+            squares = split_groups(squares, total.shape[:-2], xp=xp)
+            squares *= scale
+            sums = total[..., inputs, :]
+            sums += squares
+        return old.following(total, None, decay, weight)
 
     def _kronecker_moments(
         self,

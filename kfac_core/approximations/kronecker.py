@@ -198,7 +198,8 @@ class Kronecker(Approximation):
         """
         old = statistics.averages
         dtype = old["repeats"].weight.dtype
-        xp, decay, skip = options.xp, options.decay, options.skip
+        decay, skip = options.decay, options.skip
+        xp, how = options.xp, {"overwrite": options.overwrite, "xp": options.xp}
         A, G = factor_of(self.input, layer), factor_of(self.output, layer)
         per = _SUMMED[self.sharing]
         # scale is weight / R; c undoes the reduction of the loss and averages its sources.
@@ -207,9 +208,9 @@ class Kronecker(Approximation):
         x, g = rows.shared_rows(self.sharing, dtype, xp=xp)  # a 1 appended to x
         new = dict(old)
         if "input" not in skip:  # A <- decay A + weight / R sum x x^T
-            new["input"] = A.updated(old["input"], x, decay, scale, weight, xp=xp)
+            new["input"] = A.updated(old["input"], x, decay, scale, weight, **how)
         if "output" not in skip:  # G <- decay G + weight c / R sum g g^T
-            new["output"] = G.updated(old["output"], g, decay, scale * c, weight, xp=xp)
+            new["output"] = G.updated(old["output"], g, decay, scale * c, weight, **how)
         # S is a mean over examples, so its weight differs from the weight of the factors.
         new["repeats"] = old["repeats"].plus(S, decay, example_weight, example_weight)
         return replaced(statistics, averages=new)

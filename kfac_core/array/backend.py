@@ -69,6 +69,7 @@ OPERATIONS = (
     "solve_triangular",
     "multiply_triangular",
     "eigh",
+    "eigh_in_place",
     "multiply_symmetric",
     "multiply_matrices",
     "scale_symmetric",

@@ -14,14 +14,18 @@ import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
 from kfac_core import errors
 from kfac_core.constraints import shown
+from kfac_core.linalg.packing import Triangle
 
-__all__ = ["Archive", "opened", "path_of", "write_archive"]
+__all__ = ["Archive", "StoredArray", "opened", "path_of", "pieces_of", "write_archive"]
+
+StoredArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | Triangle"
+"""What is written: an array, or a triangle that is packed as it is written."""
 
 DOCUMENT = "checkpoint.json"
 DTYPES = ("float64", "float32", "int32")
@@ -118,7 +122,7 @@ def opened(path: str | os.PathLike[str], /) -> Iterator[Archive]:
 def write_archive(
     file: IO[bytes],
     document: Mapping[str, Any],
-    arrays: Iterable[np.ndarray[Any, np.dtype[Any]]],
+    arrays: Iterable[StoredArray],
     /,
 ) -> None:
     """Write an archive, an array at a time.
@@ -129,21 +133,32 @@ def write_archive(
         Open for writing.
     document : mapping
         The JSON document; read after the arrays, which may add to it.
-    arrays : iterable of numpy.ndarray
-        Arrays of the dtypes `DTYPES`.
+    arrays : iterable of numpy.ndarray or Triangle
+        Arrays of the dtypes `DTYPES`, in NumPy.
     """
     # A `ZipInfo` without a time, so that equal states give equal files.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for index, values in enumerate(arrays):
             info = zipfile.ZipInfo(f"{index}.npy")
-            header = np.lib.format.header_data_from_array_1_0(values)
+            descr = np.lib.format.dtype_to_descr(values.dtype)
+            header = {"descr": descr, "fortran_order": False, "shape": values.shape}
             with archive.open(info, "w", force_zip64=True) as member:
                 np.lib.format.write_array_header_1_0(member, header)
                 # `write_array` would copy 16 MiB at a time.
-                member.write(np.ascontiguousarray(values).data)
+                for piece in pieces_of(values):
+                    member.write(np.ascontiguousarray(piece).data)
+                    del piece
             del values  # Before the next one is computed.
         text = json.dumps(document, allow_nan=False)
         archive.writestr(zipfile.ZipInfo(DOCUMENT), text)
+
+
+def pieces_of(values: StoredArray, /) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+    """Yield an array, or a triangle some rows at a time."""
+    if isinstance(values, Triangle):
+        yield from values.pieces()
+    else:
+        yield values
 
 
 def path_of(path: Any, /) -> Path:

@@ -25,8 +25,15 @@ import kfac_core
 from kfac_core import constraints, errors
 from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import to_numpy
-from kfac_core.checkpoint.archive import path_of, write_archive
+from kfac_core.checkpoint.archive import (
+    StoredArray,
+    path_of,
+    pieces_of,
+    write_archive,
+)
 from kfac_core.estimator import Estimator
+from kfac_core.execution.hosted import host_view
+from kfac_core.linalg.packing import Triangle
 
 __all__ = [
     "FORMAT",
@@ -121,20 +128,25 @@ def save_checkpoint(
 
 def _arrays(
     blocks: Mapping[str, Any], tensors: dict[str, int], transposed: list[str]
-) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+) -> Iterator[StoredArray]:
     """Yield the arrays of a state that differ; note by name which array a tensor is."""
     indices: dict[bytes, int] = {}
     for name, block in blocks.items():
         for inner, value in [*block["values"].items()]:
-            if callable(value):
-                value = value()
-            if not array_api_compat.is_array_api_obj(value):
+            values: StoredArray
+            if isinstance(value, Triangle):
+                view = _on_host(value.array)
+                values = to_numpy(value()) if view is None else Triangle(view)
+            elif array_api_compat.is_array_api_obj(value):
+                view = _on_host(value)
+                values = to_numpy(value) if view is None else view
+                if not ns.is_row_major(values):
+                    transposed.append(f"{name}/{inner}")
+                    values = np.swapaxes(values, -1, -2)
+                values = np.asarray(values, order="C")
+                del view
+            else:
                 continue
-            values = to_numpy(value)
-            if not ns.is_row_major(values):
-                transposed.append(f"{name}/{inner}")
-                values = np.swapaxes(values, -1, -2)
-            values = np.asarray(values, order="C")
             # Equal arrays, as of shared factors, are stored once.
             key = _key(values)
             is_new = key not in indices
@@ -159,7 +171,7 @@ def target_of(path: str | os.PathLike[str], /) -> Path:
 def write_atomically(
     target: Path,
     document: Mapping[str, Any],
-    arrays: Iterable[np.ndarray[Any, np.dtype[Any]]],
+    arrays: Iterable[StoredArray],
     /,
 ) -> None:
     """Write a document and arrays, one after the other, to a file that replaces another.
@@ -170,7 +182,7 @@ def write_atomically(
         The file.
     document : mapping
         What is not an array, as JSON; read after the arrays.
-    arrays : iterable of numpy.ndarray
+    arrays : iterable of numpy.ndarray or Triangle
         Arrays in the order that the document says.
     """
     # Not by `tempfile`, which creates private files and ignores the umask.
@@ -189,10 +201,18 @@ def write_atomically(
         raise
 
 
-def _key(values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
+def _on_host(x: Any) -> np.ndarray[Any, np.dtype[Any]] | None:
+    """Return an array as NumPy reads it where it lies; None where it must be copied."""
+    if isinstance(x, np.ndarray):
+        return x
+    return host_view(x, xp=ns.own_namespace(x))
+
+
+def _key(values: StoredArray) -> bytes:
     """Return a digest that is equal for equal arrays."""
     digest = hashlib.sha256(f"{values.dtype.name} {values.shape}".encode())
-    digest.update(values.reshape(-1).view(np.uint8).data)
+    for piece in pieces_of(values):
+        digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
     return digest.digest()
 
 

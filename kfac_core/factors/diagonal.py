@@ -36,6 +36,7 @@ class DiagonalFactor:
         weight: Scalar,
         /,
         *,
+        overwrite: bool = False,
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale sum_i x_i * x_i``."""
@@ -45,7 +46,7 @@ class DiagonalFactor:
         if ones is not None:
             last = xp.sum(ones * ones, axis=-1)[..., None]
             squares = xp.concat([squares, last], axis=-1)
-        return average.plus(squares, decay, scale, weight)
+        return average.plus(squares, decay, scale, weight, overwrite=overwrite)
 
     def mean_eigenvalue(self, value: Array, /) -> Array:
         """Return ``tr / n``, shape (...)."""

@@ -55,11 +55,13 @@ class Factor(Protocol):
         weight: Scalar,
         /,
         *,
+        overwrite: bool = False,
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale (moment of rows)``.
 
-        Its sum of weights becomes ``decay * (sum of weights) + weight``.
+        Its sum of weights becomes ``decay * (sum of weights) + weight``.  With `overwrite`
+        the memory of the old sum may become the new one's.
         """
 
     def mean_eigenvalue(self, value: Any, /) -> Array:

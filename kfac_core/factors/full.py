@@ -40,10 +40,13 @@ class FullFactor:
         weight: Scalar,
         /,
         *,
+        overwrite: bool = False,
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale rows^T rows``."""
-        total = updated_gram(average.sum, rows, decay, scale, xp=xp)
+        total = updated_gram(
+            average.sum, rows, decay, scale, overwrite=overwrite, xp=xp
+        )
         x = rows.x if isinstance(rows, HomogeneousRows) else rows
         # The count of rows bounds the rank; masked rows only make the bound loose.
         return average.following(total, float(x.shape[-2]), decay, weight)

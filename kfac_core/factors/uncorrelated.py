@@ -82,6 +82,7 @@ class UncorrelatedFactor:
         weight: Scalar,
         /,
         *,
+        overwrite: bool = False,
         xp: Namespace,
     ) -> Average:
         """Return the average after an update with the pixels, shape (P, c).

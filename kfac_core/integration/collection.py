@@ -224,7 +224,7 @@ def collect_statistics(
         if progress is not None:
             run.progress = _Offset(progress, sum(stages[:number]), sum(stages), length)
         run.finish()
-        if len(parts) > 1:
+        if target is not None:
             run.statistics = {}  # In the file; the next part needs the memory.
         runs.append(run)
     examples = runs[0].examples
@@ -395,9 +395,8 @@ class _Run:
             for key in names & averages.keys():
                 total: Average = map_structure(self._total, averages[key])
                 if key in ("repeats", "block"):
-                    share = total.weight / self.examples
-                    scaled = map_structure(lambda x, c=share: x * c, total.sum)
-                    total = replaced(total, sum=scaled)
+                    examples = total.weight * 0 + self.examples
+                    total = replaced(total, weight=examples)
                 averages[key] = total
             self.statistics[name] = replaced(statistics, averages=averages)
 
@@ -415,7 +414,9 @@ class _Run:
         for name, block in self.blocks.items():
             statistics = self.statistics[name]
             if isinstance(block.approximation, EKFAC):
-                statistics = rebase_block(block, statistics, "zero", "raise")
+                statistics = rebase_block(
+                    block, statistics, "zero", "raise", overwrite=True
+                )
                 if self.communicator is not None:
                     # Libraries may return bases of equal matrices with other signs.
                     first = 1 if self.communicator.rank == 0 else 0

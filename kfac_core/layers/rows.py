@@ -316,12 +316,12 @@ class Rows(OfOutputs):
         """Return ``sum_mn D * D``, shape (n, m).
 
         No D is formed where S is 1.  Elsewhere, as many of them at a time as take no
-        more memory than the rows do.
+        more than half of the memory of the rows.
         """
         if self.positions > 1:
             n, m = self.inputs.shape[-1] + self.homogeneous, self.output_grads.shape[-1]
-            # As many gradients at a time as fill the memory of the rows.
-            each = n * m * self.sources
+            # As many gradients at a time as fill a quarter of the memory of the rows.
+            each = 4 * n * m * self.sources
             at_once = max(1, self.examples * self.positions * (n + m) // each)
             total: Array | None = None
             for start in range(0, self.examples, at_once):

@@ -11,6 +11,7 @@ all of M is, and is the one guard before LAPACK.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kfac_core import errors
@@ -34,7 +35,7 @@ from kfac_core.linalg.certificate import (
     undetermined_error,
 )
 from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
-from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.eigen import eigh, eigh_in_place
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.fallback import (
     Fallback,
@@ -143,7 +144,13 @@ def damped_inverse(
 
 
 def eigendecomposition(
-    problem: ScaledMatrix, /, *, check: Check, name: str, wide: bool = False
+    problem: ScaledMatrix,
+    /,
+    *,
+    check: Check,
+    name: str,
+    wide: bool = False,
+    in_place: bool = False,
 ) -> Eigendecomposition:
     """Return the eigendecomposition of ``c B``; the shift is not read.
 
@@ -155,6 +162,8 @@ def eigendecomposition(
     ----------
     wide : bool
         Whether to begin with float64, with ``check="raise"``.
+    in_place : bool
+        Whether to work in the memory of B, which is restored; eigenvalues then descend.
 
     Returns
     -------
@@ -169,8 +178,9 @@ def eigendecomposition(
     """
     xp = ns.own_namespace(problem.matrix.array)
     options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
+    attempt = partial(_attempt_eigen, decompose=eigh_in_place if in_place else eigh)
     basis: Eigendecomposition = with_fallbacks(
-        _attempt_eigen, problem, _no_eigendecomposition, **options
+        attempt, problem, _no_eigendecomposition, **options
     )
     # Blocks that share a factor keep this object, so it must not hold NumPy scalars.
     return without_scalars(basis)
@@ -281,7 +291,11 @@ def _attempt_inverse(
     return Inverse(X, *_judged(conditions, residual, plain, xp))
 
 
-def _attempt_eigen(problem: ScaledMatrix, xp: Namespace) -> Eigendecomposition:
+def _attempt_eigen(
+    problem: ScaledMatrix,
+    xp: Namespace,
+    decompose: Callable[..., tuple[Array, Array]] = eigh,
+) -> Eigendecomposition:
     matrix = problem.matrix
     z = probe_of(matrix.array, xp)
     image = problem.multiply(z, shifted=False, xp=xp)
@@ -289,7 +303,7 @@ def _attempt_eigen(problem: ScaledMatrix, xp: Namespace) -> Eigendecomposition:
     safe = SymmetricMatrix(
         guarded(finite, matrix.array, 1.0, xp=xp), matrix.full_storage
     )
-    w, Q = eigh(safe, xp=xp)
+    w, Q = decompose(safe, xp=xp)
     w = problem.factor[..., None] * w
     residual = eigen_residual(w, Q, z, image, xp=xp)
     zeros = xp.zeros_like(w)

@@ -114,6 +114,7 @@ def updated_gram(
     scale: Scalar,
     /,
     *,
+    overwrite: bool = False,
     xp: Namespace,
 ) -> SymmetricMatrix:
     """Return ``decay * total + scale * rows^T rows``; see `gram_update`.
@@ -124,7 +125,7 @@ def updated_gram(
     # be copied to append it.
     x, tail = rows if isinstance(rows, HomogeneousRows) else (rows, None)
     array, full_storage = gram_update(
-        total, x, tail=tail, decay=decay, scale=scale, xp=xp
+        total, x, tail=tail, decay=decay, scale=scale, overwrite=overwrite, xp=xp
     )
     if total is not None:
         # Both triangles hold the sum only if they held both terms.
@@ -141,6 +142,7 @@ def gram_update(
     tail: Array | None,
     decay: Scalar,
     scale: Scalar,
+    overwrite: bool = False,
     xp: Namespace,
 ) -> tuple[Array, bool]:
     """Return ``decay * total + scale * [rows, tail]^T [rows, tail]``.
@@ -148,20 +150,22 @@ def gram_update(
     Parameters
     ----------
     total : SymmetricMatrix or None
-        The running sum, never modified; None stands for zero.
+        The running sum; None stands for zero.
     rows : array, shape (..., n, d)
         Rows in the dtype of `total`; leading axes are a stack of independent problems.
     tail : array, shape (..., n), or None
         A last column of the rows.
     decay, scale : float or 0-d array
         The two coefficients.
+    overwrite : bool
+        Whether the memory of `total` may become the result's.
     xp : namespace
         Array API namespace of the arrays.
 
     Returns
     -------
     array : array, shape (..., d(+1), d(+1))
-        A new array.
+        A new array, or that of `total` with `overwrite`.
     full_storage : bool
         Whether both triangles of it hold the matrix.
     """

@@ -14,6 +14,8 @@ This is the rectangular full packed form of LAPACK up to the order of its blocks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kfac_core import constraints
@@ -24,11 +26,17 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = [
     "PackedMatrix",
+    "Triangle",
+    "pack_rows",
     "pack_triangle",
     "packed_rows",
     "packed_shape",
     "unpack_triangle",
 ]
+
+
+_PIECE = 2**16
+"""Numbers of a rectangle that are packed at a time where it is not kept."""
 
 
 def _first_layout(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
@@ -104,20 +112,69 @@ def pack_triangle(matrix: Array, /, *, xp: Namespace) -> Array:
     array, shape (..., rows, columns)
         As `packed_shape`.
     """
+    rows, _ = packed_shape(matrix.shape[-1])
+    return pack_rows(matrix, 0, rows, xp=xp)
+
+
+def pack_rows(matrix: Array, start: int, stop: int, /, *, xp: Namespace) -> Array:
+    """Return some rows of `pack_triangle`."""
     n = matrix.shape[-1]
     k = (n + 1) // 2
-    A, C = matrix[..., :k, :k], xp.matrix_transpose(matrix[..., k:, k:])
-    if n % 2 == 0:
-        row = A[..., :1, :]
-        top = xp.concat([row, A], axis=-2)
-        other = xp.concat([C, row], axis=-2)
-        lower = _below(top, xp)
-    else:
-        column = A[..., :, :1]
-        top = A
-        other = xp.concat([column, xp.concat([C, A[..., :1, 1:]], axis=-2)], axis=-1)
-        lower = _on_or_below(top, xp)
-    return xp.concat([xp.where(lower, top, other), matrix[..., k:, :k]], axis=-2)
+    if n % 2:
+        rows = matrix[..., start:stop, :k]
+    else:  # A row lower; of the first row all is above the diagonal.
+        rows = matrix[..., max(start - 1, 0) : stop - 1, :k]
+        if start == 0:
+            rows = xp.concat([matrix[..., :1, :k], rows], axis=-2)
+    last = min(stop, n - k)
+    if start >= last:
+        return rows
+    other = xp.matrix_transpose(matrix[..., k:, k + start : k + last])
+    if n % 2:  # A column apart.
+        other = xp.concat([other[..., :1], other], axis=-1)
+    device = ns.device_of(matrix)
+    row = xp.arange(start, last, device=device)[:, None]
+    column = xp.arange(k, device=device)[None, :]
+    lower = row >= column if n % 2 else row > column
+    top = xp.where(lower, rows[..., : last - start, :], other)
+    return xp.concat([top, rows[..., last - start :, :]], axis=-2)
+
+
+@dataclass(frozen=True)
+class Triangle:
+    """A lower triangle that is packed where it is asked for.
+
+    Parameters
+    ----------
+    array : array, shape (..., n, n)
+        The matrix, or a stack.
+    """
+
+    array: Array
+
+    def __call__(self) -> Array:
+        """Return the rectangle."""
+        return pack_triangle(self.array, xp=ns.own_namespace(self.array))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the numbers."""
+        return self.array.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rectangle."""
+        return (*self.array.shape[:-2], *packed_shape(self.array.shape[-1]))
+
+    def pieces(self) -> Iterator[Array]:
+        """Yield the rectangle some rows at a time, so that it is nowhere as a whole."""
+        xp, n = ns.own_namespace(self.array), self.array.shape[-1]
+        rows, step = packed_shape(n)[0], max(1, _PIECE // n)
+        stack = xp.reshape(self.array, (-1, n, n))
+        for k in range(stack.shape[0]):
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                yield pack_rows(stack[k, :, :], start, stop, xp=xp)
 
 
 def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:
@@ -164,11 +221,6 @@ def _mirrored(lower: Array, xp: Namespace) -> Array:
 def _on_or_below(x: Array, xp: Namespace) -> Array:
     rows, columns = _indices(x, xp)
     return rows >= columns
-
-
-def _below(x: Array, xp: Namespace) -> Array:
-    rows, columns = _indices(x, xp)
-    return rows > columns
 
 
 def _indices(x: Array, xp: Namespace) -> tuple[Array, Array]:
