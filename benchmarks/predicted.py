@@ -1,11 +1,15 @@
 """What processes send and how long it takes, beside what the cost model predicts.
 
-Run ``python -m benchmarks.predicted``.  For 2 and 4 processes of gloo and of MPI, and for 2
+Run ``python -m benchmarks.predicted``.  For 2 to 8 processes of gloo, 2 and 4 of MPI, and 2
 to 16 virtual ranks, the machine's constants are measured first; then the calls and bytes of
 an update, a refresh and a step are compared with the prediction exactly.  Medians of times
 are printed beside the prediction: of the whole stage, and of its messages alone, which is
 what is predicted.  Exits with 1 if a call or a byte differs.  On two shared cores measured
 times vary fourfold.
+
+With ``--memory``, 2 to 8 processes of gloo run four layers of 1,024 neurons.  What the
+fullest rank keeps, and the most memory that a rank has during an update, a refresh and a
+step beyond what it had before, stand beside the prediction.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ import numpy as np
 
 import kfac_core as kc
 from benchmarks.plan.exchanges import predicted_traffic
-from benchmarks.plan.model import measured_machine
+from benchmarks.plan.model import MACHINES, measured_machine, predicted_steps
 from benchmarks.traffic import NETWORKS, blocks_of
+from kfac_core.array.structure import leaves
+from kfac_core.cli.screen import print_table
 from kfac_core.distributed import (
     Communicator,
     Distributed,
@@ -97,6 +103,64 @@ def measured(communicator: Communicator) -> list[dict[str, Any]]:
     return found
 
 
+def remembered(
+    communicator: Communicator, *, reduce: Any, holders: int
+) -> dict[str, float]:
+    """Return measured and predicted megabytes of this rank."""
+    options = Distributed(communicator=communicator, holders=holders, reduce=reduce)
+    # What libraries load at their first call is not the layers'.
+    run_blocks(options, 32)
+    before = megabytes("VmRSS")
+    estimator = run_blocks(options, 1024)
+    kept = sum(
+        x.nbytes
+        for block in estimator.state.blocks.values()
+        for part in (block.statistics, block.operator)
+        for _, x in leaves(part)
+    )
+    steps = predicted_steps(
+        *(estimator.network, communicator.size),
+        machine=MACHINES["gloo"],
+        reduce=reduce,
+    )
+    predicted = next(step for step in steps if step.holders == holders)
+    return {
+        "kept": kept / 1e6,
+        "predicted_kept": predicted.memory / 1e6,
+        "peak": megabytes("VmHWM") - before,
+        "predicted_peak": predicted.peak / 1e6,
+    }
+
+
+def run_blocks(options: Distributed, width: int) -> kc.Estimator:
+    """Return an estimator of four layers after two updates, refreshes and steps."""
+    blocks = blocks_of([(width, width)] * 4)
+    rng = np.random.default_rng(options.communicator.rank)
+    batch = kc.Batch(*rng.normal(size=(2, ROWS, width)).astype(np.float32))
+    ones = {
+        "weight": np.ones((width, width), np.float32),
+        "bias": np.ones(width, np.float32),
+    }
+    estimator = kc.Estimator(
+        blocks,
+        reduction="sum",
+        damping=1.0,
+        execution=options,
+        refreshing=kc.Refreshing(keep_matrices=False),
+    )
+    for _ in range(2):
+        estimator.update(dict.fromkeys(blocks, batch))
+        estimator.refresh()
+        estimator.precondition(dict.fromkeys(blocks, ones))
+    return estimator
+
+
+def megabytes(field: str) -> float:
+    """Return a size of this process's memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024 / 1e6
+
+
 def median(communicator: Communicator, function: Callable[[], Any]) -> float:
     """Return the median of the seconds of calls; the traffic counts the last one."""
     seconds = []
@@ -125,11 +189,11 @@ def exchanged(communicator: Communicator, traffic: Traffic) -> None:
                 communicator.all_reduce(np.zeros(part * p, np.float32)).wait()
 
 
-def of_gloo(size: int, folder: str) -> None:
+def of_gloo(size: int, folder: str, run: Callable[..., Any] = measured) -> None:
     """Run ranks of gloo, as copies of this process."""
     context = multiprocessing.get_context("fork")
     ranks = [
-        context.Process(target=one_of_gloo, args=(rank, size, folder))
+        context.Process(target=one_of_gloo, args=(rank, size, folder, run))
         for rank in range(size)
     ]
     for rank in ranks:
@@ -138,7 +202,7 @@ def of_gloo(size: int, folder: str) -> None:
         rank.join()
 
 
-def one_of_gloo(rank: int, size: int, folder: str) -> None:
+def one_of_gloo(rank: int, size: int, folder: str, run: Callable[..., Any]) -> None:
     """Run one rank of gloo."""
     import torch
     import torch.distributed as dist
@@ -147,7 +211,7 @@ def one_of_gloo(rank: int, size: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
-    write(connect("torch"), folder)
+    write(connect("torch"), folder, run)
     dist.destroy_process_group()
 
 
@@ -166,14 +230,16 @@ def of_virtual(size: int, folder: str) -> None:
     run_ranks(size, lambda communicator: write(communicator, folder))
 
 
-def write(communicator: Communicator, folder: str) -> None:
+def write(
+    communicator: Communicator, folder: str, run: Callable[..., Any] = measured
+) -> None:
     """Write what a rank measured."""
-    text = json.dumps(measured(communicator))
+    text = json.dumps(run(communicator))
     Path(folder, f"{communicator.rank}.json").write_text(text)
 
 
 ENGINES = {"gloo": of_gloo, "mpi": of_mpi, "virtual": of_virtual}
-SIZES = {"gloo": (2, 4), "mpi": (2, 4), "virtual": (2, 4, 8, 16)}
+SIZES = {"gloo": (2, 4, 8), "mpi": (2, 4), "virtual": (2, 4, 8, 16)}
 
 
 def rows_of(engine: str, size: int) -> list[dict[str, Any]]:
@@ -189,6 +255,22 @@ def rows_of(engine: str, size: int) -> list[dict[str, Any]]:
         slowest["as_predicted"] = all(row["as_predicted"] for row in rows)
         found.append({"engine": engine, "ranks": size, **slowest})
     return found
+
+
+def print_memory() -> None:
+    """Print what the fullest of ranks of gloo keeps, and its peak."""
+    rows = []
+    for size in SIZES["gloo"]:
+        for reduce, holders in (("refresh", size), ("refresh", 1), ("owner", 1)):
+            with tempfile.TemporaryDirectory() as folder:
+                run = functools.partial(remembered, reduce=reduce, holders=holders)
+                of_gloo(size, folder, run)
+                files = [Path(folder, f"{rank}.json") for rank in range(size)]
+                of_ranks = [json.loads(file.read_text()) for file in files]
+            most = [f"{max(own[key] for own in of_ranks):.1f}" for key in of_ranks[0]]
+            rows.append((str(size), reduce, str(holders), *most))
+    columns = ("ranks", "reduce", "holders", "MB kept", "predicted", "MB at most")
+    print_table("memory of the fullest rank", (*columns, "predicted"), rows)
 
 
 def table() -> str:
@@ -221,12 +303,16 @@ def main() -> int:
     """Print the table; return 1 where a call or a byte differs from the prediction."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
+    parser.add_argument("--memory", action="store_true", help="compare memory only")
     parser.add_argument("--plot", help="a file to draw the times in")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if chosen.folder:
         write(connect("mpi"), chosen.folder)
+        return 0
+    if chosen.memory:
+        print_memory()
         return 0
     good = True
     points: dict[str, list[tuple[float, float]]] = {}

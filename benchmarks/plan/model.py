@@ -274,7 +274,7 @@ class PredictedStep:
         inverses sent to all at each refresh, as whole matrices.
     memory, peak : float
         Bytes of statistics and operators that the fullest rank keeps; and with the largest
-        message, twice.
+        message and the statistics of a batch, both twice.
     placement : Placement
         Owners and holders.
     chosen : bool
@@ -653,7 +653,8 @@ def _predicted(
     }
     limit = message_bytes(Distributed.bucket_bytes, p)
     sums = []
-    for names in buckets(loads, lambda name: 8 * loads[name].statistics, limit):
+    messages_of = buckets(loads, lambda name: 8 * loads[name].statistics, limit)
+    for names in messages_of:
         parts = [0] * p
         for name in names:
             parts[placement.owners[name]] += loads[name].statistics
@@ -701,7 +702,8 @@ def _predicted(
     for k, m in enumerate(operators):
         sent[k] += np.asarray(m.sent()) / interval
     sent += np.reshape(rows_sent(placement), (row, g)) * machine.bytes / interval
-    of_groups_kept = [sum(loads[n].operator for n in names) for names in of_groups]
+    # What is sent as a triangle is kept as a square.
+    of_groups_kept = [2 * sum(loads[n].operator for n in names) for names in of_groups]
     owned = [sum(loads[n].statistics for n in placement.owned_by(r)) for r in range(p)]
     kept = max(of_groups_kept) + max(owned)
     if reduce == "refresh":
@@ -709,6 +711,9 @@ def _predicted(
         kept += 2 * sum(load.statistics for load in loads.values()) - max(owned)
     largest = max(m.buffer for m in (*sums, *directions, *operators))
     largest = max(largest, to_workers)
+    # Squares of a batch, beside which the new running sums are made.
+    batch = [2 * sum(loads[name].statistics for name in names) for names in messages_of]
+    batch_kept = sum(batch) if reduce == "refresh" else max(batch)
     return PredictedStep(
         p,
         g,
@@ -718,7 +723,7 @@ def _predicted(
         float(sent.max()),
         averaged * machine.bytes,
         kept * machine.bytes,
-        kept * machine.bytes + 2 * largest,
+        (kept + 2 * batch_kept) * machine.bytes + 2 * largest,
         placement,
         chosen,
     )

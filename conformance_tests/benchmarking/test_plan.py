@@ -85,9 +85,9 @@ def test_a_predicted_step_is_the_sum_of_its_parts(tmp_path):
     assert owner.votes == 1.1
     assert math.isclose(owner.seconds["votes"], 1.1 * vote)
     assert owner.busiest == owner.sent == 4 * 6 + 4 * 15 / 10
-    # Two squares, and inverses with their factors' triangles.
-    assert everybody.memory == 4 * (2 * 15 + 18)
-    assert everybody.peak == everybody.memory + 2 * 2 * 4 * 18
+    # Squares of two sums, two inverses and their factors; and those of a batch.
+    assert everybody.memory == 4 * (2 * 15 + 2 * 18)
+    assert everybody.peak == everybody.memory + 2 * 2 * 4 * 18 + 4 * 2 * 2 * 15
     assert owner.total == sum(owner.seconds.values())
 
 
