@@ -44,8 +44,8 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 _DOT: dict[np.dtype[Any], Any] = {}
 """SciPy's scalar products, where SciPy is installed."""
 
-_SHORT = 64
-"""Up to so many numbers, a sum takes no longer than its call."""
+_SHORT = 512
+"""Up to so many numbers, a product with ones takes less time than NumPy's sum."""
 
 _ONES = {dtype: np.ones(_SHORT, dtype) for dtype in _FLOATS}
 
@@ -111,7 +111,6 @@ def is_plain(x: Any, /, *, xp: Any) -> bool:
 def matrix_trace(x: Any, /, *, xp: Any) -> Any:
     """Return the traces of square matrices."""
     if x.ndim == 2 and x.shape[0] <= _SHORT and x.dtype in _FLOATS:
-        # A product takes half of the time of a sum.
         diagonal = x.diagonal()
         return diagonal.dot(_ONES[x.dtype][: diagonal.size])
     return x.trace(axis1=-2, axis2=-1)
