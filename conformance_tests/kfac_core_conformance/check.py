@@ -155,7 +155,7 @@ def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray
     if check.operation == "block":
         blocks = list(adapter.blocks(problem))
         _require_count(blocks, len(layers))
-        found = []
+        matrices = []
         for layer, block in zip(layers, blocks, strict=True):
             values, P = np.asarray(block, np.float64), layer.matrix.size
             if values.shape != (P, P):
@@ -165,8 +165,8 @@ def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray
             order = layer.order(own.weight_layout, own.bias_position)
             ordered = np.empty_like(values)
             ordered[np.ix_(order, order)] = values
-            found.append(ordered)
-        return found
+            matrices.append(ordered)
+        return matrices
     vectors = [
         layer.parameters(V.astype(problem.dtype), own.weight_layout)
         for layer, V in zip(layers, check.vectors, strict=True)

@@ -86,8 +86,8 @@ def fisher_blocks(problem: Problem, /) -> list[HostArray]:
         def at_target(outputs: HostArray, t: HostArray = t) -> HostArray:
             return losses(problem.loss, outputs, t)
 
-        found = _derivatives(problem, data, at_target)
-        for block, d in zip(blocks, found, strict=True):
+        derivatives = _derivatives(problem, data, at_target)
+        for block, d in zip(blocks, derivatives, strict=True):
             block += d.T @ d / (len(d) * len(targets))
     return blocks
 
@@ -98,25 +98,25 @@ def kronecker_factors(problem: Problem, /) -> list[Factors]:
     ``A = 1/(NS) sum x x^T``, ``G = 1/(NS) sum g g^T`` for ``sharing="expand"``; for
     ``"reduce"`` x is averaged and g summed over an example's positions, and S is 1.
     """
-    found: list[Factors] = []
+    factors: list[Factors] = []
     weight = 0.0
     for data in problem.updates:
         new = [_factors_of(problem, X, grads) for X, grads in _rows(problem, data)]
         # v <- decay v + C and w <- decay w + 1, written for v / w.
         weight = problem.decay * weight + 1.0
-        found = (
+        factors = (
             new
-            if not found
+            if not factors
             else [
                 Factors(
                     a.input + (b.input - a.input) / weight,
                     a.output + (b.output - a.output) / weight,
                     b.scale,
                 )
-                for a, b in zip(found, new, strict=True)
+                for a, b in zip(factors, new, strict=True)
             ]
         )
-    return found
+    return factors
 
 
 def _factors_of(problem: Problem, X: HostArray, grads: HostArray) -> Factors:
@@ -180,14 +180,14 @@ def damped_blocks(problem: Problem, /, *, damping: float, rule: str) -> list[Hos
 
 def _rows(problem: Problem, data: Data) -> list[tuple[HostArray, HostArray]]:
     """Return x with its 1 as (N, S, in(+1)), and g of the summed loss as (M, N, S, out)."""
-    found = []
+    rows = []
     seen = problem.summed_rows(data)
     for layer, (_, x, g) in zip(problem.network.layers, seen, strict=True):
         X = x.reshape(len(x), -1, x.shape[-1]).astype(np.float64)
         if layer.bias:
             X = np.concatenate([X, np.ones((*X.shape[:-1], 1))], axis=-1)
-        found.append((X, g.reshape(len(g), len(x), -1, g.shape[-1])))
-    return found
+        rows.append((X, g.reshape(len(g), len(x), -1, g.shape[-1])))
+    return rows
 
 
 def _averaged(problem: Problem, grads: HostArray) -> int:
@@ -199,7 +199,7 @@ def _derivatives(
     problem: Problem, data: Data, function: Callable[[HostArray], HostArray]
 ) -> list[HostArray]:
     """Differentiate a function of the outputs by each layer's matrix, (..., P)."""
-    found = []
+    derivatives = []
     x = data.inputs.astype(np.float64)
     for k, layer in enumerate(problem.network.layers):
         columns = []
@@ -208,8 +208,8 @@ def _derivatives(
             moved.flat[p] += STEP * 1j
             outputs = problem.network.replaced(k, moved).forward(x).result
             columns.append(function(outputs).imag / STEP)
-        found.append(np.stack(columns, axis=-1))
-    return found
+        derivatives.append(np.stack(columns, axis=-1))
+    return derivatives
 
 
 def _hessians(problem: Problem, outputs: HostArray) -> HostArray:

@@ -120,8 +120,8 @@ class LinearLayer:
             raise ValueError(
                 f"expected the parameters {sorted(expected)}, got {sorted(parameters)}"
             )
-        found = {name: np.asarray(x, np.float64) for name, x in parameters.items()}
-        for name, x in found.items():
+        arrays = {name: np.asarray(x, np.float64) for name, x in parameters.items()}
+        for name, x in arrays.items():
             if x.shape != expected[name].shape:
                 raise ValueError(
                     f"expected {name!r} to have shape {expected[name].shape}, got "
@@ -129,7 +129,7 @@ class LinearLayer:
                 )
         flat = np.empty(self.matrix.size)
         flat[self.order(weight_layout, "after")] = np.concatenate(
-            [found[name].ravel() for name in expected]
+            [arrays[name].ravel() for name in expected]
         )
         return flat.reshape(self.matrix.shape)
 

@@ -88,7 +88,7 @@ class Network:
 
     def backward(self, vectors: HostArray, seen: Forward, /) -> list[HostArray]:
         """Propagate vectors (M, N, ..., C) back to each layer's outputs."""
-        g, found = vectors, []
+        g, gradients = vectors, []
         for k in reversed(range(len(self.layers))):
             layer, z = self.layers[k], seen.outputs[k]
             if k == self.reduce_after:
@@ -101,11 +101,11 @@ class Network:
                     g = g / math.prod(shared)
             if self._curved(k):
                 g = g * (1.0 - np.tanh(z) ** 2)
-            found.append(g)
+            gradients.append(g)
             W = layer.matrix[:-1] if layer.bias else layer.matrix
             if k:  # The gradient of the network's inputs is not needed.
                 g = g @ W.T
-        return found[::-1]
+        return gradients[::-1]
 
     def _curved(self, k: int) -> bool:
         return self.activation == "tanh" and k + 1 < len(self.layers)

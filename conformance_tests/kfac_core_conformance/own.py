@@ -135,11 +135,11 @@ class Own:
 
     def _updated(self, problem: Problem) -> list[tuple[kc.Block, kc.Statistics]]:
         """Return each layer's block with its statistics after all updates."""
-        found: list[tuple[kc.Block, kc.Statistics]] = []
+        updated: list[tuple[kc.Block, kc.Statistics]] = []
         for layer in problem.network.layers:
             block = kc.Block(_layer(layer), self._approximation(problem))
             like = self._asarray(problem.updates[0].inputs)
-            found.append((block, block.initial(like)))
+            updated.append((block, block.initial(like)))
         for data in problem.updates:
             moments: list[kc.Statistics] = []
             for part in problem.split(data):
@@ -147,7 +147,7 @@ class Own:
                     conventions = kc.Conventions(
                         reduction=problem.reduction, sources=rows.sources
                     )
-                    block, _ = found[k]
+                    block, _ = updated[k]
                     new = kc.batch_moments(
                         block, self._batch(rows), conventions=conventions
                     )
@@ -155,13 +155,13 @@ class Own:
                         moments.append(new)
                     else:
                         moments[k] = moments[k].merged(new)
-            found = [
+            updated = [
                 (block, kc.absorb_block(block, statistics, new, problem.decay))
-                for (block, statistics), new in zip(found, moments, strict=True)
+                for (block, statistics), new in zip(updated, moments, strict=True)
             ]
-        if any(block.approximation.has_bases for block, _ in found):
-            return self._corrected(problem, found)
-        return found
+        if any(block.approximation.has_bases for block, _ in updated):
+            return self._corrected(problem, updated)
+        return updated
 
     def _corrected(
         self, problem: Problem, updated: list[tuple[kc.Block, kc.Statistics]]

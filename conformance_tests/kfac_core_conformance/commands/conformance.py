@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     outcomes = [run_check(adapter, check) for check in checks]
     code = _exit_code(outcomes)
     if arguments.json:
-        found = {
+        document = {
             "adapter": arguments.adapter,
             "library": adapter.name,
             "version": adapter.version,
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, /) -> int:
             "counts": dict(_counts(outcomes)),
             "checks": [_plain(outcome) for outcome in outcomes],
         }
-        print_json(found)
+        print_json(document)
     elif not arguments.quiet:
         library = f"{adapter.name} {adapter.version}"
         _print(library, outcomes, every=arguments.verbose)

@@ -115,13 +115,13 @@ def run(arguments: argparse.Namespace, /) -> int:
             _print_result(result, every=arguments.verbose)
     code = _exit_code(results)
     if arguments.json:
-        found = {
+        document = {
             "backend": selection.spec,
             "dtype": arguments.dtype,
             "exit_code": code,
             "records": [_plain_result(result) for result in results],
         }
-        print_json(found)
+        print_json(document)
     elif not arguments.quiet and any(r["problem"] is None for r in results):
         print(_total(results, f"{selection.spec}, {arguments.dtype}"))
     return code
@@ -228,15 +228,15 @@ def _advice(verdicts: Sequence[Verdict]) -> list[str]:
     """Return which checks would show why an inverse differs, where nothing else does."""
     lines = []
     for block in dict.fromkeys(verdict.block for verdict in verdicts):
-        own = [verdict for verdict in verdicts if verdict.block == block]
-        wrong = [v for v in own if v.problem is None and not v.agrees]
+        of_block = [verdict for verdict in verdicts if verdict.block == block]
+        wrong = [v for v in of_block if v.problem is None and not v.agrees]
         explained = any(v.diagnosis for v in wrong)
         if explained or {v.operation for v in wrong} != {"multiply_inverse"}:
             continue
         # Only the factored rules split the damping.
         split = any((v.rule or "").startswith("factored") for v in wrong)
         useful = ["factor", "damping_split"] if split else ["factor"]
-        known = {v.operation for v in own}
+        known = {v.operation for v in of_block}
         missing = [f"`{name}`" for name in useful if name not in known]
         if missing:
             word = "check" if len(missing) == 1 else "checks"

@@ -141,12 +141,12 @@ def _changes(
 
 def _positions(updates: tuple[Seen, ...]) -> int:
     """Return the number of shared positions of an example; 1 where it is not one."""
-    found = set()
+    numbers = set()
     for seen in updates:
         if seen.output_grads is None or seen.mask is not None:
             return 1
-        found.add(math.prod(seen.output_grads.shape[2:-1]))
-    return found.pop() if len(found) == 1 else 1
+        numbers.add(math.prod(seen.output_grads.shape[2:-1]))
+    return numbers.pop() if len(numbers) == 1 else 1
 
 
 def _scaled(seen: Seen, scale: float) -> Seen:

@@ -150,7 +150,7 @@ class Recomputation:
         if self._operator is None or self._operator[0] != key:
             self._operator = None
             damping, rule = key
-            made = kc.operator_of(
+            computed = kc.operator_of(
                 self.recorded.block,
                 self.statistics,
                 kc.RefreshOptions(
@@ -161,7 +161,7 @@ class Recomputation:
                 ),
                 name=self.name,
             )
-            self._operator = key, made
+            self._operator = key, computed
         return self._operator[1]
 
     def answer(self, index: int, /) -> Answer:
@@ -190,8 +190,8 @@ class Recomputation:
         parameters = {name: place.floats(values) for name, values in vector.items()}
         V = block.parameters_to_matrix(parameters)
         result = _VECTORS[check.tag()](self.operator(check), V, check)
-        found = block.matrix_to_parameters(result)
-        return {name: place.host(found[name]) for name in vector}
+        converted = block.matrix_to_parameters(result)
+        return {name: place.host(converted[name]) for name in vector}
 
 
 def sample_answers(record: Record, place: Place, /) -> dict[str, Answer]:

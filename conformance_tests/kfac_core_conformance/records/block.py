@@ -79,16 +79,16 @@ class BlockDescription(Part, frozen=True):
         fields = msgspec.structs.asdict(self.layer)
         if bag:
             fields["bag"] = True
-        own = msgspec.structs.asdict(self.approximation)
+        options = msgspec.structs.asdict(self.approximation)
         if isinstance(self.approximation, Kronecker):
-            own["input"] = own["input"] or (
+            options["input"] = options["input"] or (
                 "diagonal" if self.is_diagonal("input") else "full"
             )
-        if own.get("variant") == "symmetric":
-            own["steps"] = positions
+        if options.get("variant") == "symmetric":
+            options["steps"] = positions
         try:
             layer = getattr(kfac_core, type(self.layer).__name__)(**fields)
-            made = getattr(kfac_core, type(self.approximation).__name__)(**own)
+            made = getattr(kfac_core, type(self.approximation).__name__)(**options)
             return kfac_core.Block(layer, made)
         except KFACError as error:
             raise RecordError(f"{self.layer.tag()}: {error}") from None

@@ -177,25 +177,25 @@ def _check_block(
     """Return the verdicts of one block; checks with the same damping share an operator."""
     checks = record.document.checks
     in_rows = sorted(asked, key=lambda i: damping_key(checks[i]))
-    made = Recomputation(record, name, place)
+    recomputation = Recomputation(record, name, place)
     reference = None
     if place.dtype == "float32":
         reference = Recomputation(
             record, name, Place(selected_backend("numpy"), "float64")
         )
-    return {index: _verdict(made, reference, index) for index in in_rows}
+    return {index: _verdict(recomputation, reference, index) for index in in_rows}
 
 
 def _verdict(
-    made: Recomputation, reference: Recomputation | None, index: int
+    recomputation: Recomputation, reference: Recomputation | None, index: int
 ) -> Verdict:
-    check = made.record.document.checks[index]
-    expected = made.record.answers[index]
+    check = recomputation.record.document.checks[index]
+    expected = recomputation.record.answers[index]
     problem, error = None, math.inf
     got: Answer | None = None
     try:
         with np.errstate(all="ignore"):
-            found = made.answer(index)
+            found = recomputation.answer(index)
             error = _relative_error(found, expected)
             got = found
     except _FAILURES as failure:
@@ -207,9 +207,15 @@ def _verdict(
         explained = diagnosis(
             got,
             expected,
-            examples=made.recorded.examples,
+            examples=recomputation.recorded.examples,
             factor=check.tag() == "factor",
-        ) or alternative(made.record, made.name, index, made.place, expected)
+        ) or alternative(
+            recomputation.record,
+            recomputation.name,
+            index,
+            recomputation.place,
+            expected,
+        )
     return Verdict(
         index,
         check.block,

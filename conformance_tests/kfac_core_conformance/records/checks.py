@@ -73,8 +73,8 @@ class Check(Part, tag_field="op", kw_only=True, frozen=True):
     def detail(self) -> str:
         """The operation's own fields other than the vector, for a table."""
         common = {*Check.__struct_fields__, "vector"}
-        own = [name for name in self.__struct_fields__ if name not in common]
-        return ", ".join(f"{name}={_plain(getattr(self, name))}" for name in own)
+        names = [name for name in self.__struct_fields__ if name not in common]
+        return ", ".join(f"{name}={_plain(getattr(self, name))}" for name in names)
 
     def require_answerable(self, block: BlockDescription, /) -> None:
         """Raise `RecordError` if the block cannot answer, or a damping is missing.

@@ -107,9 +107,9 @@ class Container:
         RecordError
             As `shape`, and for another shape or values that are not finite.
         """
-        found = self.shape(name, kind)
-        if found != shape:
-            raise RecordError(f"{name}: expected shape {shape}, got {shown(found)}")
+        actual = self.shape(name, kind)
+        if actual != shape:
+            raise RecordError(f"{name}: expected shape {shape}, got {shown(actual)}")
         with _only_record_errors(f"{name}: "):
             values: HostArray = self._file.get_tensor(name)
         if not np.all(np.isfinite(values)):

@@ -80,9 +80,9 @@ def _of_bias(got: Answer, expected: Answer) -> str | None:
     if distance(rolled, expected, 1.0) < CLOSE:
         return "the record's answer is ours with the bias first: the format has it last"
     if all(len(part) > 1 for part in got.values()):
-        rest = {name: part[:-1, :-1] for name, part in got.items()}
+        inner = {name: part[:-1, :-1] for name, part in got.items()}
         inside = {name: part[:-1, :-1] for name, part in expected.items()}
-        if norm_of(inside) > 0.0 and distance(rest, inside, 1.0) < CLOSE:
+        if norm_of(inside) > 0.0 and distance(inner, inside, 1.0) < CLOSE:
             return (
                 "only the last row and column differ, those of the bias: "
                 "its input is 1 in every row"

@@ -139,14 +139,14 @@ def _parse_json(source: str) -> object:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
         raise RecordError(
             f"the document has the field {shown(twice)} twice in one object"
         )
-    return made
+    return fields
 
 
 def _refuse(number: str) -> NoReturn:
@@ -183,9 +183,9 @@ def _converted(value: Any, part: Any, where: str = "") -> Any:
     except UnicodeError:
         raise RecordError("the document has a string that is not Unicode") from None
     except msgspec.ValidationError as error:
-        found = _ERROR.fullmatch(str(error))
-    assert found is not None
-    message, path = found.groups("")
+        located = _ERROR.fullmatch(str(error))
+    assert located is not None
+    message, path = located.groups("")
     blocks = _child(value, "blocks")
     # A field's name in the message may look like a path: nothing is trusted to exist.
     if path.startswith(".blocks[...]") and isinstance(blocks, dict):

@@ -70,8 +70,8 @@ class RecordedBlock:
     @property
     def examples(self) -> int | None:
         """The number of examples of an update; None if updates differ."""
-        found = {seen.batch_size for seen in self.updates}
-        return found.pop() if len(found) == 1 else None
+        sizes = {seen.batch_size for seen in self.updates}
+        return sizes.pop() if len(sizes) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ def assemble(
     for index, check in enumerate(document.checks):
         block = blocks[check.block]
         vectors.append(_vector(check, block, container))
-        found = {} if index in unanswered else _answer(check, block, container)
-        if found:
-            _require_tolerance(f"checks[{index}]", check, found, vectors[-1])
-        answers.append(found)
+        answer = {} if index in unanswered else _answer(check, block, container)
+        if answer:
+            _require_tolerance(f"checks[{index}]", check, answer, vectors[-1])
+        answers.append(answer)
     samples = None
     if document.samples is not None:
         samples = read_samples(document.samples, blocks, container, limit)
@@ -259,10 +259,10 @@ class _BlockReader:
             return None
         if isinstance(self.description.approximation, Series):
             raise RecordError(f"{name}: a series takes no mask")
-        kept = self.container.load(name, "mask", shapes.lead)
-        if not np.all((kept == 0) | (kept == 1)):
+        flags = self.container.load(name, "mask", shapes.lead)
+        if not np.all((flags == 0) | (flags == 1)):
             raise RecordError(f"{name}: expected 0 or 1 everywhere")
-        mask: HostArray = kept != 0
+        mask: HostArray = flags != 0
         return mask
 
     def _gradients(self, prefix: str, block: Block) -> Seen:

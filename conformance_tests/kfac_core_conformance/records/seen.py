@@ -84,11 +84,11 @@ def _gradients(batch: GradientBatch, factor: float) -> dict[str, HostArray]:
             f"The format has one gradient for each parameter, got {batch.sources}. Write "
             "one record for each."
         )
-    found = {}
+    arrays = {}
     for name, gradient in batch.gradients.items():
         values = host_array(gradient) * factor
-        found[f"grads.{name}"] = values if batch.sources is None else values[0]
-    return {**found, "batch_size": np.asarray(batch.batch_size, np.int64)}
+        arrays[f"grads.{name}"] = values if batch.sources is None else values[0]
+    return {**arrays, "batch_size": np.asarray(batch.batch_size, np.int64)}
 
 
 def _kept(batch: Batch | GradientBatch, rows: Any) -> float:

@@ -193,7 +193,7 @@ class RecordWriter:
             )
         index = len(self._checks)
         check = {"block": block, "op": operation, "expected": f"r{index}"}
-        own = _given(factor=factor, exp=exp, transpose=transpose, damped=damped)
+        fields = _given(factor=factor, exp=exp, transpose=transpose, damped=damped)
         overrides = _given(damping=damping, damping_rule=damping_rule)
         tolerances = _given(rtol=rtol, atol=atol)
         if vector is not None:
@@ -203,7 +203,7 @@ class RecordWriter:
             self._unanswered.add(index)
         else:
             self._put(f"expected.r{index}", expected)
-        self._checks.append({**check, **own, **overrides, **tolerances})
+        self._checks.append({**check, **fields, **overrides, **tolerances})
 
     def save(self, path: str | os.PathLike[str], /) -> None:
         """Write the record.
@@ -232,10 +232,10 @@ class RecordWriter:
             draft.replace(target)
 
     def _put(self, name: str, values: Mapping[str, Array] | Array) -> None:
-        given = {name: values}
+        arrays = {name: values}
         if isinstance(values, Mapping):
-            given = {f"{name}.{parameter}": x for parameter, x in values.items()}
-        for path, x in given.items():
+            arrays = {f"{name}.{parameter}": x for parameter, x in values.items()}
+        for path, x in arrays.items():
             try:
                 self._tensors[path] = host_array(x)
             except TypeError:
@@ -263,10 +263,10 @@ class RecordWriter:
                 str(draft), container, _UNLIMITED, unanswered=self._unanswered
             )
         for block, numbers in record.document.checks_by_block().items():
-            made = Recomputation(record, block, place)
+            recomputation = Recomputation(record, block, place)
             for index in (i for i in numbers if i in self._unanswered):
                 name = f"expected.{record.document.checks[index].expected}"
-                for part, values in made.answer(index).items():
+                for part, values in recomputation.answer(index).items():
                     tensors[f"{name}.{part}" if part else name] = values
         return tensors
 

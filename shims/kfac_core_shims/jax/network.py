@@ -392,7 +392,7 @@ class Network:
                 continue
             length = site.shape(trace)[row_axes(site)[axis.row]]
             known = axis.order is not None and site.layer.kind != "conv"
-            told = axis.sure and (length == batch.examples or known)
+            is_known = axis.sure and (length == batch.examples or known)
             kind: Any = self.blocks[name].approximation
             expands = getattr(kind, "sharing", None) == "expand"
             if not axis.sure and not expands:
@@ -409,7 +409,7 @@ class Network:
                     "them. Do not sort, reverse or pick examples between uses, or take "
                     "Kronecker()."
                 )
-            if not (told or expands):
+            if not (is_known or expands):
                 raise kc.ConventionError(
                     f"Block {name!r}: its first axis has {length} rows for "
                     f"{batch.examples} examples, and whose they are cannot be told; "

@@ -299,7 +299,7 @@ def joined_uses(uses: tuple[kc.Batch, ...], layer: Any, /) -> kc.Batch:
     ]
     masks = [use.mask for use in uses]
     mask = None
-    if any(own is not None for own in masks):
+    if any(one is not None for one in masks):
         mask = jnp.concatenate(
             [
                 jnp.ones((len(u.inputs), u.inputs[0].size), bool)
