@@ -76,6 +76,7 @@ def updated_axes(
     V = xp.reshape(rows.vectors(statistics.dtype, xp=xp), (-1, *_shape(layer)))
     averages = {}
     for i, n in enumerate(_shape(layer)):
+        # The mode-i unfolding of all gradients (Ren and Goldfarb 2021).
         unfolded = xp.reshape(ns.moved_axis(V, i + 1, -1, xp=xp), (-1, n))
         averages[f"axis{i}"] = FullFactor().updated(
             statistics.averages[f"axis{i}"],

@@ -70,6 +70,7 @@ class ScaledIdentity(Approximation):
         shares = options.shares(rows, statistics.dtype)
         old = statistics.averages["count"]
         weight = shares.example_weight
+        # An average of ones, whose weight says that there has been an update.
         new = old.plus(1.0, options.decay, weight, weight)
         return Statistics({"count": new}, statistics.status)
 
@@ -79,6 +80,7 @@ class ScaledIdentity(Approximation):
         """Return ``(c + lam) I``."""
         xp, compute, apply = options.xp, options.compute, options.apply
         one = ns.full_of(xp, self.scale, statistics.like)
+        # c I has every basis as its eigenbasis, so take the coordinates.
         spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
         return spectral_operator(
             spectrum,

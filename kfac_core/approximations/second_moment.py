@@ -80,6 +80,7 @@ class Diagonal(Approximation):
         ``2 N n m`` flops where nothing is shared, else the examples' gradients are
         formed.
         """
+        # D is summed over an example's positions before it is squared.
         shares = options.shares(rows, statistics.dtype, per="example")
         xp, scale = options.xp, shares.scale * shares.outer_products
         squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))

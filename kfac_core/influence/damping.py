@@ -47,6 +47,7 @@ def mean_eigenvalue_damping(
     Functions", arXiv:2308.03296; kronfluence, ``factor/config.py``.
     """
     require_damping(fraction, name="fraction")
+    # Spectra of layers differ by orders of magnitude, and one lam would suit none.
     return {
         name: ns.as_scalar(F.namespace, fraction, F.dtype, "fraction")
         * F.mean_eigenvalue()

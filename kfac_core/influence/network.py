@@ -252,6 +252,7 @@ class Influence:
         constraints.require_kind("queries", queries, Queries, "Queries")
         by_block = self._gradients(gradients, reduction, max_elements)
         constraints.require_names("queries", queries.blocks, by_block)
+        # Blocks are independent, so that the inner product is a sum over them.
         total = None
         for name, examples in by_block.items():
             part = self._scores(name, queries.blocks[name], examples, max_elements)

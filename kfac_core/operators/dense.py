@@ -84,6 +84,7 @@ class DenseOperator(CurvatureOperator):
             block.basis,
             None,
             block.eigenvalues(shifted=False)[..., :, None],
+            # Zero damping: the caller adds its own.
             xp.zeros_like(self.like[..., 0, 0]),
             block.status(),
             self.matrix_shape,

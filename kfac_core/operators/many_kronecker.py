@@ -107,6 +107,7 @@ class ManyKronecker(CurvatureOperator):
         name: str = "block",
     ) -> ManyKronecker:
         """Return the operator with missing factorizations computed."""
+        # Exactly damped, the block is not a product: only the bases of factors serve it.
         for_factors = factorizations
         if self.exact:
             for_factors = ("eigenbasis",) if factorizations else ()
@@ -179,6 +180,7 @@ class ManyKronecker(CurvatureOperator):
             norm = norm * xp.linalg.vector_norm(part.dense(shifted=shifted))
         if not (damped and self.exact):
             return norm
+        # |F + lam I|^2 = |F|^2 + 2 lam tr F + p lam^2.
         mixed = 2.0 * self.damping * self.trace(damped=False)
         p = self.vector_shape[0]
         return xp.sqrt(norm * norm + mixed + p * self.damping * self.damping)
@@ -250,6 +252,7 @@ class ManyKronecker(CurvatureOperator):
         )
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
+        # Both are roots of the inverse: the symmetric one, and L^-T.
         if self.exact:
             return self._power(Z, xp, -0.5)
         return self._lower_solve(Z, xp, True)
@@ -269,6 +272,7 @@ class ManyKronecker(CurvatureOperator):
         first = v.ndim - len(self.factors)
         for axis, part in enumerate(self.factors.values(), start=first):
             moved = ns.moved_axis(v, axis, 0, xp=xp)
+            # All other axes are columns of one matrix for this factor.
             flat = function(part, xp.reshape(moved, (part.size, -1)))
             v = ns.moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
         return v

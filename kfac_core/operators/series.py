@@ -205,6 +205,7 @@ class SeriesOperator(CurvatureOperator):
         return self.chain.solve(V, xp=xp)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        # The terms share no eigenvectors: powers have no structure.
         return self._dense_matrix().multiply_matpower(V, exponent)
 
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:

@@ -334,6 +334,7 @@ class SpectralOperator(CurvatureOperator):
         return self._power(Z, xp, -0.5)
 
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        # A block in the coordinate basis is diagonal, and so is its Cholesky factor.
         lower = self._triangle()
         if lower is None:
             return V * xp.sqrt(self._ready("inverse")._damped())

@@ -86,6 +86,7 @@ def row_squares(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
         R = row_coordinates(block, rows)
         axes = tuple(range(2, R.ndim))
         return xp.sum(R * R * weights, axis=axes)
+    # R_ij = x_i g_j, so that the squares of x and of g are enough.
     x, g = _rank_one(block, rows, xp)
     half = xp.matmul(x * x, weights)
     total = xp.sum(half[..., None, :, :] * g * g, axis=-1)
@@ -121,6 +122,7 @@ def row_products(block: SpectralOperator, weights: Array, rows: Any, /) -> Array
         right = xp.reshape(R, left.shape)
         return xp.matmul(left, xp.matrix_transpose(right))
     x, g = _rank_one(block, rows, xp)
+    # All sources of an example share x, and with it this half of the sum.
     half = xp.matmul(x * x, weights)
     g = ns.moved_axis(g, -3, -2, xp=xp)
     total = xp.matmul(half[..., None, :] * g, xp.matrix_transpose(g))
@@ -140,6 +142,7 @@ def _has_separate_bases(block: SpectralOperator, rows: Any) -> bool:
     """Whether the block's bases turn x and g apart, in the groups of the rows."""
     if not (block.is_kronecker and isinstance(rows, Rows)):
         return False
+    # Groups of a convolution are a first axis of rows, and of the bases.
     grouped: bool = rows.inputs.ndim == 4
     return grouped == bool(block.lead)
 

@@ -153,6 +153,7 @@ class TridiagonalOperator(CurvatureOperator):
             rows = [[xp.matrix_transpose(above[j]), *row] for j, row in enumerate(rows)]
             rows = [[conditional, *above], *rows]
         dense = xp.concat([xp.concat(row, axis=1) for row in rows], axis=0)
+        # Products of Psi leave the two triangles different by roundoff.
         return 0.5 * self.scale * (dense + xp.matrix_transpose(dense))
 
     def status(self) -> Array:
@@ -193,6 +194,7 @@ class TridiagonalOperator(CurvatureOperator):
         return self._joined(v, self.scale)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        # F^-1 = Xi^T Lambda Xi / S (Martens and Grosse, section 4.3).
         v = self._split(V, xp)
         for place, following in self._pairs():
             guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
