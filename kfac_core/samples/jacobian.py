@@ -263,7 +263,9 @@ def _is_empty(derivatives: Derivatives) -> bool:
     """Whether the derivatives are those of no examples."""
     if isinstance(derivatives, Mapping):
         return any(D.ndim > 0 and D.shape[0] == 0 for D in derivatives.values())
-    first = derivatives[0] if isinstance(derivatives, Sequence) else derivatives
+    first: Any = derivatives
+    if isinstance(derivatives, Sequence):
+        first = derivatives[0]
     return isinstance(first, Batch) and 0 in first.inputs.shape[:1]
 
 
