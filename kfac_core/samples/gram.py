@@ -30,7 +30,7 @@ from kfac_core.samples.jacobian import Jacobian
 
 __all__ = ["sample_gram", "widest_dtype"]
 
-_LEAST_ELEMENTS = 2**21
+_LEAST_ELEMENTS = 2**19
 """Products of fewer numbers than this are made at once: smaller ones leave BLAS idle."""
 
 _PASS = 60
@@ -51,7 +51,7 @@ def sample_gram(
         the condition number of K is the square of J's.
     max_elements : int, optional
         Bound on the numbers held beside K and the rows; by default a fifth of the rows, and
-        at least two million.
+        at least half a million.
 
     Returns
     -------
@@ -250,7 +250,8 @@ def _sum_of_products(
 ) -> SymmetricMatrix:
     """Return the sum over layers, some rows of K at a time, below the diagonal."""
     step = math.lcm(*(layer.outputs for layer in layers))
-    at_once = bound // max(layer.width for layer in layers)
+    # The sum, and the two Gram matrices whose product is added to it.
+    at_once = bound // (3 * max(layer.width for layer in layers))
     at_once = max(step, at_once // step * step)
     parts: list[Array] = []
     for start in range(0, R, at_once):
