@@ -12,7 +12,7 @@ from kfac_core.posterior import spectral_blocks
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from kfac_core_shims.torch import collect, read_factors  # noqa: E402
+from kfac_core_shims.torch import collect, read_factors, register_layer  # noqa: E402
 
 
 class KilledError(Exception):
@@ -232,6 +232,46 @@ def test_an_expert_has_the_curvature_of_all_examples():
         X = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
         expected = torch.kron(X.T @ X, torch.eye(2, dtype=X.dtype)) / len(x)
         torch.testing.assert_close(spectra[name].to_dense(), expected)
+
+
+class StackedExperts(nn.Module):
+    """Three experts whose weights are one tensor, read by one product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 2))
+
+    def forward(self, x):
+        """Multiply each expert's rows."""
+        return torch.einsum("nei,eio->neo", x, self.weight)
+
+
+register_layer(StackedExperts, "experts", weight_layout="io")
+
+
+def test_each_expert_of_a_stack_of_weights_has_a_block():
+    torch.manual_seed(0)
+    model = nn.Sequential(StackedExperts(), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3))
+    model = model.double().eval()
+    data = [(x, None) for x in torch.randn(23, 3, 4, dtype=torch.float64).split(5)]
+    factors = collect(model, data, fisher="exact")
+    x = torch.cat([x for x, _ in data])
+    params = {n: p.detach() for n, p in model.named_parameters()}
+
+    def outputs(params, x):
+        return torch.func.functional_call(model, params, (x[None],))[0]
+
+    J = torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)["0.weight"]
+    p = torch.softmax(model(x).detach(), -1)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    blocks = {}
+    for e in range(3):
+        rows = J[:, :, e].flatten(2)
+        F = torch.einsum("nci,ncd,ndj->ij", rows, H, rows) / len(x)
+        blocks[f"0.weight.{e}"] = F
+    assert sorted(factors.blocks) == [*blocks, "3"]
+    assert not factors.skipped
+    assert_moments_are_of(factors, blocks)
 
 
 def test_empirical_gradients_are_those_of_the_losses():

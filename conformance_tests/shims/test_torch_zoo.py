@@ -109,6 +109,59 @@ def experts(m, x):
     return out
 
 
+class Stacked(nn.Module):
+    """Experts whose weights are one tensor, each of which sees some of the rows."""
+
+    def __init__(self, forward, biased=False, shape=(3, 4, 4)):
+        super().__init__()
+        self.function = forward
+        self.weight = nn.Parameter(torch.randn(*shape) / 2)
+        self.bias = nn.Parameter(torch.randn(shape[0], 4)) if biased else None
+
+    def forward(self, x):
+        """Call the function."""
+        return self.function(self, x)
+
+
+register_layer(Stacked, "experts", weight_layout="io")
+
+
+def stacked(forward, *, biased=False, loop=None, **options):
+    """A layer, a stack of experts, and a layer."""
+    names = ["1.weight"] + ["1.bias"] * biased
+
+    def model():
+        return nn.Sequential(
+            nn.Linear(4, 4), Stacked(forward, biased), nn.Tanh(), nn.Linear(4, 2)
+        )
+
+    return Program(
+        model=model,
+        loop=loop or squares(randn(9, 4)),
+        parts=dict.fromkeys(names, 3),
+        **options,
+    )
+
+
+def by_expert(product):
+    """Each third of the rows goes to one expert."""
+
+    def forward(m, x):
+        thirds = x.unflatten(0, (3, -1))
+        return torch.cat([product(m, x, e) for e, x in enumerate(thirds)])
+
+    return forward
+
+
+def taken_in_turn(m, x):
+    parts = zip(x.unflatten(0, (3, -1)), m.weight, strict=True)
+    return torch.cat([x @ w for x, w in parts])
+
+
+def all_experts(product):
+    return lambda m, x: product(m, x.unflatten(0, (3, -1))).flatten(0, 1)
+
+
 def recurrent(kind, forward):
     return Program(
         model=calling(forward, inner=lambda: getattr(nn, kind)(2, 3)),
@@ -413,6 +466,43 @@ PROGRAMS = {
         options={"skip_layers": ["LayerNorm"]},
         parts={f"layer.self_attn.in_proj_{p}": 3 for p in ("weight", "bias")},
         skipped=[f"layer.norm{i}.{p}" for i in (1, 2) for p in ("weight", "bias")],
+    ),
+    "stacked, indexed": stacked(by_expert(lambda m, x, e: x @ m.weight[e])),
+    "stacked, indexed from the end": stacked(
+        by_expert(lambda m, x, e: x @ m.weight[e - 3])
+    ),
+    "stacked, with biases": stacked(
+        by_expert(lambda m, x, e: x @ m.weight[e] + m.bias[e]), biased=True
+    ),
+    "stacked, linear": stacked(
+        by_expert(lambda m, x, e: fn.linear(x, m.weight[e].T, m.bias[e])), biased=True
+    ),
+    "stacked, in turn": stacked(taken_in_turn),
+    "stacked, bmm": stacked(all_experts(lambda m, x: torch.bmm(x, m.weight))),
+    "stacked, bmm with biases": stacked(
+        all_experts(lambda m, x: torch.bmm(x, m.weight) + m.bias[:, None]), biased=True
+    ),
+    "stacked, from the left": stacked(
+        all_experts(lambda m, x: torch.bmm(m.weight.mT, x.mT).mT)
+    ),
+    "stacked, einsum": stacked(
+        all_experts(lambda m, x: torch.einsum("eti,eio->eto", x, m.weight))
+    ),
+    "stacked, einsum of the expert in the middle": stacked(
+        lambda m, x: torch.einsum(
+            "tei,eio->teo", x.unflatten(0, (-1, 3)), m.weight
+        ).flatten(0, 1)
+    ),
+    "stacked, all rows to all experts": stacked(
+        lambda m, x: torch.einsum("ti,eio->teo", x, m.weight).sum(1),
+        skipped=["1.weight"],
+    ),
+    "stacked, gathered": stacked(
+        lambda m, x: torch.bmm(x[:, None], m.weight[torch.arange(9) % 3])[:, 0],
+        skipped=["1.weight"],
+    ),
+    "stacked, weights transposed as they are": stacked(
+        all_experts(lambda m, x: torch.bmm(x, m.weight.mT))
     ),
     **{kind: recurrent(kind, last_state) for kind in ("LSTM", "GRU", "RNN")},
     **{

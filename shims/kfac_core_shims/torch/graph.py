@@ -37,12 +37,21 @@ _SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
 _VIEWS = *_SAME, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"
 _TRANSPOSED = "TBackward0", "TransposeBackward0"
 _SPLITS = "SplitBackward0", "SplitWithSizesBackward0"
+_RESHAPED = *_VIEWS[len(_SAME) :], "CloneBackward0"
 
 _PRODUCTS = {
     "MmBackward0": (0, "self", "mat2"),
     "AddmmBackward0": (1, "mat1", "mat2"),
 }
 """The place of the first of two operands, and the names of both."""
+
+_TAKEN = "SelectBackward0", "UnbindBackward0"
+
+_STACKED_PRODUCTS = {
+    "BmmBackward0": (0, "self", "mat2"),
+    "GroupedMmBackward0": (0, "self", "mat2"),
+}
+"""Likewise for products with a stack of matrices, such as the weights of experts."""
 
 
 class RecordedCall(kc.integration.LayerCall):
@@ -128,6 +137,8 @@ class Reached:
         Returns this process's examples of that gradient, where all have the same.
     columns_are_rows : bool
         Whether that gradient has examples on its last axis.
+    rows : int, slice or None
+        Which of the first axis of that gradient are the block's; None for all.
     """
 
     edge: Any
@@ -135,6 +146,7 @@ class Reached:
     columns: slice | None = None
     share: Callable[[Any], Any] | None = None
     columns_are_rows: bool = False
+    rows: int | slice | None = None
 
     def take(self, g: Any) -> Any:
         """Return the block's features of a gradient that came back."""
@@ -142,6 +154,8 @@ class Reached:
             return None
         if self.share is not None:
             g = self.share(g)
+        if self.rows is not None:
+            g = g[self.rows]
         if self.columns_are_rows:
             g = g.mT
         return g if self.columns is None else g[..., self.columns]
@@ -278,6 +292,8 @@ class Walk:
                 "its weight is used outside of its module's forward, or by a derivative "
                 "of the model, of which only linear layers are covered"
             )
+        if site.is_stacked:
+            return self._products_of_stacked(site)
         readings: list[tuple[Any, int, slice | None, bool]] = []
         operands: list[tuple[Any, str]] = []
         for node, place, rows, flipped in self._readers(site, "weight"):
@@ -302,6 +318,84 @@ class Walk:
             reached.append(Reached(edge, call, rows, columns_are_rows=side == 0))
         return self._with_biases(site, reached)
 
+    def _products_of_stacked(self, site: Site) -> list[Reached] | str:
+        """Return the products with one matrix of a stack, or what else reads it.
+
+        The matrix is taken out of the stack for a product of its own, or the product is
+        of all matrices, each with rows of its own.
+        """
+        expert = site.part.rows["weight"].start
+        upright_axes = (1, 2) if site.layer.weight_layout == "io" else (2, 1)
+        readings: list[tuple[Any, int, bool, bool]] = []
+        operands: list[tuple[Any, str]] = []
+        for node, place, axes in self._stack_readers(site, "weight"):
+            name, alone = node.name(), 0 not in axes
+            products = _PRODUCTS if alone else _STACKED_PRODUCTS
+            first, *names = products.get(name, (place + 1, "", ""))
+            side, matrix = place - first, axes[-2:]
+            fits = axes == matrix or axes == (0, *matrix)
+            fits = fits and (side == 1 or name != "GroupedMmBackward0")
+            if side < 0 or not fits or not _is_plain(node):
+                return f"its weight is read by {name} in the graph"
+            readings.append((node, side, matrix == upright_axes, alone))
+            operands.append((node, names[1 - side]))
+        reached = []
+        values = self._values_of(operands)
+        sizes = site.parameters["weight"].shape
+        for (node, side, upright, alone), x in zip(readings, values, strict=True):
+            rows: int | slice | None = None if alone else expert
+            if node.name() == "GroupedMmBackward0":
+                ends = [0, *private.saved(node, "offs").tolist()]
+                if x.ndim != 2:
+                    return "its weight is read by a grouped product of other shapes"
+                rows = slice(ends[expert], ends[expert + 1])
+            elif not alone and len(x) != sizes[0]:
+                return "its weight is read by a product of other shapes in the graph"
+            x = x if rows is None else x[rows]
+            x = x.mT if side == 0 else x
+            # As of one matrix: x W reads it on the right, W^T x on the left, transposed.
+            turned = upright == (side == 0)
+            features = sizes[upright_axes[turned]]
+            if x.shape[-1] != features:
+                return "its weight is read by a product of other shapes in the graph"
+            call = RecordedCall(site.name, x, turned=turned)
+            edge = GradientEdge(node, 0)
+            reached.append(Reached(edge, call, columns_are_rows=side == 0, rows=rows))
+        return self._with_biases(site, reached)
+
+    def _stack_readers(
+        self, site: Site, role: str
+    ) -> Iterator[tuple[Any, int, tuple[int, ...]]]:
+        """Yield what reads one of a stack of parameters, views of it left out.
+
+        Each is ``(node, its argument, the axes of the stack in their order there)``,
+        without axis 0 where the parameter was taken out of the stack.
+        """
+        size = site.length_of(role)
+        expert = site.part.rows[role].start
+        axes: tuple[int | None, ...] = tuple(range(site.parameters[role].ndim))
+        todo: list[tuple[Any, tuple[int | None, ...], int | None]] = [
+            (node, axes, output) for node, output in self._sources[site.key_of(role)]
+        ]
+        while todo:
+            node, axes, only = todo.pop()
+            for reader, place, output in self._above[node]:
+                if only is not None and output != only:
+                    continue
+                name, taken = reader.name(), None
+                moved = _moved_axes(reader, name, axes)
+                if name in _TAKEN and axes[private.signed(reader, "dim")] == 0:
+                    d = private.signed(reader, "dim") % len(axes)
+                    moved = axes[:d] + axes[d + 1 :]
+                    if name == "UnbindBackward0":
+                        taken = expert
+                    elif private.signed(reader, "index") % size != expert:
+                        continue
+                if moved is None:
+                    yield reader, place, tuple(a for a in axes if a is not None)
+                else:
+                    todo.append((reader, moved, taken))
+
     def _with_biases(self, site: Site, reached: list[Reached]) -> list[Reached] | str:
         """Say of each product of a weight whether the bias is added to it."""
         if "bias" not in site.roles:
@@ -309,8 +403,12 @@ class Walk:
         products = {r.edge.node for r in reached}
         adding = set()
         count = 0
-        for node, place, *_ in self._readers(site, "bias"):
+        readers: Any = self._stack_readers if site.is_stacked else self._readers
+        for node, place, *_ in readers(site, "bias"):
             count += 1
+            above = self._above[node]
+            if _gathers_rows_of(site, node, reached) and len(above) == 1:
+                node, place, _ = above[0]
             if node.name() == "AddBackward0" and _is_plain(node):
                 node = node.next_functions[1 - place][0]
                 while node is not None and node.name() in _VIEWS:
@@ -374,6 +472,44 @@ class Walk:
                     exact = (start, stop) == (block_rows.start, block_rows.stop)
                     rows = slice(block_rows.start - start, block_rows.stop - start)
                     yield reader, place, None if exact else rows, flipped
+
+
+def _gathers_rows_of(site: Site, node: Any, reached: list[Reached]) -> bool:
+    """Whether a node gives the bias of an expert to its rows of a grouped product."""
+    indices = private.saved(node, "indices", ())
+    if node.name() != "IndexBackward0" or len(indices) != 1:
+        return False
+    places = (indices[0] == site.part.rows["bias"].start).nonzero()[:, 0].tolist()
+    grouped = [r.rows for r in reached if isinstance(r.rows, slice)]
+    return [[*range(rows.start, rows.stop)] for rows in grouped] == [places]
+
+
+def _moved_axes(
+    node: Any, name: str, axes: tuple[int | None, ...]
+) -> tuple[int | None, ...] | None:
+    """Return the axes of a view of a stack, None among them for an axis of length 1.
+
+    None for what is no view; a view with other axes differs in its shape from what a
+    product expects.
+    """
+    if name in _SAME:
+        return axes
+    if name in _RESHAPED:
+        return tuple(a for a in axes if a is not None)
+    if name == "UnsqueezeBackward0":
+        d = private.signed(node, "dim") % (len(axes) + 1)
+        return *axes[:d], None, *axes[d:]
+    if name == "PermuteBackward0":
+        return tuple(axes[d % len(axes)] for d in private.signed(node, "dims"))
+    if name in _TRANSPOSED:
+        ends = 0, 1
+        if name == "TransposeBackward0":
+            ends = private.signed(node, "dim0"), private.signed(node, "dim1")
+        swapped = [*axes]
+        first, second = ends
+        swapped[first], swapped[second] = axes[second], axes[first]
+        return tuple(swapped)
+    return None
 
 
 @cache

@@ -129,7 +129,7 @@ _BY_NAME: dict[str, Describe] = {}
 
 def register_layer(
     kind: type | str,
-    how: Literal["linear", "norm"] | Describe,
+    how: Literal["linear", "experts", "norm"] | Describe,
     /,
     *,
     weight: str = "weight",
@@ -143,8 +143,10 @@ def register_layer(
     kind : type or str
         The class that defines ``forward``; or its full name, in which ``*`` stands for any
         letters, so that its library need not be imported.
-    how : {"linear", "norm"} or callable
-        ``"linear"``: ``y = x W + b`` along the last axis.  ``"norm"``: the weight
+    how : {"linear", "experts", "norm"} or callable
+        ``"linear"``: ``y = x W + b`` along the last axis.  ``"experts"``: the weight is a
+        stack of such W, each a block, and is read by `torch.bmm`, ``einsum`` of one product
+        for each expert, ``x @ weight[e]`` or ``grouped_mm``.  ``"norm"``: the weight
         multiplies a normalized input, and the bias is added, along the last axes.  Or
         ``(module, owns) -> Parts`` for anything else, where ``owns(name)`` says whether a
         parameter is trained and belongs to the weight.  A part without ``read`` is any
@@ -152,7 +154,7 @@ def register_layer(
     weight, bias : str
         Attributes of the module that hold the parameters.
     weight_layout : {"oi", "io"}
-        For ``"linear"``: whether the weight is (out, in) or (in, out).
+        For ``"linear"`` and ``"experts"``: whether a W is (out, in) or (in, out).
 
     Raises
     ------
@@ -181,13 +183,15 @@ def register_layer(
         )
     if how == "linear":
         described: Any = _linear_of(weight, bias, weight_layout)
+    elif how == "experts":
+        described = _experts_of((weight, bias), layout=weight_layout)
     elif how == "norm":
         described = _norm_of(weight, bias)
     elif callable(how):
         described = how
     else:
         raise kc.ConventionError(
-            f"Expected `how` to be 'linear', 'norm' or a callable, got {how!r}."
+            f"Expected `how` to be 'linear', 'experts', 'norm' or a callable, got {how!r}."
         )
     if isinstance(kind, str):
         _BY_NAME[kind] = described
@@ -619,6 +623,39 @@ def _recurrent(module: Any, owns: Owns) -> Parts | str:
     return Parts(of=parts, around=private.without_fused_kernels)
 
 
+def _experts_of(
+    *names: tuple[str, str], layout: Literal["oi", "io"] | None = None
+) -> Describe:
+    """Stacks of the weights of all experts, and of their biases."""
+
+    def described(module: Any, owns: Owns) -> Parts | str:
+        way = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        if way == "batched_mm":
+            return "each token has a copy of its expert; take another implementation"
+        stacks = [pair for pair in names if hasattr(module, pair[0])]
+        own_layout = layout
+        if own_layout is None:
+            # The model's width is the inputs' of the first, and the outputs' of the last.
+            first, last = (getattr(module, stacks[i][0]).shape for i in (0, -1))
+            own_layout = "io" if first[1] == last[2] else "oi"
+        parts: dict[str, Part] = {}
+        for weight, bias in stacks:
+            shape = getattr(module, weight).shape
+            n, m = shape[1:] if own_layout == "io" else (shape[2], shape[1])
+            roles = {"weight": weight}
+            if owns(bias):
+                roles["bias"] = bias
+            layer = kc.Dense(
+                in_features=n, out_features=m, bias=owns(bias), weight_layout=own_layout
+            )
+            for e in range(shape[0]):
+                rows = dict.fromkeys(roles, slice(e, e + 1))
+                parts[f"{weight}.{e}"] = Part(layer=layer, parameters=roles, rows=rows)
+        return Parts(of=parts)
+
+    return described
+
+
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
@@ -678,6 +715,17 @@ _OTHERS: tuple[tuple[str, Any, str, str], ...] = (
         _linear_of("weight", "bias", "io"),
         "dense",
         "",
+    ),
+    (
+        "transformers.models.*Experts",
+        _experts_of(
+            *(
+                (f"{name}_proj", f"{name}_proj_bias")
+                for name in ("gate_up", "up", "down")
+            )
+        ),
+        "dense",
+        'a block for each expert and weight; not `experts_implementation="batched_mm"`',
     ),
     ("transformers.models.*RMSNorm", _norm_of("weight", "bias"), "scale_shift", ""),
     ("transformers.models.*LayerNorm", _norm_of("weight", "bias"), "scale_shift", ""),

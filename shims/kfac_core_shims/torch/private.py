@@ -93,6 +93,14 @@ def saved(node: Any, name: str, /, default: Any = None) -> Any:
     return getattr(node, f"_saved_{name}", default)
 
 
+def signed(node: Any, name: str, /) -> Any:
+    """Return a saved axis or index, or several, which nodes show without their sign."""
+    value = saved(node, name)
+    if isinstance(value, tuple):
+        return tuple(x - 2**64 if x >= 2**63 else x for x in value)
+    return value - 2**64 if value >= 2**63 else value
+
+
 def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
     """Let a hook run as it is written where its module is compiled.
 

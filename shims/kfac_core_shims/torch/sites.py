@@ -122,6 +122,12 @@ class Site:
                 x = self.part.to_module(x)
             target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the weight is one of a stack of matrices, as of experts."""
+        weight = self.parameters.get("weight")
+        return bool(self.part.rows) and weight is not None and weight.ndim == 3
+
     def is_in(self, module: Any) -> bool:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters

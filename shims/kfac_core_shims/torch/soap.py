@@ -341,7 +341,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         sites = [] if self._recorder is None else self._recorder.sites.values()
         weights = []
         for site in sites:
-            if site.parameters["weight"] is not p:
+            if site.parameters["weight"] is not p or site.is_stacked:
                 continue
             rows = site.part.rows.get("weight")
             shape = p.shape if rows is None else p[rows].shape
