@@ -159,8 +159,10 @@ class InputOperator(kc.CurvatureOperator):
         name: str = "block",
     ) -> InputOperator:
         """Return the same operator with factorizations made that were missing."""
-        made = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
-        return self if made is self.input else replaced(self, input=made)
+        prepared = self.input.prepared(
+            *factorizations, check=check, name=f"{name}/input"
+        )
+        return self if prepared is self.input else replaced(self, input=prepared)
 
     def solved_by(self, solving: Solving, /) -> InputOperator:
         """Return the same operator, with A + lam I divided by in a given way."""
@@ -179,8 +181,8 @@ class InputOperator(kc.CurvatureOperator):
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of A + lam I, each m times, ascending."""
         xp = own_namespace(self.like)
-        found = xp.reshape(self.input.eigenvalues(shifted=damped), (-1, 1))
-        every = xp.broadcast_to(found, (found.shape[0], self.columns))
+        eigenvalues = xp.reshape(self.input.eigenvalues(shifted=damped), (-1, 1))
+        every = xp.broadcast_to(eigenvalues, (eigenvalues.shape[0], self.columns))
         return xp.sort(xp.reshape(every, (-1,)))
 
     def to_dense(self, *, damped: bool = True) -> Array:
@@ -202,15 +204,15 @@ class InputOperator(kc.CurvatureOperator):
         self, *, check: Check = "raise", name: str = "block"
     ) -> SpectralOperator:
         """Return ``A (x) I`` in the eigenbasis of A, without damping."""
-        made = self.prepared("eigenbasis", check=check, name=name).input
+        factor = self.prepared("eigenbasis", check=check, name=name).input
         xp = own_namespace(self.like)
-        spectrum = made.eigenvalues(shifted=False)[..., :, None]
+        spectrum = factor.eigenvalues(shifted=False)[..., :, None]
         return SpectralOperator(
-            made.basis,
+            factor.basis,
             None,
             xp.broadcast_to(spectrum, self.stack_shape),
             full_of(xp, 0.0, self.like),
-            made.status(),
+            factor.status(),
             self.vector_shape,
         )
 
