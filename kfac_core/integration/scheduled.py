@@ -247,9 +247,7 @@ class ScheduledSteps:
         )
         dtype = widest(gradients, vectors, xp=xp)
         product = dot(gradients, vectors, dtype=dtype, xp=xp)
-        # The product is read in any case, and arithmetic with numbers is faster on the
-        # host.
-        size = backend_of(xp).to_numpy(product)
+        size = float(backend_of(xp).to_numpy(product))
         if not np.isfinite(size):
             require_finite(gradients)
         clip = clip_of_product(size, learning_rate=float(rate), bound=float(bound))

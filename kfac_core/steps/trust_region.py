@@ -15,7 +15,10 @@ The bounds differ between papers by that factor of two: ACKTR's is of the diverg
 
 from __future__ import annotations
 
+import math
 from typing import get_args
+
+import numpy as np
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar, Status
@@ -25,6 +28,11 @@ from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
 
 __all__ = ["TrustRegion", "clip_of_product", "kl_clip", "trust_region_rate"]
+
+_NOT_FINITE = (
+    "The length of the step is not finite: {}. Look for NaN or infinity in the gradient "
+    "and the direction; a preconditioner with a larger damping may be needed."
+)
 
 
 @structure()
@@ -113,37 +121,57 @@ def kl_clip(
     >>> round(float(region.scale), 6)  # 0.25 / (0.1 * 5)
     0.5
     """
-    size = inner_product(gradient, preconditioned)
-    return clip_of_product(size, learning_rate=learning_rate, bound=bound, check=check)
-
-
-def clip_of_product(
-    product: Array, /, *, learning_rate: Scalar, bound: Scalar, check: Check = "raise"
-) -> TrustRegion:
-    """Return `kl_clip` from ``grad . P grad``.
-
-    Parameters
-    ----------
-    product : array, 0-d
-        Inner product of a gradient and the preconditioned gradient.
-    learning_rate, bound, check
-        See `kl_clip`.
-
-    Returns
-    -------
-    TrustRegion
-        With a scale in [0, 1].
-    """
     constraints.require_range(
         "learning_rate", learning_rate, constraints.NOT_NEGATIVE_SCALAR
     )
     constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
-    size, xp = product, ns.own_namespace(product)
+    size = inner_product(gradient, preconditioned)
+    xp = ns.own_namespace(size)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
     # Not rate**2 * size: the square of a small rate underflows in float32.
     size = rate * (rate * size)
     kappa = ns.full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
     return _within(size, kappa, xp.ones_like(size), check)
+
+
+def clip_of_product(
+    product: float, /, *, learning_rate: float, bound: float
+) -> TrustRegion:
+    """Return `kl_clip` from the number ``grad . P grad``.
+
+    Numbers take a tenth of the time of 0-d arrays.
+
+    Parameters
+    ----------
+    product : float
+        Inner product of a gradient and the preconditioned gradient.
+    learning_rate, bound
+        See `kl_clip`.
+
+    Returns
+    -------
+    TrustRegion
+        Of NumPy's 0-d arrays.
+
+    Raises
+    ------
+    NotFiniteError
+        For a product that is not finite.
+    ConventionError
+        For a bound or a rate out of its range.
+    """
+    size = learning_rate * (learning_rate * product)
+    if not (math.isfinite(size) and learning_rate >= 0.0 and bound > 0.0):
+        constraints.require_range(
+            "learning_rate", learning_rate, constraints.NOT_NEGATIVE_SCALAR
+        )
+        constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
+        raise errors.NotFiniteError(_NOT_FINITE.format(product))
+    scale = math.sqrt(bound / size) if size > bound else 1.0
+    status = Status.NOT_POSITIVE if size < 0.0 else Status(0)
+    return TrustRegion(
+        np.asarray(scale), np.asarray(size), np.asarray(int(status), np.int32)
+    )
 
 
 def trust_region_rate(
@@ -205,11 +233,7 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
                 "Expected a `bound` >= 0 and a largest step > 0, got "
                 f"{detached_array(bound)} and {detached_array(largest)}."
             )
-        raise errors.NotFiniteError(
-            f"The length of the step is not finite: {detached_array(size)}. Look for NaN "
-            "or infinity in the gradient and the direction; a preconditioner with a "
-            "larger damping may be needed."
-        )
+        raise errors.NotFiniteError(_NOT_FINITE.format(detached_array(size)))
     length = xp.sqrt(xp.where(size > 0, size, 0.0))
     longest = xp.sqrt(xp.where(usable, bound, 0.0))
     # Divide only if the step is clipped, since the quotient could overflow otherwise.

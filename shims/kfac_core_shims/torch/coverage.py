@@ -8,6 +8,7 @@ from typing import Any
 from warnings import warn
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import ModelBlocks
 
 __all__ = ["APPROXIMATIONS", "ASKED", "Coverage", "approximation_of", "choose"]
@@ -76,6 +77,7 @@ class Coverage:
         self._notes: dict[str, None] = {}
         self._preconditioned = len(sites)
         self._watches = watches
+        self._tree = _parameter_tree(model)
 
     @property
     def notes(self) -> list[str]:
@@ -103,6 +105,10 @@ class Coverage:
         """Find the blocks of parameters that the model no longer has, or not there."""
         if not self._watches:
             return
+        # A walk over the whole model takes ten times as long as this comparison.
+        if all(ids == private.ids_in(module) for module, ids in self._tree):
+            return
+        self._tree = _parameter_tree(self._model)
         now = dict(self._model.named_parameters())
         live = {id(p) for p in now.values()}
         for name, site in self._sites.items():
@@ -208,6 +214,11 @@ class Coverage:
 
     def _ids(self, blocks: Iterable[str]) -> set[int]:
         return {id(p) for name in blocks for p in self._sites[name].trained}
+
+
+def _parameter_tree(model: Any) -> list[tuple[Any, list[int]]]:
+    """Return each module of a model, with the ids of its children and parameters."""
+    return [(module, private.ids_in(module)) for module in model.modules()]
 
 
 def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:

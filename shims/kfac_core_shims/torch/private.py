@@ -24,6 +24,7 @@ __all__ = [
     "backward_pass",
     "filled_copy",
     "forget_compiled",
+    "ids_in",
     "is_graph_kept",
     "is_transformed",
     "levels",
@@ -237,8 +238,16 @@ def overflows(scaler: Any, /) -> list[Any]:
 
 def version(x: Any, /) -> int:
     """Return how often autograd has seen the memory of a tensor written to."""
-    # A tensor of inference mode has no version, and raises when it is read.
-    return 0 if x.is_inference() else int(x._version)
+    try:
+        number: int = x._version
+    except RuntimeError:
+        return 0  # A tensor of inference mode has none.
+    return number
+
+
+def ids_in(module: Any, /) -> list[int]:
+    """Return the ids of a module's own children and parameters."""
+    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]
 
 
 def multiply_each(tensors: Sequence[Any], factor: Any, /) -> None:

@@ -98,7 +98,7 @@ class Site:
             # A loss of derivatives alone does not read the last bias.
             read = parameter.grad is not None
             g = self._own(role, parameter.grad if read else torch.zeros_like(parameter))
-            if g.numel() != math.prod(shape):
+            if g.shape != shape and g.numel() != math.prod(shape):
                 raise kc.UnsupportedError(
                     f"The {role} of layer {self.name!r} had {math.prod(shape)} numbers "
                     f"when KFAC was made, and has {g.numel()} now, in shape "
