@@ -155,7 +155,7 @@ class Spring:
 
     def step(self, network, x, energies):
         [group] = self.optimizer.param_groups
-        group["damping"] = max(1e-4, 0.03 * group["lr"])
+        group["damping"] = max(1e-4, 0.05 * group["lr"])
         self.optimizer.step(lambda: (network(x), energies))
 
 
@@ -220,7 +220,7 @@ def train(name, method, rate, *, seed, seconds=math.inf, steps=math.inf, walkers
         trainer.step(network, x, clipped(local_energies(network, x)))
 
 
-def measured(network, *, seed=1000, walkers=1024, blocks=16):
+def measured(network, *, seed=1000, walkers=1024, blocks=64):
     """Return the mean of the local energy, its standard error, and the variance.
 
     The error is that of means over blocks, since successive positions are correlated.
