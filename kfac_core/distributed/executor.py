@@ -418,13 +418,11 @@ class DistributedExecutor(Executor):
         updated: dict[str, Statistics] = {}
         flags = dict.fromkeys(with_rows, 0)
         error: Exception | None = None
-        failed, filled = (
-            0.0,
-            buckets(
-                with_rows,
-                lambda name: 8 * self.placement.loads[name].statistics,
-                self._message_bytes,
-            ),
+        failed = 0.0
+        filled = buckets(
+            with_rows,
+            lambda name: 8 * self.placement.loads[name].statistics,
+            self._message_bytes,
         )
         for names in filled:
             moments: dict[str, Any] = {}

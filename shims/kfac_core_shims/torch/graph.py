@@ -345,6 +345,7 @@ class Walk:
         for (node, side, upright, alone), x in zip(readings, values, strict=True):
             rows: int | slice | None = None if alone else expert
             if node.name() == "GroupedMmBackward0":
+                # Waits for a GPU: how many rows an expert has is known there alone.
                 ends = [0, *private.saved(node, "offs").tolist()]
                 if x.ndim != 2:
                     return "its weight is read by a grouped product of other shapes"

@@ -34,6 +34,7 @@ __all__ = [
     "overflows",
     "replicas_may_leave",
     "saved",
+    "signed",
     "tangents",
     "unbatched_ndim",
     "uncompiled",
