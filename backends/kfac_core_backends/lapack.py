@@ -80,17 +80,17 @@ def stemr(d: _Matrix, e: _Matrix, start: int, stop: int, /) -> tuple[_Matrix, bo
     vectors = np.empty((n, count), order="F")
     support, work = np.empty(2 * n, np.intc), np.empty(18 * n)
     integers = np.empty(10 * n, np.intc)
-    found, info, robust = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(1)
+    written, info, robust = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(1)
     nothing = np.zeros(1)
     stemr = _routine(cython_lapack, "stemr", d.dtype, 21)
     stemr(
         b"V", b"I", _int(n), _address(d), _address(e), _address(nothing),
-        _address(nothing), _int(start + 1), _int(stop), ctypes.byref(found), _address(w),
+        _address(nothing), _int(start + 1), _int(stop), ctypes.byref(written), _address(w),
         *_part(vectors), _int(count), _address(support), ctypes.byref(robust),
         _address(work), _int(len(work)), _address(integers), _int(len(integers)),
         ctypes.byref(info),
     )  # fmt: skip
-    return vectors, info.value == 0 and found.value == count
+    return vectors, info.value == 0 and written.value == count
 
 
 def lauum(a: _Matrix, /) -> None:

@@ -34,7 +34,7 @@ class _Store:
     """
 
     def __init__(self) -> None:
-        self.used = self.kept = 0
+        self.used = self.idle = 0
         self.spare: dict[int, list[Any]] = {}
         self._back: deque[Any] = deque()
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class _Store:
             same = self.spare.get(size)
             if not same:
                 return np.empty(size, np.uint8)
-            self.kept -= size
+            self.idle -= size
             return same.pop()
 
     def give(self, memory: Any, /) -> None:
@@ -63,13 +63,13 @@ class _Store:
         while self._back:
             memory = self._back.popleft()
             self.used -= memory.nbytes
-            self.kept += memory.nbytes
+            self.idle += memory.nbytes
             self.spare.setdefault(memory.nbytes, []).append(memory)
-        while 2 * self.kept > self.used:
+        while 2 * self.idle > self.used:
             # Any would do; the size that came back first goes first.
             oldest = next(iter(self.spare))
             if self.spare[oldest]:
-                self.kept -= oldest
+                self.idle -= oldest
                 self.spare[oldest].pop()
             else:
                 del self.spare[oldest]

@@ -457,5 +457,5 @@ def eigh_in_place(matrix: Any, /, *, xp: Any) -> Any:
     On the CPU by SciPy, on one thread or several: of large matrices it saves most of what
     PyTorch's own call takes.
     """
-    found = lapack.eigh_in_place(matrix) if _plain(matrix.array) else None
-    return NotImplemented if found is None else found
+    result = lapack.eigh_in_place(matrix) if _plain(matrix.array) else None
+    return NotImplemented if result is None else result

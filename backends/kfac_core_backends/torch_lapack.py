@@ -140,8 +140,8 @@ def eigh_in_place(matrix: Any, /) -> Any:
     host = _installed()
     if host is None or matrix.array.dtype != torch.float32:
         return None
-    found = host.eigh_in_place(_seen(matrix), xp=None)
-    return None if found is NotImplemented else tuple(map(torch.from_numpy, found))
+    result = host.eigh_in_place(_seen(matrix), xp=None)
+    return None if result is NotImplemented else tuple(map(torch.from_numpy, result))
 
 
 def scale_symmetric(matrix: Any, factor: Any, /) -> Any:

@@ -45,12 +45,12 @@ def test_memory_comes_back_when_the_last_view_is_gone(store):
         assert address(empty(SHAPE, DTYPE)) != before
         assert np.all(held == 7.0)
     store.spare.clear()
-    store.kept = 0
+    store.idle = 0
 
     del view, held
-    assert store.kept == 0
+    assert store.idle == 0
     del shared
-    assert 2 * store.kept == sum(other.nbytes for other in others)
+    assert 2 * store.idle == sum(other.nbytes for other in others)
 
     assert address(empty(SHAPE, DTYPE)) == before
 
@@ -65,11 +65,11 @@ def test_no_more_is_kept_than_half_of_what_is_used(store):
         else:
             held.append(empty((200, 200 + 10 * int(rng.integers(4))), DTYPE))
         assert store.used == sum(x.nbytes for x in held)
-        assert 0 <= 2 * store.kept <= store.used
-        assert store.kept == sum(n * len(same) for n, same in store.spare.items())
+        assert 0 <= 2 * store.idle <= store.used
+        assert store.idle == sum(n * len(same) for n, same in store.spare.items())
     held.clear()
 
-    assert (store.used, store.kept) == (0, 0)
+    assert (store.used, store.idle) == (0, 0)
     assert not any(store.spare.values())
 
 
@@ -90,7 +90,7 @@ def test_garbage_may_be_collected_at_any_moment(store, monkeypatch):
     assert not held
     y = empty((400, 200), DTYPE)
     assert store.used == x.nbytes + y.nbytes
-    assert 0 < 2 * store.kept <= store.used
+    assert 0 < 2 * store.idle <= store.used
 
 
 def test_threads_do_not_share_memory():

@@ -215,14 +215,14 @@ def test_layers_that_cannot_be_captured_raise(small):
     with pytest.raises(kc.ConventionError, match=r"'one'.*leaf"):
         shim.Network(changed, params, x)
     unused = shim.Network(lambda p, x: shim.dense("two", x[:, :3], p["two"]), params, x)
-    assert unused.rest == {"['one'][0]": "unused", "['one'][1]": "unused"}
+    assert unused.uncovered == {"['one'][0]": "unused", "['one'][1]": "unused"}
     with pytest.raises(kc.UnsupportedError, match=r"\['two'\].*not in 2"):
-        shim.Network(tied, params, x[:, :3], rest="keep")
+        shim.Network(tied, params, x[:, :3], uncovered="keep")
     one = shim.Network(
         tied,
         params,
         x[:, :3],
-        rest="keep",
+        uncovered="keep",
         approximation=lambda name, layer: kc.Kronecker() if name == "a" else None,
     )
     assert set(one.blocks) == {"a"}

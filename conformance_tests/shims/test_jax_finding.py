@@ -335,7 +335,9 @@ def test_ambiguous_example_axes_are_resolved_or_raise(rng, first):
     with pytest.raises(kc.ConventionError, match="'s': several axes have the length 3"):
         shim.Network(one_size, params, x, times)
     dense = lambda name, _: kc.Kronecker() if name == "W" else None  # noqa: E731
-    network = shim.Network(one_size, params, x, times, approximation=dense, rest="keep")
+    network = shim.Network(
+        one_size, params, x, times, approximation=dense, uncovered="keep"
+    )
     z, pull = network.vjp(params, x, times)
     pull(jnp.cos(z), reduction="sum")  # each row counts alike, whosoever it is
     _, pull = network.vjp(params, x, times, mask=mask)

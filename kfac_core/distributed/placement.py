@@ -264,8 +264,10 @@ class Placement:
         lines = [f"{self.size} ranks, {self.holders} hold each operator"]
         for rank, flops in enumerate(self.flops()):
             names = self.owned_by(rank)
-            kept = sum(self.loads[n].statistics + self.loads[n].operator for n in names)
-            costs = f"{flops:.1e} flops, {kept:,} numbers kept"
+            sizes = sum(
+                self.loads[n].statistics + self.loads[n].operator for n in names
+            )
+            costs = f"{flops:.1e} flops, {sizes:,} numbers stored"
             lines.append(f"  rank {rank}: {costs}, {', '.join(names) or '-'}")
         for name, ranks in self.workers.items():
             lines.append(f"  {name}: directions by ranks {ranks[0]} to {ranks[-1]}")

@@ -106,7 +106,8 @@ class VirtualRank(Communicator):
         key: Any = (),
     ) -> None:
         super().__init__(members.index(rank), len(members), timeout=timeout)
-        self._hub, self._members, self._own, self._key = hub, members, rank, key
+        self._hub, self._members, self._key = hub, members, key
+        self._global = rank
         self._number, self._splits = 0, 0
 
     def _split(self, groups: Sequence[Sequence[int]], /) -> VirtualRank:
@@ -114,7 +115,7 @@ class VirtualRank(Communicator):
         members = tuple(self._members[rank] for rank in group)
         self._splits += 1
         key = (self._key, self._splits, members)
-        return VirtualRank(self._hub, members, self._own, self.timeout, key)
+        return VirtualRank(self._hub, members, self._global, self.timeout, key)
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
@@ -144,13 +145,13 @@ class VirtualRank(Communicator):
                 if gone:
                     raise CommunicationError(
                         f"Rank {gone[0]} ended before {operation}, for which rank "
-                        f"{self._own} waits."
+                        f"{self._global} waits."
                     )
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise CommunicationTimeoutError(
-                        f"Rank {self._own} waited {self.timeout} s in {operation} for "
-                        f"rank {', '.join(map(str, missing))}."
+                        f"Rank {self._global} waited {self.timeout} s in {operation} "
+                        f"for rank {', '.join(map(str, missing))}."
                     )
                 hub.changed.wait(left)
             parts = [brought[rank] for rank in range(self.size)]

@@ -218,9 +218,9 @@ class SampleCurvature:
     def logdet(self) -> Array:
         """Return ``log det F_damped = log det (K/N + lam I) + (P - R) log lam``, 0-d."""
         xp, J = ns.own_namespace(self.damping), self.jacobian
-        rest = (J.parameters - J.samples) * xp.log(self.damping)
+        of_complement = (J.parameters - J.samples) * xp.log(self.damping)
         N = xp.full_like(self.damping, float(J.examples))
-        return self.kernel.logdet() - J.samples * xp.log(N) + rest
+        return self.kernel.logdet() - J.samples * xp.log(N) + of_complement
 
     def diagonal(self, *, damped: bool = True) -> dict[str, dict[str, Array]]:
         """Return the diagonal of F_damped, or of F, parameter-shaped.

@@ -253,7 +253,7 @@ def _network(terms: Any, i: int, shapes: Any, forms: Any) -> Network | str:
         return terms(params, *data)[i]
 
     try:
-        return Network(term, shapes, *forms, rest="keep")
+        return Network(term, shapes, *forms, uncovered="keep")
     except kc.KFACError as error:
         return (
             f"{error} (Pass the points of every term of the loss as arguments of the "
@@ -300,7 +300,7 @@ def _missing(network: Network, pieces: Mapping[Any, _Piece]) -> dict[int, str]:
     places = dict(zip(network.leaves.shapes, network.leaves.places, strict=True))
     reasons = {
         places[name][0].leaf: f"it is {why}"
-        for name, why in network.rest.items()
+        for name, why in network.uncovered.items()
         if why != "unused"
     }
     covered = {slot for piece in pieces.values() for slot in piece.slots.values()}

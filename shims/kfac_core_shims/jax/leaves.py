@@ -204,7 +204,7 @@ class Leaves:
         }
 
     def require_all(
-        self, slots: Mapping[str, Mapping[str, int]], /, *, rest: str
+        self, slots: Mapping[str, Mapping[str, int]], /, *, uncovered: str
     ) -> dict[str, str]:
         """Return the parameters of no block with the reasons, or raise for them.
 
@@ -212,7 +212,7 @@ class Leaves:
         ----------
         slots : mapping of str to mapping of str to int
             The places of each block's parameters.
-        rest : {"refuse", "keep"}
+        uncovered : {"refuse", "keep"}
             Whether to raise.
 
         Raises
@@ -236,13 +236,14 @@ class Leaves:
                 missing[name] = f"used in {obstacles[0]}"
         # The gradient of what the outputs do not depend on is zero without a block, too.
         used = {name: why for name, why in missing.items() if why != "unused"}
-        if used and rest == "refuse":
+        if used and uncovered == "refuse":
             (name, why), *others = used.items()
             also = ", ".join(other for other, _ in others)
             raise kc.UnsupportedError(
                 f"Expected the parameter {name} to be in one block, not in 0: it is {why}. "
-                "Mark its layer by `tap`; or say rest='keep', and parameters of no block "
-                f"keep their gradients.{f' In none, too, are {also}.' if also else ''}"
+                "Mark its layer by `tap`; or say uncovered='keep', and parameters of no "
+                "block keep their gradients."
+                f"{f' In none, too, are {also}.' if also else ''}"
             )
         return missing
 

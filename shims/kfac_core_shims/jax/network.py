@@ -48,7 +48,7 @@ class Network:
         Arrays, or their shapes and dtypes; the function is traced with them.
     approximation : callable
         ``(name, layer) -> Approximation``; None leaves that use of a layer out.
-    rest : {"refuse", "keep"}
+    uncovered : {"refuse", "keep"}
         Whether parameters of no block are an error, or keep their gradients.
     has_aux : bool
         Whether the function returns something beside its outputs.
@@ -57,13 +57,13 @@ class Network:
     ----------
     blocks : dict of str to Block
         Blocks, named by the place of their weights in `params`.
-    rest : dict of str to str
+    uncovered : dict of str to str
         Parameters of no block, and why they are in none.
 
     Raises
     ------
     UnsupportedError
-        For a parameter of no block (``rest="refuse"``), or of two.
+        For a parameter of no block (``uncovered="refuse"``), or of two.
     ConventionError
         For a layer whose rows are not those of examples.
 
@@ -89,7 +89,7 @@ class Network:
         /,
         *inputs: Any,
         approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
-        rest: Literal["refuse", "keep"] = "refuse",
+        uncovered: Literal["refuse", "keep"] = "refuse",
         has_aux: bool = False,
     ) -> None:
         constraints = kc.constraints
@@ -97,7 +97,7 @@ class Network:
             locals(),
             function=constraints.FUNCTION,
             approximation=constraints.FUNCTION,
-            rest=constraints.one_of("refuse", "keep"),
+            uncovered=constraints.one_of("refuse", "keep"),
             has_aux=constraints.FLAG,
         )
         self.function, self.has_aux = function, has_aux
@@ -121,7 +121,7 @@ class Network:
             approximation=chosen,
         )
         self.blocks = self.wiring.blocks
-        self.rest = self.leaves.require_all(self.wiring.slots, rest=rest)
+        self.uncovered = self.leaves.require_all(self.wiring.slots, uncovered=uncovered)
         self._require_examples(layers, axes, trace, batch)
 
     def __repr__(self) -> str:
@@ -130,7 +130,9 @@ class Network:
             n, m = block.layer.matrix_shape
             kind = type(block.approximation).__name__
             lines.append(f"  {name}: {block.layer.kind} {n} x {m}, {kind}")
-        lines.extend(f"  {name}: no block, {why}" for name, why in self.rest.items())
+        lines.extend(
+            f"  {name}: no block, {why}" for name, why in self.uncovered.items()
+        )
         return ",\n".join(lines) + ")"
 
     def vjp(

@@ -114,7 +114,7 @@ def kfac_optimizer(
     *inputs: Any,
     likelihood: Likelihood,
     approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
-    rest: Literal["refuse", "keep"] = "refuse",
+    uncovered: Literal["refuse", "keep"] = "refuse",
     has_aux: bool = False,
     **options: Unpack[OptimizerOptions],
 ) -> Optimizer:
@@ -122,7 +122,7 @@ def kfac_optimizer(
 
     Parameters
     ----------
-    function, params, *inputs, approximation, rest, has_aux
+    function, params, *inputs, approximation, uncovered, has_aux
         See `Network`; the function returns one array of outputs, shape (N, ..., P).
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
@@ -154,7 +154,7 @@ def kfac_optimizer(
         params,
         *inputs,
         approximation=approximation,
-        rest=rest,
+        uncovered=uncovered,
         has_aux=has_aux,
     )
     return Optimizer(network, likelihood=likelihood, **options)

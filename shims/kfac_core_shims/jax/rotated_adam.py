@@ -71,7 +71,7 @@ def soap(
     Parameters
     ----------
     network : Network
-        Network to train; ``rest="keep"`` lets it have other parameters.
+        Network to train; ``uncovered="keep"`` lets it have other parameters.
     learning_rate : float or callable of int
         Rate, or its schedule by the number of steps taken.
     betas : tuple of float

@@ -760,15 +760,15 @@ def _save_without(optimizer: Any, variables: list[Any]) -> None:
     """Let an optimizer save and load the variables that it has by itself."""
     hidden = {id(v) for v in variables}
 
-    def own() -> list[Any]:
+    def visible() -> list[Any]:
         return [v for v in optimizer.variables if id(v) not in hidden]
 
     def save(store: Any) -> None:
-        for i, variable in enumerate(own()):
+        for i, variable in enumerate(visible()):
             store[str(i)] = variable.numpy()
 
     def load(store: Any) -> None:
-        for i, variable in enumerate(own()):
+        for i, variable in enumerate(visible()):
             variable.assign(store[str(i)])
 
     vars(optimizer).update(save_own_variables=save, load_own_variables=load)

@@ -504,5 +504,5 @@ class Curvature(kc.integration.NaturalGradient):
     def _compared(self) -> dict[str, str]:
         # A likelihood without a `__repr__` shows its address, which differs.
         likelihood = re.sub(" at 0x[0-9a-f]+", "", repr(self.criterion.row))
-        own = {"`likelihood`": likelihood, "`overlap`": str(self.overlap)}
-        return super()._compared() | own
+        settings = {"`likelihood`": likelihood, "`overlap`": str(self.overlap)}
+        return super()._compared() | settings

@@ -449,8 +449,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """Return R, and the root of R over the examples of each term."""
         counts = [len(term) for term in terms] + [sum(term.numel() for term in terms)]
         if self._processes is not None:
-            own = torch.tensor(counts, dtype=torch.float64)
-            counts = self._processes.all_reduce(own).wait().tolist()
+            of_process = torch.tensor(counts, dtype=torch.float64)
+            counts = self._processes.all_reduce(of_process).wait().tolist()
         *examples, samples = counts
         return int(samples), [(samples / max(1, N)) ** 0.5 for N in examples]
 

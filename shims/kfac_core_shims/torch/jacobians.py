@@ -110,11 +110,11 @@ class JacobianFinder:
             for p in self._model_blocks.sites[name].parameters.values()
         }
         self.formed = {}
-        rest = {n: p for n, p in self._parameters.items() if id(p) not in covered}
-        if not rest:
+        uncovered = {n: p for n, p in self._parameters.items() if id(p) not in covered}
+        if not uncovered:
             assert J is not None
             return J
-        for name, derivative in self._formed(residuals, scales, rest).items():
+        for name, derivative in self._formed(residuals, scales, uncovered).items():
             shape = tuple(self._parameters[name].shape) or (1,)
             layers[f"{name} (formed)"] = kc.Parameters(shapes={"value": shape})
             derivatives[f"{name} (formed)"] = {
@@ -262,23 +262,26 @@ class JacobianFinder:
         ]
 
     def _formed(
-        self, residuals: Sequence[Any], scales: Sequence[float], rest: dict[str, Any]
+        self,
+        residuals: Sequence[Any],
+        scales: Sequence[float],
+        uncovered: dict[str, Any],
     ) -> dict[str, Any]:
         """Return derivatives of all residuals by parameters, shape (R, *shape)."""
-        parts: dict[str, list[Any]] = {name: [] for name in rest}
+        parts: dict[str, list[Any]] = {name: [] for name in uncovered}
         for r, scale in zip(residuals, scales, strict=True):
             eye = torch.eye(r.numel(), dtype=r.dtype, device=r.device) * scale
-            gradients = [None] * len(rest)
+            gradients = [None] * len(uncovered)
             if r.numel():
                 gradients = torch.autograd.grad(
                     r,
-                    list(rest.values()),
+                    list(uncovered.values()),
                     eye.reshape(r.numel(), *r.shape),
                     retain_graph=True,
                     allow_unused=True,
                     is_grads_batched=True,
                 )
-            for (name, p), g in zip(rest.items(), gradients, strict=True):
+            for (name, p), g in zip(uncovered.items(), gradients, strict=True):
                 if g is None:
                     g = p.new_zeros(r.numel(), *p.shape)
                 parts[name].append(g.detach())

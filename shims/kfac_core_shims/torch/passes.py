@@ -187,7 +187,7 @@ class PassRecorder:
         self.derived: set[str] = set()
         self.is_by_hand = self.is_called = False
         self.drawn = 0
-        self._held = weakref.WeakSet[Pass]()
+        self._with_graphs = weakref.WeakSet[Pass]()
 
     @property
     def kfac(self) -> Any:
@@ -208,7 +208,7 @@ class PassRecorder:
 
     def hold(self, started: Pass, /) -> None:
         """Remember a pass that holds a graph, for `forget` to release."""
-        self._held.add(started)
+        self._with_graphs.add(started)
 
     def forget_cleared(self, *, changed: bool) -> None:
         """Forget passes whose gradients were cleared, or whose parameters `changed`."""
@@ -222,9 +222,9 @@ class PassRecorder:
 
     def drop_passes(self) -> None:
         """Release the graphs of the model's own passes."""
-        for started in [*self._held]:
+        for started in [*self._with_graphs]:
             started.drop()
-        self._held.clear()
+        self._with_graphs.clear()
 
     def watch_derivatives(self, root: Any, /) -> None:
         """Note the layers of outputs whose derivatives a loss will read.

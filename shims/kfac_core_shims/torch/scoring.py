@@ -167,10 +167,10 @@ def influence(
     with taken.gradients() as gradients:
         if solver == "factors":
             for number, batch in enumerate(queries):
-                made = inverse.precondition(
+                preconditioned = inverse.precondition(
                     gradients(batch), storage=storage, rank=rank, **options
                 )
-                stored.append(_on_disk(made, folder, number))
+                stored.append(_on_disk(preconditioned, folder, number))
         else:
             g = _joined([taken.matrices(batch) for batch in queries])
             run = outputs_of if forward is None else forward
@@ -198,9 +198,9 @@ def influence(
                 seen, shape = _by_token(seen)
             for only in names:
                 part = _restricted(inverse, only) if only else inverse
-                own = {name: seen[name] for name in part.blocks}
+                of_part = {name: seen[name] for name in part.blocks}
                 rows = [
-                    part.scores(_restricted_queries(q, only), own, **options)
+                    part.scores(_restricted_queries(q, only), of_part, **options)
                     for q in stored
                 ]
                 columns = torch.cat(rows)
@@ -496,7 +496,7 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int, int]]:
     """Return each position as an example of its own, and their numbers."""
-    found, shapes = {}, set()
+    by_token, shapes = {}, set()
     for name, batch in seen.items():
         x, g, mask = batch.inputs, batch.output_grads, batch.mask
         N, T = g.shape[:2]
@@ -507,7 +507,7 @@ def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int
             )
         shapes.add((int(N), int(T)))
         mask = None if mask is None else mask.reshape(N * T)
-        found[name] = replace(
+        by_token[name] = replace(
             batch,
             inputs=x.reshape(N * T, *x.shape[2:]),
             output_grads=g.flatten(0, 1),
@@ -515,7 +515,7 @@ def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int
         )
     if len(shapes) > 1:
         raise kc.UnsupportedError(f"Layers have other numbers of tokens: {shapes}.")
-    return found, shapes.pop()
+    return by_token, shapes.pop()
 
 
 def _restricted(

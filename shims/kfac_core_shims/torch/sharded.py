@@ -185,7 +185,7 @@ class Division:
             parameters = site.parameters
             if any(p.grad is None or not p.requires_grad for p in parameters.values()):
                 continue
-            slices[name] = {role: _own(p) for role, p in parameters.items()}
+            slices[name] = {role: _grad_slice(p) for role, p in parameters.items()}
         return slices
 
     def common(self, gradients: Arrays, /) -> Arrays:
@@ -521,7 +521,7 @@ def _local(g: Any) -> Any:
     return g.to_local() if isinstance(g, tensor.DTensor) else g
 
 
-def _own(p: Any) -> Any:
+def _grad_slice(p: Any) -> Any:
     """Return this process's slice of a gradient, divided as its parameter is."""
     g = p.grad
     if isinstance(g, tensor.DTensor) and g.placements != p.placements:

@@ -74,7 +74,7 @@ class Site:
         """Return the parameters in the layer's layout, without their graph."""
         arrays: dict[str, Any] = {}
         for role, shape in self.layer.parameter_shapes.items():
-            x = self._own(role, self.parameters[role].detach())
+            x = self._rows(role, self.parameters[role].detach())
             x = self.part.to_layer(x) if role == "weight" else x
             arrays[role] = x.reshape(shape)
         return arrays
@@ -82,7 +82,7 @@ class Site:
     def place(self, parts: Mapping[str, Any], targets: Mapping[Any, Any], /) -> None:
         """Write vectors in the layer's layout into tensors of the parameters' shapes."""
         for role, x in parts.items():
-            target = self._own(role, targets[self.parameters[role]])
+            target = self._rows(role, targets[self.parameters[role]])
             x = self.part.to_module(x) if role == "weight" else x
             target.copy_(x.reshape(target.shape))
 
@@ -97,7 +97,9 @@ class Site:
                 return None
             # A loss of derivatives alone does not read the last bias.
             read = parameter.grad is not None
-            g = self._own(role, parameter.grad if read else torch.zeros_like(parameter))
+            g = self._rows(
+                role, parameter.grad if read else torch.zeros_like(parameter)
+            )
             if g.shape != shape and g.numel() != math.prod(shape):
                 raise kc.UnsupportedError(
                     f"The {role} of layer {self.name!r} had {math.prod(shape)} numbers "
@@ -117,7 +119,7 @@ class Site:
             # The optimizer skips parameters without a gradient.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            target = self._own(role, parameter.grad)
+            target = self._rows(role, parameter.grad)
             if role == "weight":
                 x = self.part.to_module(x)
             target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
@@ -151,7 +153,7 @@ class Site:
         """Return which rows of a parameter are this block's; None for all."""
         return self.part.rows.get(role)
 
-    def _own(self, role: str, x: Any) -> Any:
+    def _rows(self, role: str, x: Any) -> Any:
         rows = self.rows_of(role)
         return x if rows is None else x[rows]
 

@@ -276,8 +276,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._record_next()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_options", "_model", "_process_group")
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
+        fields = ("_options", "_model", "_process_group")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in fields}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -532,14 +532,17 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         None for sides whose factors are those of the gradients at each step.
         """
         recorded: Any = {} if self._recorder is None else self._recorder.grams
-        own = [recorded.get((side.layer, side.is_input)) for _, _, side in sides]
+        known = [recorded.get((side.layer, side.is_input)) for _, _, side in sides]
         first: dict[int, int] = {}
         keys = self._agreed(
-            [i if x is None else first.setdefault(id(x), i) for i, x in enumerate(own)]
+            [
+                i if x is None else first.setdefault(id(x), i)
+                for i, x in enumerate(known)
+            ]
         )
         of_rows: dict[int, Any] = {}
         counts: list[int] = []
-        for (w, _, side), key, gram in zip(sides, keys, own, strict=True):
+        for (w, _, side), key, gram in zip(sides, keys, known, strict=True):
             if side.layer is None or key in of_rows:
                 continue
             counts.append(gram is not None)
@@ -627,7 +630,7 @@ def _weight(
 
 def _gradient_gram(w: Weight, name: str, side: Side) -> Any:
     """Return the blocks of ``V V^T`` or ``V^T V``."""
-    V = w.own(w.parameter.grad).reshape(w.shape)
+    V = w.slice(w.parameter.grad).reshape(w.shape)
     V = V.to(_wide(V))
     rows = V if name == "right" else V.mT
     return kc.roots.diagonal_blocks(rows, side.count)

@@ -60,7 +60,7 @@ class Weight:
     shape: tuple[int, int]
     sides: dict[str, Side] = field(default_factory=dict)
 
-    def own(self, x: Any) -> Any:
+    def slice(self, x: Any) -> Any:
         """Return this weight's rows of an array of the parameter's shape."""
         return x if self.rows is None else x[self.rows]
 
@@ -99,9 +99,9 @@ class Stack:
             s[f"{w.part}exp_avg_sq"] = self.exp_avg_sq[i]
         self.bases = self._of_states("basis")
         sides = weights[0].sides
-        self._own = [name for name, side in sides.items() if side.layer is None]
+        self._graded = [name for name, side in sides.items() if side.layer is None]
         factors = self._of_states("factor")
-        self.factors = {name: factors[name] for name in self._own if name in factors}
+        self.factors = {name: factors[name] for name in self._graded if name in factors}
         self._share_factors()
 
     @property
@@ -111,7 +111,7 @@ class Stack:
     @property
     def targets(self) -> list[Any]:
         """The weights' rows of their parameters, whose memory a program may exchange."""
-        return [w.own(w.parameter.detach()) for w in self.weights]
+        return [w.slice(w.parameter.detach()) for w in self.weights]
 
     def average(self, *, decay: float) -> None:
         """Average the factors that are the gradients' own.
@@ -121,10 +121,10 @@ class Stack:
         decay : float
             Decay of these factors at each step.
         """
-        if not self._own:
+        if not self._graded:
             return
         V = self._gradients()
-        for name in self._own:
+        for name in self._graded:
             side = self.weights[0].sides[name]
             X = V if name == "left" else V.mT
             X = X.reshape(len(V), side.count, side.size, -1)
@@ -170,7 +170,7 @@ class Stack:
 
     def _gradients(self) -> Any:
         shape = self.weights[0].shape
-        grads = [w.own(w.parameter.grad).reshape(shape) for w in self.weights]
+        grads = [w.slice(w.parameter.grad).reshape(shape) for w in self.weights]
         V = grads[0][None] if len(grads) == 1 else torch.stack(grads)
         return V.to(self.exp_avg.dtype)
 
