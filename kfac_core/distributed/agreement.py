@@ -112,11 +112,14 @@ class Agreement:
         ballot = np.concatenate(parts)
         length = self.communicator.votes.length
         message = np.zeros(length)
+        # The head comes first, so that ranks at different steps still add like to like.
         message[0] = error is not None
         message[1:HEAD] = digest_of(f"{step} {len(ballot)}")
+        # What does not fit follows below, once the lengths are known to agree.
         first = ballot[: length - HEAD]
         message[HEAD : HEAD + len(first)] = first
         total = self.communicator.all_reduce(message).wait()
+        # Errors first: a rank that failed is seldom at the step of the others.
         if total[0]:
             self._raise_first(error)
         if not are_equal(total[1:HEAD], self.communicator.size):
@@ -158,6 +161,7 @@ class Agreement:
         try:
             yield rider
         finally:
+            # After an error nobody may find the riders in a later vote.
             riders.clear()
 
     @contextmanager
@@ -211,6 +215,7 @@ class Agreement:
         """Raise the first error of all ranks, on every rank."""
         texts = self.texts("" if error is None else json.dumps(error_as_data(error)))
         rank = next(r for r, text in enumerate(texts) if text)
+        # The rank that failed raises its exception itself, with the traceback.
         if rank == self.communicator.rank and error is not None:
             raise error
         name = self.communicator.ranks[rank]
@@ -232,6 +237,7 @@ class Agreement:
 def digest_of(text: str, /) -> np.ndarray[Any, Any]:
     """Return numbers whose sums over ranks show whether the ranks have one text."""
     digest = zlib.crc32(text.encode())
+    # 16 bits each, so that sums of squares over 2^21 ranks are exact in float64.
     halves = np.asarray([digest >> 16, digest & 0xFFFF], np.float64)
     return np.concatenate([halves, halves * halves])
 
@@ -239,6 +245,7 @@ def digest_of(text: str, /) -> np.ndarray[Any, Any]:
 def are_equal(total: np.ndarray[Any, Any], ranks: float, /) -> bool:
     """Return whether texts are equal, by the sum of `digest_of` over so many ranks."""
     sums, squares = ([int(x) for x in half] for half in np.split(total, 2))
+    # By Cauchy-Schwarz equality holds only for equal digests.
     return all(int(ranks) * q == s * s for s, q in zip(sums, squares, strict=True))
 
 

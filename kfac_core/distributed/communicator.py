@@ -114,6 +114,7 @@ class Traffic:
             Bytes that were sent, where the formula does not say.
         """
         if sent is None:
+            # A ring passes each part on size - 1 times; all_reduce is two such passes.
             sent = payload * (size - 1) / size
             if operation == "all_reduce":
                 sent = 2 * sent
@@ -221,6 +222,7 @@ class Communicator(abc.ABC):
         members = next(group for group in groups if self.rank in group)
         part = self._split(groups)
         part.ranks = tuple(self.ranks[rank] for rank in members)
+        # One process, one count, whatever groups it is in.
         part.traffic = self.traffic
         return part
 
@@ -351,6 +353,8 @@ class Communicator(abc.ABC):
     ) -> Handle:
         if self.size == 1:
             xp = ns.own_namespace(flat)
+            # A copy, as from an engine: the caller may overwrite the argument or the
+            # result.
             copy = xp.asarray(flat, copy=True)
             return Handle(lambda: copy)
         finish = self._start(operation, self._entering(flat), arguments)

@@ -129,6 +129,8 @@ class DistributedExecutor(Executor):
             here = [rows for rows in ranges.values() if rows.rank == rank]
             self._rows_here = here[0] if here else self._rows_here
         groups, rows = self.placement.groups, self.placement.rows
+        # A group has the holders of one operator; a row has one rank of each group, to
+        # which the others send the directions of their blocks.
         self._group = self._communicator.split(groups)
         self._row = self._communicator.split(rows)
         self._group_number = self._communicator.rank // self.placement.holders
@@ -172,6 +174,8 @@ class DistributedExecutor(Executor):
         Collective.  Only one thread at a time may use it.
         """
         if self._background is None:
+            # A refresh in the background and a step run at once: in one communicator
+            # the order of their exchanges would differ between ranks.
             everyone = [range(self._communicator.size)]
             options = replace(
                 self.options, communicator=self._communicator.split(everyone)
@@ -246,6 +250,8 @@ class DistributedExecutor(Executor):
         like = present[0].like if present else self.options.like
         if like is None and error is None:
             error = no_arrays(self._communicator.rank)
+        # Vote before the first exchange: a rank whose file was bad would leave others
+        # waiting.
         self._agreement.vote("load", error=error)
         everywhere = self.options.reduce == "update"
         heads, operators = {}, {}
@@ -253,6 +259,7 @@ class DistributedExecutor(Executor):
             statistics, operator, status = block.statistics, block.operator, None
             is_divided = operator is not None and self._divides(name, operator)
             if statistics is not None and not everywhere:
+                # Only owners need the sums; others learn that there are some.
                 statistics = replaced(statistics, averages={})
             if operator is not None:
                 operators[name] = operator
@@ -351,6 +358,8 @@ class DistributedExecutor(Executor):
         of_all: dict[str, Any] = dict(arrays)
         of_holders: dict[str, Any] = {}
         for name, block in state.blocks.items():
+            # Compared as text: a repr of floats is exact, and names what differs in the
+            # error.
             counts = {
                 f: _number(getattr(block, f))
                 for f in ("updates", "age", "refreshes", "failures", "damping")
@@ -382,6 +391,8 @@ class DistributedExecutor(Executor):
             for name in names:
                 if name in batches:
                     block, statistics, _, options = tasks[name]
+                    # Bare sums over rows: decay and weight apply once, to the sums of
+                    # all ranks.
                     alone = replaced(options, decay=0.0, weight=None)
                     empty = self._empty(name, statistics)
                     local[name] = (block, empty, batches[name], alone)
@@ -412,6 +423,7 @@ class DistributedExecutor(Executor):
         So many blocks at a time that their sums fill a message.  The last message says
         whether all rows were finite; if not, a second vote raises.
         """
+        # A block without rows on any rank is left out, as one process leaves it out.
         any_rows = [float(name in here) for name in tasks]
         total = self._agreement.vote(self._update_step(tasks), any_rows)
         with_rows = [name for name, ranks in zip(tasks, total, strict=True) if ranks]
@@ -426,6 +438,8 @@ class DistributedExecutor(Executor):
         )
         for names in filled:
             moments: dict[str, Any] = {}
+            # After a failure the messages are still exchanged, as zeros: the others
+            # wait for them.
             if error is None:
                 moments, error = moments_of(names)
             parts = {}
@@ -435,6 +449,8 @@ class DistributedExecutor(Executor):
                 averages = packed_matrices(part.averages)
                 parts[name] = replaced(part, averages=averages)
             own_sides = self._without_taken(parts)
+            # The mark rides with the last message, so that a good update costs no
+            # second vote.
             mark = float(error is not None or any(flags.values()))
             sums, failed = self._summed(
                 own_sides, to_owners=True, mark=mark if names is filled[-1] else None
@@ -449,6 +465,8 @@ class DistributedExecutor(Executor):
                     task = block, statistics, *others
                     statistics = self._share(task, moments_of_all, None)
                 updated[name] = statistics
+        # Nothing has been assigned yet: after a failure all ranks keep their
+        # statistics.
         if failed:
             self._agreement.vote("added up", error=error)
             return self._flagged(tasks, flags)
@@ -464,6 +482,7 @@ class DistributedExecutor(Executor):
             if type(number) is float
         }
         dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
+        # A dtype that differs would otherwise be a message of another length.
         return f"update with {sorted(numbers)}; {', '.join(dtypes)}"
 
     def _absorbed(
@@ -476,6 +495,8 @@ class DistributedExecutor(Executor):
         local = [_weights_of(task[1], moments.get(n)) for n, task in tasks.items()]
         step = self._update_step(tasks)
         total = self._agreement.vote(step, np.concatenate(local), error=error)
+        # The vote itself carries the weights: one message says what all ranks have and
+        # agree.
         stops = np.cumsum([len(part) for part in local])[:-1]
         weights = dict(zip(tasks, np.split(total, stops), strict=True))
         with_rows = [name for name, numbers in weights.items() if numbers[0] > 0]
@@ -532,6 +553,7 @@ class DistributedExecutor(Executor):
                         raise_for_flags(flag, name=name)
                     except KFACError as error:
                         raise type(error)(f"Rank {rank}: {error}") from None
+        # Every rank gets the flags of all, as one process with all rows would.
         combined = np.bitwise_or.reduce(np.stack(of_ranks), axis=0)
         flagged: dict[str, Statistics] = {}
         for name, flag in zip(names, combined.tolist(), strict=True):
@@ -547,12 +569,14 @@ class DistributedExecutor(Executor):
         )
         owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
         rebased, error = self._attempt(stage, owned)
+        # No rank may wait for bases that their owner failed to compute.
         self._agreement.vote("rebased", error=error)
         if not local:
             return {}
         news = {}
         for name, new in rebased.items():
             changed = {}
+            # Second moments have new bases; other averages are those that ranks have.
             if self.options.reduce != "owner":
                 changed = _changed(new.averages, sums[name].averages)
             news[name] = new.bases, new.status, changed
@@ -575,6 +599,7 @@ class DistributedExecutor(Executor):
         names = list(tasks)
         local = {name: task[1] for name, task in tasks.items()}
         dampings = {task[2].damping for task in tasks.values()}
+        # Traced dampings cannot be compared.
         dampings = {damping for damping in dampings if type(damping) is float}
         step = f"refresh {names} with {sorted(dampings)}"
         sums = self._sums_of_owned(step, local)
@@ -646,6 +671,7 @@ class DistributedExecutor(Executor):
         rank, owners = self._communicator.rank, self.placement.owners
         xp = ns.own_namespace(like)
         dtype = self.network.precision.dtypes(like.dtype, xp=xp)[1]
+        # Only workers receive rows, each of one block: lengths are zero for most pairs.
         send, receive = [0] * self._communicator.size, [0] * self._communicator.size
         arrays: list[Array] = [xp.zeros((0,), dtype=dtype, device=ns.device_of(like))]
         for name in names:
@@ -665,6 +691,8 @@ class DistributedExecutor(Executor):
             return {}
         count = here.stop - here.start
         m = here.numbers // count
+        # In the order in which the owner has sent them: rows, the other inverse, the
+        # scale.
         rows, other = arrived[: -m * m - 1], arrived[-m * m - 1 : -1]
         return {
             here.block: InverseRows(
@@ -681,6 +709,7 @@ class DistributedExecutor(Executor):
         return has_inverses(operator)
 
     def _product(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
+        # Every rank holds every operator: no message, and no vote, in a step.
         if self.placement.holders == self._communicator.size:
             return self._inner(stage, tasks)
         vectors = {name: task[2] for name, task in tasks.items()}
@@ -692,6 +721,8 @@ class DistributedExecutor(Executor):
             for name, (block, operator, vector, _) in tasks.items():
                 if self._divides(name, operator):
                     matrices[name] = _as_matrix(block, vector)
+                    # Rows of a direction are one task a rank, which messages treat like
+                    # a block.
                     ranges |= self.placement.row_ranges[name]
         for key, rows in ranges.items():
             of_rank = matrices[rows.block][..., rows.start : rows.stop, :]
@@ -710,6 +741,8 @@ class DistributedExecutor(Executor):
                 if error is None:
                     directions, error = self._attempt(run, run_tasks)
                     computed |= directions
+            # Start each message before the next blocks are computed, so that both
+            # overlap.
             started.append(
                 SentDirections(
                     *(self._row, names, vectors, computed),
@@ -723,6 +756,7 @@ class DistributedExecutor(Executor):
             directions, failed = sent.wait()
             received |= directions
             anything_failed = anything_failed or failed
+        # Only the ranks of this row know of the failure; each row votes alike.
         if anything_failed:
             Agreement(self._row).vote("product", error=error)
         for name in matrices:
@@ -762,6 +796,7 @@ class DistributedExecutor(Executor):
         self._agreement.meet("; ".join([step, *forms]))
         if self.options.reduce == "update":
             return {name: local[name] for name in owned}
+        # A reduce-scatter: no rank holds the sums of blocks that others own.
         sums, _ = self._summed(local, to_owners=True)
         return {name: self._with_averages(name, local[name], sums) for name in owned}
 
@@ -811,6 +846,7 @@ class DistributedExecutor(Executor):
         for name, statistics in local.items():
             for side, average in statistics.averages.items():
                 key = self._key(name, side)
+                # Blocks that share a factor have the same key.
                 items.setdefault(key, Item(key, self.placement.owners[name], average))
         return summed(
             self._communicator,
@@ -853,6 +889,7 @@ class DistributedExecutor(Executor):
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
         data = {name: error_as_data(error) for name, error in failed.items()}
+        # An exception may not be picklable; its class, factor and message are enough.
         texts = self._agreement.texts(json.dumps(data))
         errors: dict[str, KFACError] = {}
         for rank, text in zip(self._communicator.ranks, texts, strict=True):
@@ -908,6 +945,7 @@ def vote_length(network: Network, /) -> int:
     averages = sum(
         len(block.initial(np.zeros(())).averages) for block in network.blocks.values()
     )
+    # Longer values go in a second message, so this length is a matter of speed only.
     return averages + 2 * len(network.blocks) + len(network.layers.names) + 32
 
 

@@ -139,6 +139,7 @@ def summed(
         parts = [pack(averages, shared=False) for averages in of_owners]
         like = bucket[0].average.weight
         xp, handles = ns.own_namespace(like), {}
+        # A message has one dtype.
         names = sorted({name for part in parts for name in part.arrays})
         for name in names:
             arrays = [part.flat(name, like) for part in parts]
@@ -169,4 +170,5 @@ def summed(
 
 def bytes_of(item: Item, /) -> int:
     """Return about how many bytes an average has, as `summed` fills its messages."""
+    # Those of float64: messages need not be full.
     return sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))

@@ -56,6 +56,7 @@ class InverseRows:
             In the dtype of the inverses.
         """
         xp = ns.own_namespace(self.rows)
+        # Rows first: k n m flops and not n m^2 on every rank.
         left = xp.matmul(self.rows, ns.cast(xp, vector, self.rows.dtype))
         return xp.matmul(left, self.other) / self.scale
 
@@ -87,6 +88,8 @@ def rows_of_inverses(operator: Any, ranges: Sequence[RowRange], /) -> list[Inver
     """
     sides: Any = operator.input, operator.output
     A, G = (side.inverse.matrix.full() for side in sides)
+    # Rows of the larger inverse are divided: so ranks have the most to share, and each
+    # holds the smaller one whole.
     larger, other = (A, G) if A.shape[-1] >= G.shape[-1] else (G, A)
     return [
         InverseRows(larger[rows.start : rows.stop, :], other, operator.scale)
@@ -144,6 +147,7 @@ class RemoteOperator(CurvatureOperator):
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """All: they are prepared where the operator is."""
+        # So that a network does not ask a rank to prepare what it does not hold.
         return frozenset(get_args(Factorization))
 
     def prepared(

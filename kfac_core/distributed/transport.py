@@ -158,17 +158,21 @@ class Packed:
             return {"tuple": [self.node(part) for part in value]}
         if isinstance(value, dict):
             return {"dict": {name: self.node(part) for name, part in value.items()}}
+        # A shared factor stands in several operators: send it once, and keep it one
+        # object.
         if self._shared and id(value) in self._seen:
             return {"same": self._seen[id(value)][1]}
         node = self._structure(value) if is_structure(value) else self._array(value)
         if self._shared:
             node["number"] = len(self._seen)
+            # The value is kept with its id, which could be reused after it is freed.
             self._seen[id(value)] = value, node["number"]
         return node
 
     def _structure(self, value: Any) -> dict[str, Any]:
         cls = type(value)
         if cls is SymmetricMatrix:
+            # One triangle, about half of the bytes.
             return {"unpacked": self._structure(PackedMatrix.of(value))}
         fields = {
             name: {"static": _listed(getattr(value, name))}
@@ -182,6 +186,7 @@ class Packed:
         xp = ns.own_namespace(value)
         x = xp.asarray(value)
         logical = xp.isdtype(x.dtype, "bool")
+        # Not every engine adds up booleans.
         if logical:
             x = xp.astype(x, xp.int32)
         dtype = dtype_name(x)
@@ -396,6 +401,7 @@ def rounded(value: Any, dtype: str, /) -> Any:
     return _Rounding(dtype).of(value)
 
 
+# A rank keeps what it sent as others receive it, or replicas would differ by roundoff.
 class _Rounding:
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype

@@ -67,6 +67,7 @@ def run_ranks(
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(run, range(size)))
+    # Others fail because the first one is gone: the cause is raised, not its echo.
     followers = CommunicationError, CommunicationTimeoutError
     first = [e for _, e in sorted(errors.items()) if not isinstance(e, followers)]
     for error in (*first, *errors.values()):
@@ -124,12 +125,15 @@ class VirtualRank(Communicator):
         self._number += 1
         hub = self._hub
         with hub.changed:
+            # A call has its number within its group, so that ranks may run ahead of
+            # each other.
             brought = hub.calls.setdefault(call, {})
             brought[self.rank] = (operation, values, arguments)
             hub.changed.notify_all()
         return lambda: self._finish(call, operation)
 
     def _entering(self, flat: Any) -> Any:
+        # Threads share memory, and the sender may overwrite its array after `wait`.
         return ns.own_namespace(flat).asarray(flat, copy=True)
 
     def _leaving(self, values: Any, like: Any) -> Any:
@@ -156,6 +160,7 @@ class VirtualRank(Communicator):
                 hub.changed.wait(left)
             parts = [brought[rank] for rank in range(self.size)]
             hub.taken[call] = hub.taken.get(call, 0) + 1
+            # Drop what every rank has read.
             if hub.taken[call] == self.size:
                 del hub.calls[call], hub.taken[call]
         self._require_agreement(parts)

@@ -91,6 +91,7 @@ def in_whole_batch(
     summed = agreement.vote("count", counts.reshape(-1), error=error)
     totals = summed.reshape(counts.shape)
     reduction = network.conventions.reduction
+    # A mean over rows counts masked rows out; a mean over examples does not.
     column = 1 if reduction == "mean_rows" else 0
     scaled: dict[str, Any] = {}
     for i, name in enumerate(names):
@@ -98,8 +99,11 @@ def in_whole_batch(
         here = float(counts[i, column])
         factor = 1.0
         if reduction != "sum" and loss != "shard" and here:
+            # Statistics expect the mean over the rows here: turn 1/total into 1/here.
             factor = total / here
             if loss == "ddp":
+                # DDP averages over processes, so the loss was multiplied by their
+                # number.
                 factor /= agreement.communicator.size
         batch = batches.get(name)
         if network.blocks[name].layer.kind == "parameters":
@@ -140,6 +144,7 @@ def _summed_gradients(
     examples, _, sources_of_ranks, ranks = counts.tolist()
     if not examples:
         return None
+    # A rank without a batch has no number of sources; those that have one agree.
     sources = round(sources_of_ranks / ranks)
     lead = (sources,) if sources else ()
     if batch is None:
@@ -154,6 +159,8 @@ def _summed_gradients(
     gradients = dict(sorted(batch.gradients.items()))
     xp = ns.namespace_of(**gradients)
     flat = xp.concat([xp.reshape(x, (-1,)) for x in gradients.values()])
+    # Statistics of bare parameters square the gradient of the whole batch, which must
+    # be added up before.
     total = communicator.all_reduce(flat * share).wait()
     if communicator.rank != 0:
         return None

@@ -152,6 +152,8 @@ class SampleCurvature:
                 f"Expected an array of shape {self.jacobian.sample_shape} in the space of "
                 f"samples, got {tuple(c.shape)}."
             )
+        # Of C K C + N lam I only N lam acts on a mean: without one, the solution has none
+        # but for roundoff, which a small damping would magnify.
         right = xp.reshape(self._center(ns.cast(xp, c, self.damping.dtype)), (-1, 1))
         return self._center(xp.reshape(self.kernel.solve(right), tuple(c.shape)))
 
@@ -218,6 +220,7 @@ class SampleCurvature:
     def logdet(self) -> Array:
         """Return ``log det F_damped = log det (K/N + lam I) + (P - R) log lam``, 0-d."""
         xp, J = ns.own_namespace(self.damping), self.jacobian
+        # F has the nonzero eigenvalues of K/N (Sylvester), and P - R further zeros.
         of_complement = (J.parameters - J.samples) * xp.log(self.damping)
         N = xp.full_like(self.damping, float(J.examples))
         return self.kernel.logdet() - J.samples * xp.log(N) + of_complement
@@ -252,6 +255,7 @@ class SampleCurvature:
         w = xp.reshape(solution, (-1, 1))
         error = self.kernel.multiply(w, shifted=True) - r
         size = xp.linalg.vector_norm(r)
+        # Zero residuals have the solution zero: 0 / 1 and not 0 / 0.
         safe = xp.where(size > 0, size, xp.ones_like(size))
         return xp.linalg.vector_norm(error) / safe
 
@@ -354,6 +358,7 @@ def damped_kernel(
     lam = ns.full_of(xp, damping, K.array)
     if centered:
         K = _centered_kernel(K, J, xp)
+    # A solution errs by the roundoff times |K| / shift, and tr K is at least |K|.
     least = ns.roundoff_of(K.array.dtype, xp=xp) / ACCURACY * K.trace()
     shift = lam * J.examples
     if check == "raise" and truth_of(shift < least, xp=xp):
@@ -366,6 +371,7 @@ def damped_kernel(
         kernel = IterativeKernel(J, K, lam * J.examples)
         return SampleCurvature(J, kernel, lam)
     damped = damped_matrix(K, lam * J.examples)
+    # One right-hand side is solved for: an inverse would take twice the factorization.
     damped = replaced(damped, solving="triangular")
     damped = damped.prepared("cholesky", check=check, name="K")
     return SampleCurvature(J, damped, lam, centered)

@@ -40,6 +40,8 @@ def gathered(x: Array, communicator: Communicator, /, *, axis: int = 0) -> Array
     xp = ns.own_namespace(x)
     moved = xp.moveaxis(x, axis, 0)
     device = ns.device_of(x)
+    # Processes may have unequal numbers of examples.  Engines exchange floats, which
+    # count exactly up to 2^24 in float32.
     length = xp.full((1,), float(moved.shape[0]), dtype=xp.float32, device=device)
     lengths = communicator.all_gather(length, [1] * communicator.size).wait()
     each = 1
@@ -84,6 +86,7 @@ def gathered_jacobian(J: Jacobian, communicator: Communicator, /) -> Jacobian:
 def _gathered_rows(rows: Any, communicator: Communicator) -> Any:
     if isinstance(rows, ExampleGradients):
         xp = ns.own_namespace(rows.gradients)
+        # Examples are joined source by source: flat rows would mix processes and sources.
         by_source = (rows.sources, rows.examples, rows.gradients.shape[-1])
         D = gathered(xp.reshape(rows.gradients, by_source), communicator, axis=1)
         examples = int(D.shape[1])

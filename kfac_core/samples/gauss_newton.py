@@ -164,6 +164,8 @@ class BatchProgress(NamedTuple):
     def start(cls, like: Array, /) -> BatchProgress:
         """Return the progress before the first step."""
         zero = ns.full_of(ns.own_namespace(like), 0.0, like)
+        # Counts are floats, too, so that a traced loop carries arrays of one dtype.
+        # The first average is below infinity: it counts as a fall.
         return cls(zero, zero, zero + float("inf"), zero, zero)
 
     def after(self, loss: Array, /) -> BatchProgress:
@@ -172,6 +174,7 @@ class BatchProgress(NamedTuple):
         loss = ns.cast(xp, loss, self.average.dtype)
         average = AVERAGING * self.average + (1 - AVERAGING) * loss
         weight = AVERAGING * self.weight + (1 - AVERAGING)
+        # The first averages are too small by their weight, as the moments of Adam.
         mean = average / weight
         fell = mean < FALL * self.least
         waited = xp.where(fell, 0.0 * self.waited, self.waited + 1)
@@ -184,6 +187,7 @@ class BatchProgress(NamedTuple):
     @property
     def share(self) -> Array:
         """What is left of the rate, 0-d."""
+        # Harmonic: the rates still have an infinite sum, so no minimum is out of reach.
         return 1.0 / (1.0 + 0.5 * self.times)
 
 
@@ -289,6 +293,7 @@ def gauss_newton_step(
     xp = ns.own_namespace(K.array)
     r = ns.cast(xp, residuals, K.array.dtype)
     if options.centered:
+        # For the size alone: `direction` takes the mean off by itself.
         r = r - xp.mean(r, axis=0, keepdims=True)
     size = xp.mean(r * r)
     if damping is None:
@@ -304,6 +309,7 @@ def gauss_newton_step(
     progress = (BatchProgress.start(size) if progress is None else progress).after(size)
     if options.falls:
         rate = rate * progress.share
+    # Conjugate gradients have no factor, and report no residual here.
     factor = getattr(F.kernel, "cholesky", None)
     return GaussNewtonStep(
         _scaled(direction, rate),

@@ -94,6 +94,7 @@ def _by_group(J: Jacobian) -> Iterator[Any]:
         if not isinstance(rows, Rows) or rows.inputs.ndim == 3:
             yield rows
             continue
+        # K is a sum over groups as it is over layers.
         for q in range(rows.inputs.shape[0]):
             x, g = rows.inputs[q, ...], rows.output_grads[q, ...]
             yield Rows(x, g, rows.mask, rows.homogeneous)
@@ -116,6 +117,7 @@ def _is_formed(rows: Rows | IdRows) -> bool:
     C, N, S, m = rows.output_grads.shape
     n = rows.inputs.shape[-1] + rows.homogeneous
     R, p = N * C, n * m
+    # R^2 p flops by SYRK, which leaves out one triangle; 2 S to form a number of D.
     by_gradients = R * p * (R + 2 * S + _PASS)
     by_positions = S * S * (2 * N * N * n + R * R * (2 * m + _PASS))
     return bool(by_gradients < by_positions)
@@ -161,6 +163,7 @@ def _derivatives(
     across = xp.matrix_transpose(x)[:, None, :, :]
     for start in range(0, n, at_once):
         part = across[:, :, start : start + at_once, :]
+        # Without a sum over positions D is an outer product, for which BLAS is slower.
         D = part * g if S == 1 else xp.matmul(part, g)
         yield xp.reshape(D, (N * C, -1))
 
@@ -217,6 +220,7 @@ class _Positions:
         flat_g = xp.reshape(self.g[:last, ...], (-1, m))
         if C == S == 1 and not start and self.ids is None:
             flat_x = xp.reshape(self.x[:last, ...], (last, -1))
+            # SYRK: half the flops of the products below, whose rows and columns differ.
             X, G = (_add_products(None, [a], xp).array for a in (flat_x, flat_g))
             X *= G  # In place: another R^2 numbers take as long as their product.
             return X
@@ -238,6 +242,7 @@ class _Positions:
         k = self.ids.shape[1]
         ids = xp.reshape(self.ids[:last, ...], (-1,))
         values = xp.reshape(self.x[:last, ...], (-1,))
+        # The product of two one-hot rows is 1 where their ids are equal, and 0 elsewhere.
         equal = ids[first * k :][:, None] == ids[None, :]
         X = ns.cast(xp, equal, values.dtype) * values[first * k :][:, None] * values
         if self.bag:
@@ -249,6 +254,7 @@ def _sum_of_products(
     layers: Sequence[_Positions], R: int, bound: int, xp: Namespace
 ) -> SymmetricMatrix:
     """Return the sum over layers, some rows of K at a time, below the diagonal."""
+    # A slice of K has whole examples of each layer, whose outputs may differ in number.
     step = math.lcm(*(layer.outputs for layer in layers))
     # The sum, and the two Gram matrices whose product is added to it.
     at_once = bound // (3 * max(layer.width for layer in layers))
@@ -260,6 +266,7 @@ def _sum_of_products(
         for layer in layers[1:]:
             part += layer.product(start, stop, xp)
         if stop < R:
+            # Nothing is read above the diagonal.
             zeros = xp.zeros(
                 (stop - start, R - stop), dtype=part.dtype, device=ns.device_of(part)
             )

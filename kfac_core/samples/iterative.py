@@ -102,6 +102,7 @@ class IterativeKernel:
         enough = TOLERANCE * xp.linalg.vector_norm(right)
         best, best_norm = x, xp.linalg.vector_norm(r)
         for _ in range(ITERATIONS):
+            # Not `<=`, so that NaN ends the loop, too.
             if not bool(best_norm > enough):
                 break
             image = self.multiply(p, shifted=True)
@@ -111,6 +112,7 @@ class IterativeKernel:
             previous, rz = rz, xp.sum(r * z)
             p = z + (rz / previous) * p
             norm = xp.linalg.vector_norm(r)
+            # Conjugate gradients minimize the energy norm of the error; residuals may rise.
             if bool(norm < best_norm):
                 best, best_norm = x, norm
         return best
@@ -179,6 +181,8 @@ def nystrom_kernel(J: Jacobian, probes: Array, /) -> NystromKernel:
     core = xp.matmul(xp.matrix_transpose(Q), Y)
     core = 0.5 * (core + xp.matrix_transpose(core))
     L = xp.linalg.cholesky(core)
+    # Y core^-1 Y^T = half^T half, whose eigenvectors are the singular vectors of half:
+    # the product is not formed, which would square its condition (Algorithm 2.1).
     half = solve_triangular(L, xp.matrix_transpose(Y), transpose=False, xp=xp)
     U, singular, _ = xp.linalg.svd(xp.matrix_transpose(half), full_matrices=False)
     eigenvalues = singular * singular - shift

@@ -143,6 +143,8 @@ class Jacobian:
                 "Expected the same examples and outputs for all layers, got the shapes "
                 f"{shapes}."
             )
+        # A layer may have R examples of one output where another has N of C: the samples
+        # are the same, side by side.
         return cls(jacobians, (samples.pop(),))
 
     @property
@@ -309,6 +311,7 @@ def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ..
     rows = whole_rows(layer, derivatives)
     if isinstance(rows, Rows) and rows.homogeneous:
         xp = ns.own_namespace(rows.inputs)
+        # Append the 1s once: K and each product with J would append them again.
         x = rows.full_inputs(rows.inputs.dtype, xp=xp)
         rows = Rows(x, rows.output_grads, mask=None, homogeneous=False)
     uses = derivatives if isinstance(derivatives, Sequence) else [derivatives]
@@ -331,5 +334,6 @@ def _stacked_gradients(
         )
     C = lead[1] if len(lead) == 2 else 1
     D = xp.reshape(D, (lead[0], C, -1))
+    # Rows have the sources in front; `sample_shape` has the examples there.
     by_source = xp.reshape(xp.permute_dims(D, (1, 0, 2)), (C * lead[0], -1))
     return ExampleGradients(by_source, lead[0], C), lead

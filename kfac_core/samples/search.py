@@ -198,6 +198,7 @@ def _next_trial(
     nothing, lam, loss, no, count, residual = trial
     failed: Trial = nothing, lam * RAISE, loss, no, count + 1, residual
     F = damped_kernel(J, K, damping=lam, check="status")
+    # Skip what is known to be in vain; where the flag is traced, it is selected below.
     if truth_of(F.status() == 0, xp=xp) is False:
         return failed
     w = F.solve_kernel(residuals)
@@ -239,6 +240,8 @@ def _accelerated(
     d = J.multiply_transposed(w)
     probed = evaluate(_scaled(d, PROBE)).values
     change = ns.cast(xp, probed - start.values, w.dtype) / PROBE
+    # r(theta - h d) = r - h J d + h^2/2 r_dd, and J d = K w = r - N lam w is known, so
+    # the second derivative r_dd takes one evaluation and no product with J.
     bend = (2.0 / PROBE) * (change + residuals - (N * F.damping) * w)
     w_a = F.solve_kernel(bend)
     lengths = _squared_norm(J.multiply_transposed(w_a)), _squared_norm(d)
