@@ -194,6 +194,7 @@ def get_backend(name: str, /) -> Backend:
     if name not in _loaded:
         _load(name)
     backend = _loaded[name]
+    # A package without an adapter is a backend, too, if it follows the standard.
     known = name in _entry_points()
     if isinstance(backend, GenericBackend) and not (known or backend.is_known()):
         raise errors.UnknownBackendError(
@@ -275,6 +276,7 @@ class _Completed:
 
     def __getattr__(self, member: str) -> Any:
         value = getattr(self._adapter, member, None)
+        # None, too: an adapter may say so that it leaves a member to the definition.
         value = value if value is not None else getattr(self._generic, member)
         # Cached on the instance, so that `__getattr__` is not called again.
         self.__dict__[member] = value

@@ -132,7 +132,11 @@ class GenericBackend:
             Independent of `x`.
         """
         try:
+            # Copied by NumPy: a view would change with the library's array, or outlive
+            # it.
             return np.array(np.from_dlpack(x))
+        # Libraries raise any of these where DLPack does not export, as from another
+        # device.
         except (TypeError, AttributeError, BufferError, ValueError, RuntimeError):
             return np.array(x)
 

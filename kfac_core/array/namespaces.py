@@ -179,6 +179,7 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
     problem_of = backend_of(xp).array_problem
     if getattr(problem_of, "__func__", None) is not GenericBackend.array_problem:
         _problem_of[cls] = problem_of
+    # By class: the compatibility layer asks many questions of each array.
     _namespaces[cls] = xp
 
 
@@ -190,6 +191,7 @@ def is_usable(x: Any, /) -> bool:
             own_namespace(x)
         except (TypeError, errors.KFACError):
             return False
+    # Only NumPy reads the other byte order.
     if not getattr(x.dtype, "isnative", True):
         return False
     return cls not in _problem_of or _problem_of[cls](x) is None
@@ -226,6 +228,7 @@ def same_place(**arrays: Array | None) -> None:
         if x is None:
             continue
         place = device_of(x)
+        # A tracer has no device until its program runs.
         if place is None:
             continue
         if first is None:
@@ -324,6 +327,8 @@ def require_matrix(x: Array, shape: tuple[int, ...], name: str, /) -> None:
 
 def wide_dtype(xp: Namespace, dtype: Any, /) -> Any:
     """Return the dtype itself, or float32 where that is narrower than 32 bits."""
+    # Sums of many small terms stand still in half precision: 2048 + 1 is 2048 in
+    # float16.
     return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
 
 

@@ -114,6 +114,7 @@ def selected_backend(backend: str | None = None, /) -> Selection:
         )
     try:
         return Selection(adapter, adapter.device(device or None), spec, reason)
+    # Libraries raise what they like for an unknown device.
     except (Exception, SystemExit) as error:
         raise errors.BackendUnavailableError(
             f"Backend {spec!r} ({reason}): no such device here: {error}"

@@ -91,6 +91,7 @@ def structure(
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        # No `==`: comparing arrays gives arrays, and identity is what hashing needs.
         cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
         names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
         _names[f"{cls.__module__}:{cls.__qualname__}"] = cls
@@ -118,6 +119,7 @@ def register_structures_with(registrar: Registrar, /) -> None:
     if name in _registrars:
         return
     _registrars[name] = registrar
+    # Classes that were defined before the library was imported.
     for cls, static in _static.items():
         registrar(cls, _arrays[cls], static)
 

@@ -139,6 +139,7 @@ class FactoredKronecker(CurvatureOperator):
             bases["input"],
             bases["output"],
             self.spectrum_of(bases),
+            # Undamped, whatever the rule: who asks adds lam to products of eigenvalues.
             xp.zeros_like(self.scale),
             decomposed.status(),
             self.vector_shape,
@@ -185,6 +186,7 @@ class FactoredKronecker(CurvatureOperator):
         norm = xp.linalg.vector_norm
         A = self.input.dense(shifted=damped)
         G = self.output.dense(shifted=damped)
+        # |A (x) G| = |A| |G|, so the product is not formed.
         norms = norm(A, axis=(-2, -1)) * norm(G, axis=(-2, -1))
         return norm(xp.reshape(self.scale * norms, (-1,)))
 
@@ -232,6 +234,8 @@ class FactoredKronecker(CurvatureOperator):
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
         """Return ``S^1/2 L_A V L_G^T``, or ``S^1/2 L_A^T V L_G``."""
         left = self.input.lower_multiply(V, transpose=transpose)
+        # The Cholesky factor of a Kronecker product is the product of its factors'
+        # ones.
         both = self.output.lower_multiply(
             xp.matrix_transpose(left), transpose=transpose
         )

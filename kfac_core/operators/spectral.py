@@ -187,6 +187,7 @@ class SpectralOperator(CurvatureOperator):
         F = self._ready("eigenbasis")
         if F.input is not None or not F.is_kronecker:
             return super().at_rows(indices)
+        # In the coordinate basis the rows of V are independent of each other.
         spectrum = self.namespace.take(F._values(), indices, axis=-2)
         shape = int(indices.shape[0]), self.matrix_shape[1]
         return replaced(
@@ -387,6 +388,7 @@ class SpectralOperator(CurvatureOperator):
 
     def _one_damping(self) -> Array:
         """Return lam, 0-d, which is common to all groups."""
+        # One damping is repeated for all groups of a layer.
         return self.damping if self.damping.ndim == 0 else self.damping[0]
 
     def _product(self) -> CurvatureOperator:
@@ -424,7 +426,10 @@ class SpectralOperator(CurvatureOperator):
         """Return the operator, flagged if the smallest eigenvalue is not positive."""
         xp, operator = self.namespace, self
         damped = self._damped()
+        # The smallest decides: eigenvalues of roundoff may be negative and exceed a
+        # damping.
         positive = xp.min(damped) > 0
+        # A product of two factors' eigenvalues may overflow where neither factor does.
         finite = xp.max(damped) != xp.inf
         flags = self.flags | ns.status_unless(xp, positive, Status.NOT_POSITIVE)
         flags = flags | ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
