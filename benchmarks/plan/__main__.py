@@ -168,7 +168,6 @@ def _as_data(step: PredictedStep) -> dict[str, Any]:
         "holders": step.holders,
         "seconds": dict(step.seconds),
         "total": step.total,
-        "votes": step.votes,
         "bytes_sent": step.sent,
         "bytes_sent_by_the_busiest": step.busiest,
         "bytes_kept": step.memory,

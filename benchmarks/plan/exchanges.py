@@ -156,7 +156,8 @@ def predicted_messages(
     refresh, step = [vote], []
     if options.reduce == "refresh":
         refresh += _sums(network, options, placement, _averages(state))
-    refresh.append(vote)
+    if placement.holders < p:
+        refresh.append(vote)
     if placement.holders > 1:
         refresh += _operators(network, options, placement, state, rank)
     if placement.workers:

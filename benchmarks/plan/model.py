@@ -263,10 +263,8 @@ class PredictedStep:
     ranks, holders : int
         Number of ranks, and of those that hold each operator.
     seconds : dict of str to float
-        ``statistics``, ``votes``, ``reduce``, ``refresh``, ``operators``, ``apply`` and
-        ``directions``, each averaged over the steps.
-    votes : float
-        Votes of a step.
+        ``statistics``, ``votes`` (one a step), ``reduce``, ``refresh``, ``operators``,
+        ``apply`` and ``directions``, each averaged over the steps.
     sent, busiest : float
         Bytes that a rank sends a step, on average and at most.
     averaged : float
@@ -284,7 +282,6 @@ class PredictedStep:
     ranks: int
     holders: int
     seconds: Mapping[str, float]
-    votes: float
     sent: float
     busiest: float
     averaged: float
@@ -678,10 +675,9 @@ def _predicted(
     to_workers = machine.bytes * max(rows_sent(placement))
     # Sums are sent at each refresh, or at each update.
     every = interval if reduce == "refresh" else update_every
-    votes = 1 + 1 / interval
     seconds = {
         "statistics": gathered / machine.flops,
-        "votes": votes * machine.all_reduce(vote * 8 / machine.bytes, p),
+        "votes": machine.all_reduce(vote * 8 / machine.bytes, p),
         "reduce": sum(machine.uneven(m.parts, m.width) for m in sums) / every,
         "refresh": max(placement.flops()) / machine.flops / interval,
         "operators": max(
@@ -718,7 +714,6 @@ def _predicted(
         p,
         g,
         seconds,
-        votes,
         float(sent.mean()),
         float(sent.max()),
         averaged * machine.bytes,

@@ -13,6 +13,7 @@ from kfac_core.distributed import Agreement, Distributed, run_ranks
 from kfac_core.errors import (
     CommunicationError,
     DampingError,
+    FactorizationError,
     NotFiniteError,
     ReplicaError,
 )
@@ -25,13 +26,18 @@ EXAMPLES = [4, 0, 3]
 """Examples of each rank."""
 
 
-def natural(communicator=None, **options):
+def natural(communicator=None, *, holders="all", blocks=BLOCKS, **options):
     execution = None
     if communicator is not None:
         like = np.zeros(1)
-        execution = Distributed(communicator=communicator, like=like, holders="all")
+        execution = Distributed(communicator=communicator, like=like, holders=holders)
     estimator = kc.Estimator(
-        BLOCKS, reduction="sum", damping=0.1, mode="exact", execution=execution
+        blocks,
+        reduction="sum",
+        damping=0.1,
+        mode="exact",
+        execution=execution,
+        refreshing=kc.Refreshing(failure_budget=1),
     )
     settings = {"reduction": "mean", "refresh_every": 2, "kl_clip": 1e-3} | options
     return kc.integration.NaturalGradient(
@@ -60,22 +66,23 @@ def gradients_of(step):
     }
 
 
+@pytest.mark.parametrize("holders", [1, "all"])
 @pytest.mark.parametrize(
     ("positions", "votes"),
     [
-        # Statistics, gradients and rows in one message; one more at each refresh, and one
-        # for the bases of EKFAC.
-        ([2, 2, 2], [3, 1, 2, 1]),
+        # Statistics, gradients and rows in one message, also where operators or the bases
+        # of EKFAC are due.
+        ([2, 2, 2], [1, 1, 1, 1]),
         # Where an example has unlike numbers of rows, the first step finds out.
-        ([2, 5, 3], [5, 2, 3, 2]),
+        ([2, 5, 3], [3, 2, 2, 2]),
     ],
 )
-def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes):
+def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes, holders):
     """Whether all examples have as many rows of outputs, or each rank's have others."""
     ends = np.cumsum([0, *EXAMPLES])
 
     def run(communicator):
-        kfac, directions, calls = natural(communicator), [], []
+        kfac, directions, calls = natural(communicator, holders=holders), [], []
         rank = communicator.rank
         for step in range(4):
             before = communicator.traffic.calls["all_reduce"]
@@ -101,6 +108,41 @@ def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes):
                     reference = expected[step][name][key]
                     error = np.linalg.norm(x - reference)
                     assert error <= 1e-13 * np.linalg.norm(reference), (step, name)
+
+
+@pytest.mark.parametrize("holders", [1, 2, 4])
+def test_a_failed_factorization_is_told_without_a_vote_before(holders):
+    """All ranks keep the operator and count a failure, or raise, as one process does."""
+    blocks = {name: kc.Block(b.layer, kc.Kronecker()) for name, b in BLOCKS.items()}
+    good, bad = 0.1, {"one": 0.1, "two": 0.0}
+
+    def run(communicator=None):
+        rank = 0 if communicator is None else communicator.rank
+        options = {"refresh_every": 1, "kl_clip": None, "decay": 0.0}
+        kfac = natural(communicator, holders=holders, blocks=blocks, **options)
+        directions, failures = [], []
+        for step, damping in enumerate((good, bad, bad, good)):
+            kfac.estimator.damping = damping
+            # One example, of which no factor has an inverse without damping.
+            arguments = calls_of(step, 0, int(rank == 0))
+            rows = 2.0 * (rank == 0)
+            if step == 2:
+                with pytest.raises(FactorizationError, match="two"):
+                    kfac.directions(gradients_of(step), arguments, rows=rows)
+                assert kfac.steps == 2
+                continue
+            found = kfac.directions(gradients_of(step), arguments, rows=rows)
+            directions += [x for own in found.values() for x in own.values()]
+            failures.append(
+                [block.failures for block in kfac.estimator.state.blocks.values()]
+            )
+        assert failures == [[0, 0], [0, 1], [0, 0]]
+        return directions
+
+    expected = run()
+    for directions in run_ranks(4, run):
+        for x, reference in zip(directions, expected, strict=True):
+            np.testing.assert_allclose(x, reference, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -165,14 +165,21 @@ class Agreement:
             riders.clear()
 
     @contextmanager
-    def announced(self) -> Iterator[None]:
-        """Leave out `meet` within the context: a vote has named all that it would."""
+    def announced(self, *, directions_follow: bool = False) -> Iterator[None]:
+        """Leave out `meet` within the context: a vote has named all that it would.
+
+        Parameters
+        ----------
+        directions_follow : bool
+            See `Votes`.
+        """
         votes = self.communicator.votes
-        before, votes.announced = votes.announced, True
+        before = votes.announced, votes.directions_follow
+        votes.announced, votes.directions_follow = True, directions_follow
         try:
             yield
         finally:
-            votes.announced = before
+            votes.announced, votes.directions_follow = before
 
     def reserve(self, length: int, /) -> None:
         """Make votes at least so long; all ranks call it with the same number."""

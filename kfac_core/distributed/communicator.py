@@ -144,12 +144,16 @@ class Votes:
         Numbers of the message of a vote.
     announced : bool
         Whether a vote of this step has named the stages that follow.
+    directions_follow : bool
+        Whether these end with the directions of all blocks, whose messages tell of a
+        refresh that failed.
     riders : list of Rider
         Values that travel with the next vote.
     """
 
     length: int = 32
     announced: bool = False
+    directions_follow: bool = False
     riders: list[Any] = field(default_factory=list)
 
 

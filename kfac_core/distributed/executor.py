@@ -569,8 +569,6 @@ class DistributedExecutor(Executor):
         )
         owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
         rebased, error = self._attempt(stage, owned)
-        # No rank may wait for bases that their owner failed to compute.
-        self._agreement.vote("rebased", error=error)
         if not local:
             return {}
         news = {}
@@ -582,6 +580,9 @@ class DistributedExecutor(Executor):
             news[name] = new.bases, new.status, changed
         like = local[names[0]].like
         received = self._to_all(news, like, dtype=self.options.operators_dtype)
+        if len(received) < len(names):
+            # All ranks see that the bases of an owner are missing, and learn why.
+            self._agreement.vote("rebased", error=error)
         statistics: dict[str, Statistics] = {}
         for name in names:
             bases, status, changed = received[name]
@@ -605,47 +606,74 @@ class DistributedExecutor(Executor):
         sums = self._sums_of_owned(step, local)
         owned = {name: (tasks[name][0], sums[name], *tasks[name][2:]) for name in sums}
         refreshed, error = self._attempt(stage, owned)
+        like = local[names[0]].like
+        operators = {
+            n: r[0] for n, r in refreshed.items() if not isinstance(r, KFACError)
+        }
+        requested = [task[2] for task in tasks.values()]
+        among_all = self.placement.holders == self._communicator.size
+        follow = self._communicator.votes.directions_follow
+        # No vote where the next message tells of failures: without an operator in it all
+        # ranks know, and a holder without one refuses the directions that follow.
+        votes_first = not (among_all or follow) or any(
+            type(options.damping) is not float or options.damping_scaling != "none"
+            for options in requested
+        )
+        outcomes: dict[str, Any] = {}
+        if votes_first:
+            outcomes = self._outcomes(names, refreshed, error)
+        elif not among_all:
+            # Flags have to be known everywhere, as failures have.
+            operators = {n: x for n, x in operators.items() if not int(x.status())}
+        divided = [
+            name
+            for name in self.placement.workers
+            if name in tasks
+            and not isinstance(outcomes.get(name), KFACError)
+            and _inverts(tasks[name][2])
+        ]
+        rows = self._sent_rows(divided, operators, like)
+        if self.placement.holders > 1:
+            operators = self._to_group(
+                operators, like, dtype=self.options.operators_dtype
+            )
+        if among_all and not votes_first and len(operators) < len(names):
+            outcomes = self._outcomes(names, refreshed, error)
+        results: dict[str, Any] = {}
+        for name, options in zip(names, requested, strict=True):
+            outcome = outcomes.get(name, (0, options.damping))
+            if isinstance(outcome, KFACError):
+                results[name] = outcome
+                continue
+            status, damping = outcome
+            operator = operators.get(name)
+            if operator is None:
+                operator = self._remote(name, like, status, name in divided, rows)
+                operator = replaced(operator, has_failed=self._holds(name))
+            results[name] = operator, damping
+        return results
+
+    def _outcomes(
+        self, names: Sequence[str], refreshed: Mapping[str, Any], error: Any
+    ) -> dict[str, Any]:
+        """Return each block's status and damping, or its error, on every rank."""
         failed = {n: r for n, r in refreshed.items() if isinstance(r, KFACError)}
-        operators = {n: r[0] for n, r in refreshed.items() if n not in failed}
         # Whether it failed, its status and its damping, of each block by its owner.
         ballot = np.zeros((len(names), 3))
         for i, name in enumerate(names):
             if name in failed:
                 ballot[i, 0] = 1
-            elif name in operators:
-                ballot[i, 1] = int(operators[name].status())
-                ballot[i, 2] = float(refreshed[name][1])
+            elif name in refreshed:
+                operator, damping = refreshed[name]
+                ballot[i, 1:] = int(operator.status()), float(damping)
         total = self._agreement.vote("refreshed", ballot.reshape(-1), error=error)
-        numbers = dict(zip(names, total.reshape(-1, 3).tolist(), strict=True))
         errors = self._errors(failed) if total[::3].any() else {}
-        divided = [
-            name
-            for name in self.placement.workers
-            if name in tasks and name not in errors and _inverts(tasks[name][2])
-        ]
-        rows = self._sent_rows(divided, operators, local[names[0]].like)
-        if self.placement.holders > 1:
-            like = local[names[0]].like
-            operators = self._to_group(
-                operators, like, dtype=self.options.operators_dtype
+        return {
+            name: errors.get(name, (int(status), damping))
+            for name, (_, status, damping) in zip(
+                names, total.reshape(-1, 3).tolist(), strict=True
             )
-        results: dict[str, Any] = {}
-        for name in names:
-            _, status, damping = numbers[name]
-            options = tasks[name][2]
-            requested = options.damping
-            if type(requested) is float and options.damping_scaling == "none":
-                damping = requested
-            if name in errors:
-                results[name] = errors[name]
-            elif name in operators:
-                results[name] = operators[name], damping
-            else:
-                remote = self._remote(
-                    *(name, local[name].like, int(status), name in divided, rows)
-                )
-                results[name] = remote, damping
-        return results
+        }
 
     def _sent_rows(
         self, names: Sequence[str], operators: Mapping[str, Any], like: Array
@@ -677,9 +705,15 @@ class DistributedExecutor(Executor):
         for name in names:
             ranges = [*self.placement.row_ranges[name].values()]
             if owners[name] == rank:
-                of_ranks = rows_of_inverses(operators[name], ranges)
-                for rows, sent in zip(ranges, of_ranks, strict=True):
+                for rows in ranges:
                     send[rows.rank] = rows.received
+                if name not in operators:
+                    # A failure that the directions will tell of, which these are not for.
+                    total = sum(rows.received for rows in ranges)
+                    device = ns.device_of(like)
+                    arrays.append(xp.zeros((total,), dtype=dtype, device=device))
+                    continue
+                for sent in rows_of_inverses(operators[name], ranges):
                     for x in (sent.rows, sent.other, sent.scale):
                         arrays.append(ns.cast(xp, xp.reshape(x, (-1,)), dtype))
             for rows in ranges:

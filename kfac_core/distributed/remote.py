@@ -104,7 +104,7 @@ def larger_first(matrix: Array, /) -> Array:
     return ns.own_namespace(matrix).matrix_transpose(matrix)
 
 
-@structure(static=("owner", "matrix_shape", "is_divided"))
+@structure(static=("owner", "matrix_shape", "is_divided", "has_failed"))
 class RemoteOperator(CurvatureOperator):
     """Stands for an operator that this rank does not hold.
 
@@ -125,6 +125,9 @@ class RemoteOperator(CurvatureOperator):
         Whether several ranks compute its directions.
     inverse_rows : InverseRows or None
         What this rank computes them with.
+    has_failed : bool
+        Whether it stands on its holders for an operator that could not be made, until the
+        directions of the step tell the other ranks.
     """
 
     owner: int
@@ -133,6 +136,7 @@ class RemoteOperator(CurvatureOperator):
     flags: Array
     is_divided: bool = False
     inverse_rows: InverseRows | None = None
+    has_failed: bool = False
 
     @property
     def vector_shape(self) -> tuple[int, int]:
@@ -188,7 +192,9 @@ class RemoteOperator(CurvatureOperator):
         return self.flags
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Raise `UnsupportedError`."""
+        """Raise `UnsupportedError`, or `FactorizationError` for one that has failed."""
+        if self.has_failed:
+            raise errors.FactorizationError("A block could not be factorized.")
         raise errors.UnsupportedError(
             f"This operator is held by rank {self.owner} and not by this one. Call "
             "`Estimator.precondition` or `Estimator.apply` on all ranks, or give "

@@ -32,6 +32,7 @@ from kfac_core.integration.scheduled import (
     ScheduleOptions,
     require_finite,
 )
+from kfac_core.state import NetworkState
 from kfac_core.steps.vectors import Vector
 
 __all__ = ["NaturalGradient"]
@@ -217,7 +218,16 @@ class NaturalGradient(ScheduledSteps):
         try:
             if begun.refresh is not None and not begun.is_lagging:
                 begun.refresh.install()
-            with self._announced():
+            try:
+                with self._announced():
+                    vectors = self._directions(gradients, begun.rows)
+            except errors.KFACError:
+                if self.communicator is None or self.estimator.state is begun.updated:
+                    raise
+                # Perhaps a factorization failed, which no vote has told of.  Repeat the
+                # refresh with votes, so that all processes count the failure.
+                self.estimator.state = begun.updated
+                self._refresh(begun.examples)
                 vectors = self._directions(gradients, begun.rows)
         except BaseException:
             self._restore(begun.before)
@@ -345,26 +355,33 @@ class NaturalGradient(ScheduledSteps):
             if lag >= self.refresh_lag or self.wants_refresh:
                 # Before anything that an error of this step takes back.
                 self._install_running()
-        before, refresh, lagging = self._snapshot(), None, False
+        before, refresh = self._snapshot(), None
         estimator = self.estimator
         try:
             if loss_factor is not None:
                 self.loss_factor = loss_factor
             rows, examples = self._updated(gradients, calls, rows, background)
-            with self._announced():
-                if self.wants_refresh:
+            updated = estimator.state
+            with self._announced(gradients):
+                lagging = self.wants_refresh and self.refresh_lag > 0
+                lagging = lagging and not self._lacks_operators()
+                if self.wants_refresh and (background or lagging):
                     self._rebase()
-                    lagging = self.refresh_lag > 0 and not self._lacks_operators()
-                    if background or lagging:
-                        refresh = estimator.start_refresh()
-                    else:
-                        estimator.refresh()
-                elif any(examples.values()):
-                    self._refresh_new(name for name, N in examples.items() if N)
+                    refresh = estimator.start_refresh()
+                else:
+                    self._refresh(examples)
         except BaseException:
             self._restore(before)
             raise
-        self._begun = _Begun(before, rows, refresh, lagging)
+        self._begun = _Begun(before, updated, rows, examples, refresh, lagging)
+
+    def _refresh(self, examples: Mapping[str, float]) -> None:
+        """Make the operators that are due, or the first ones of blocks with examples."""
+        if self.wants_refresh:
+            self._rebase()
+            self.estimator.refresh()
+        elif any(examples.values()):
+            self._refresh_new(name for name, N in examples.items() if N)
 
     def _install_running(self) -> None:
         """Wait for the refresh in the background, if there is one; use its operators."""
@@ -495,12 +512,19 @@ class NaturalGradient(ScheduledSteps):
             raise errors.NotReadyError(_NOTHING_SEEN)
 
     @contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Run stages that the vote of the step has named, without further votes."""
+    def _announced(self, gradients: Vector | None = None) -> Iterator[None]:
+        """Run stages that the vote of the step has named, without further votes.
+
+        Gradients are those whose directions follow.
+        """
         if self.communicator is None:
             yield
             return
-        with Agreement(self.communicator).announced():
+        network = self.estimator.network
+        covered = {network.layers.block_of(name) for name in gradients or ()}
+        with Agreement(self.communicator).announced(
+            directions_follow=covered == {*network.blocks}
+        ):
             yield
 
     def _directions(
@@ -666,7 +690,9 @@ class _Begun:
     """A step whose statistics were taken."""
 
     before: tuple[Any, ...]
+    updated: NetworkState
     rows: Scalar
+    examples: Mapping[str, float]
     refresh: BackgroundRefresh | None
     is_lagging: bool
 
