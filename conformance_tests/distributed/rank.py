@@ -84,7 +84,7 @@ def one_of_mpi(folder, scenarios):
 def import_torch():
     """Import here what copies of this process then need not import."""
     import torch
-    import torch.distributed.checkpoint
+    import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
@@ -757,35 +757,49 @@ def gauss_newton(communicator):
 
 def stepped_by_kfac(communicator):
     """KFACOptimizer on two processes with unequal shards takes the steps of one."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
+    model = network()
+    expected = optimized(model, optimizer_of(model), all_rows, 1)
+    called, optimizer = optimizer_on(communicator)
+    found = optimized(called, optimizer, *of_ranks(communicator))
+    require_close(found, expected)
 
+
+def of_ranks(communicator):
+    return lambda k: rows_of(communicator, k), communicator.size
+
+
+def optimizer_of(called, **options):
     from kfac_core_shims.torch import KFACOptimizer
 
+    settings = {"likelihood": "categorical", "fisher": "exact"}
+    return KFACOptimizer(called, **settings | options)
+
+
+def optimizer_on(communicator):
+    """Return a wrapped model, and an optimizer whose states have owned blocks alone."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    called = DistributedDataParallel(network())
+    like = next(called.parameters()).detach()
+    execution = Distributed(communicator=communicator, like=like)
+    return called, optimizer_of(called, execution=execution, owned_state=True)
+
+
+def optimized(called, optimizer, own_rows, scale, steps=range(STEPS)):
+    """Return the parameters after some steps of KFACOptimizer."""
+    import torch
+
     x, y = data()
+    for step in steps:
+        rows = own_rows(step)
 
-    def run(called, model, own_rows, scale):
-        optimizer = KFACOptimizer(called, likelihood="categorical", fisher="exact")
-        for step in range(STEPS):
-            rows = own_rows(step)
+        def closure(rows=rows, step=step):
+            z = called(x[step, rows])
+            loss = torch.nn.functional.cross_entropy(z, y[step, rows], reduction="sum")
+            return loss * scale / ROWS
 
-            def closure(rows=rows, step=step):
-                z = called(x[step, rows])
-                loss = torch.nn.functional.cross_entropy(
-                    z, y[step, rows], reduction="sum"
-                )
-                return loss * scale / ROWS
-
-            optimizer.step(closure)
-        return parameters_of(model)
-
-    model = network()
-    expected = run(model, model, all_rows, 1)
-    model = network()
-    called = DistributedDataParallel(model)
-    size = communicator.size
-    found = run(called, model, lambda k: rows_of(communicator, k), size)
-    require_close(found, expected)
+        optimizer.step(closure)
+    return parameters_of(called)
 
 
 def apart(communicator):
@@ -1100,7 +1114,11 @@ def interrupted(communicator):
         *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
         steps=range(3),
     )
-    checkpoint.save(saved(model, kfac), checkpoint_id=communicator.folder / "saved")
+    state = saved(model, kfac)
+    called, optimizer = optimizer_on(communicator)
+    optimized(called, optimizer, *of_ranks(communicator), steps=range(3))
+    state |= saved_optimizer(called, optimizer)
+    checkpoint.save(state, checkpoint_id=communicator.folder / "saved")
     # The owner of each layer has written it.
     reader = checkpoint.FileSystemReader(communicator.folder / "saved")
     files = {
@@ -1109,7 +1127,11 @@ def interrupted(communicator):
     }
     owners = kfac.estimator.placement.owners
     for name, owner in owners.items():
-        assert files[f"kfac.blocks.{name}"].startswith(f"__{owner}_"), files
+        for entry in (
+            f"kfac.blocks.{name}",
+            f"optimizer.state.{name}.weight.curvature.{name}",
+        ):
+            assert files[entry].startswith(f"__{owner}_"), files
     communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -1126,7 +1148,8 @@ def resumed(communicator):
     expected = trained(alone, model, 1, all_rows)
     model = network()
     kfac, called = wrapped(communicator, model)
-    state = saved(model, kfac)
+    of_optimizer, optimizer = optimizer_on(communicator)
+    state = saved(model, kfac) | saved_optimizer(of_optimizer, optimizer)
     checkpoint.load(state, checkpoint_id=communicator.folder / "saved")
     model.load_state_dict(state["model"])
     found = trained(
@@ -1134,6 +1157,23 @@ def resumed(communicator):
         steps=range(3, STEPS),
     )
     require_close(found, expected)
+    model = network()
+    expected = optimized(model, optimizer_of(model, communicator="alone"), all_rows, 1)
+    of_optimizer.module.load_state_dict(state["trained"])
+    set_state = checkpoint.state_dict.set_optimizer_state_dict
+    set_state(of_optimizer, optimizer, state["optimizer"])
+    own_rows = of_ranks(communicator)
+    found = optimized(of_optimizer, optimizer, *own_rows, steps=range(3, STEPS))
+    require_close(found, expected)
+
+
+def saved_optimizer(called, optimizer):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return {
+        "trained": called.module.state_dict(),
+        "optimizer": get_optimizer_state_dict(called, optimizer),
+    }
 
 
 def wrapped(communicator, model):

@@ -391,6 +391,11 @@ def test_functions_of_distributed_checkpoint_have_the_curvature(tmp_path):
         "optimizer": functions.get_optimizer_state_dict(model, optimizer),
     }
     checkpoint.save(saved, checkpoint_id=tmp_path / "files")
+    reader = checkpoint.FileSystemReader(tmp_path / "files")
+    entries = reader.read_metadata().state_dict_metadata
+    for name, site in optimizer.kfac.sites.items():
+        first = f"optimizer.state.{name}.weight.curvature.{name}"
+        assert (first in entries) == bool(site.trained)
     x, y = data[3]
     optimizer.step(lambda: fn.cross_entropy(model(x), y))
     for read in (False, True):

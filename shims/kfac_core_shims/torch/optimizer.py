@@ -91,6 +91,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Bounds of the damping.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
+    owned_state : bool
+        Whether a state has the curvature of only those blocks that this process owns, for
+        ``torch.distributed.checkpoint``; by default that of all.
 
     Attributes
     ----------
@@ -145,6 +148,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
         damping_rule: kc.damping.DampingRule = _DEFAULTS.MODEL_DAMPING_RULE,
+        owned_state: bool = False,
         **curvature: Unpack[options.CurvatureOptions],
     ) -> None:
         options.require_made(model)
@@ -171,12 +175,13 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             weight_decay=constraints.NOT_NEGATIVE,
             min_damping=constraints.NOT_NEGATIVE,
             max_damping=constraints.LIMIT_SCALAR,
+            owned_state=constraints.FLAG,
         )
         constraints.require_range("lr", float(lr), constraints.NOT_NEGATIVE)
         self.rule = kc.integration.DampingRule(
             adapt_every, adapt_factor, min_damping, max_damping
         )
-        self.damping = damping
+        self.damping, self._owned_state = damping, owned_state
         plain = parallel.inner(model)
         self._names = {id(p): n for n, p in plain.named_parameters()}
         super().__init__(
@@ -338,16 +343,31 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to resume: that of the optimizer and of `kfac`.
 
-        The latter is in the first group, since ``torch.distributed.checkpoint`` passes on
-        only groups and what belongs to one parameter.
+        The curvature of a block is an entry of its first parameter, and the rest is in the
+        first group, since ``torch.distributed.checkpoint`` passes on only groups and what
+        belongs to one parameter.
         """
         state: dict[str, Any] = super().state_dict()
-        curvature = as_bytes(self.kfac.state_dict())
-        state["param_groups"][0] |= {"damping": self._damping, "curvature": curvature}
+        # The entries of the optimizer itself would get the curvature too.
+        states = {number: dict(entry) for number, entry in state["state"].items()}
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = {id(p): number for number, p in enumerate(parameters)}
+        curvature = self.kfac.state_dict(owned=self._owned_state)
+        blocks = curvature["estimator"]["blocks"]
+        for name in [*blocks]:
+            of_block = [
+                id(p) for p in self.kfac.sites[name].trained if id(p) in numbers
+            ]
+            if of_block:
+                entry = states.setdefault(numbers[of_block[0]], {})
+                entry.setdefault("curvature", {})[name] = as_bytes(blocks.pop(name))
+        state["state"] = states
+        common = {"damping": self._damping, "curvature": as_bytes(curvature)}
+        state["param_groups"][0] |= common
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
+        """Restore a state that `state_dict` returned, on any number of processes.
 
         Raises
         ------
@@ -361,22 +381,28 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         groups: Any = state_dict.get("param_groups")
         first = dict(groups[0]) if groups else {}
-        damping, curvature = (first.pop(key, None) for key in ("damping", "curvature"))
-        if damping is None or curvature is None:
+        damping, common = (first.pop(key, None) for key in ("damping", "curvature"))
+        if damping is None or common is None:
             raise kc.StateError(
                 "Expected a state of KFACOptimizer, with 'damping' and 'curvature' in its "
                 f"first group, got one with {sorted(map(str, first))}."
             )
         self.rule.require_within(damping)
-        before = self.kfac.state_dict()
-        device = next(self.kfac.model.parameters()).device
-        self.kfac.load_state_dict(of_bytes(curvature, device))
+        owned, device = self._owned_state, next(self.kfac.model.parameters()).device
+        curvature = of_bytes(common, device)
+        states = {number: dict(entry) for number, entry in state_dict["state"].items()}
+        for entry in states.values():
+            for name, block in entry.pop("curvature", {}).items():
+                if not owned or name in self.kfac.estimator.owned_blocks:
+                    curvature["estimator"]["blocks"][name] = of_bytes(block, device)
+        before = self.kfac.state_dict(owned=owned)
+        self.kfac.load_state_dict(curvature, owned=owned)
         try:
             super().load_state_dict(
-                {"state": state_dict["state"], "param_groups": [first, *groups[1:]]}
+                {"state": states, "param_groups": [first, *groups[1:]]}
             )
         except BaseException:
-            self.kfac.load_state_dict(before)
+            self.kfac.load_state_dict(before, owned=owned)
             raise
         self._damping = float(damping)
 
