@@ -698,8 +698,10 @@ def _predicted(
     for k, m in enumerate(operators):
         sent[k] += np.asarray(m.sent()) / interval
     sent += np.reshape(rows_sent(placement), (row, g)) * machine.bytes / interval
-    # What is sent as a triangle is kept as a square.
-    of_groups_kept = [2 * sum(loads[n].operator for n in names) for names in of_groups]
+    of_groups_kept = [
+        sum(loads[name].kept - loads[name].statistics for name in names)
+        for names in of_groups
+    ]
     owned = [sum(loads[n].statistics for n in placement.owned_by(r)) for r in range(p)]
     kept = max(of_groups_kept) + max(owned)
     if reduce == "refresh":

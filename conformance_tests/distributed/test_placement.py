@@ -22,7 +22,7 @@ BLOCKS = {
 
 
 def loads_of(flops):
-    return {f"b{i}": BlockLoad(float(f), 10, 20, 5) for i, f in enumerate(flops)}
+    return {f"b{i}": BlockLoad(float(f), 10, 20, 5, 30) for i, f in enumerate(flops)}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -54,7 +54,7 @@ def test_groups_and_rows_cover_all_ranks_once():
 
 def test_blocks_without_room_are_named():
     """A block too large for any rank, and holders that do not divide the ranks."""
-    loads = {**loads_of([1, 1]), "embedding": BlockLoad(9.0, 1000, 2000, 5)}
+    loads = {**loads_of([1, 1]), "embedding": BlockLoad(9.0, 1000, 2000, 5, 3000)}
 
     with pytest.raises(kc.UnsupportedError, match=r"'embedding' needs room for 3,000"):
         place(loads, 4, memory=1500)

@@ -14,6 +14,9 @@ owner.
 With g = 1 and more ranks than blocks, directions of a large block are divided: its owner
 sends each of some ranks that own nothing a share of the rows of the larger factor's
 inverse, and these ranks compute those rows of ``A^-1 V G^-1``, or of its transpose.
+Statistics and factorizations of a block are not divided: for refreshes every ten steps the
+largest factorization of ResNet-50 is predicted to be 0.5 of 39 ms of a step on 1,024 ranks
+(`benchmarks.plan`), which bounds what a division could gain.
 
 References
 ----------
@@ -41,6 +44,7 @@ from kfac_core.array.structure import leaves
 from kfac_core.block import Block
 from kfac_core.distributed.transport import buckets
 from kfac_core.execution.costs import block_costs
+from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
 
@@ -75,7 +79,11 @@ class BlockLoad:
     flops : float
         Flops of a refresh.
     statistics, operator, direction : int
-        Numbers in the statistics that are reduced, in the operator, and in a direction.
+        Numbers in the statistics that are reduced, in the operator, and in a direction; one
+        triangle of each symmetric matrix, as they are sent.
+    kept : int
+        Numbers of the statistics and the operator on the owner, which has the symmetric
+        matrices of the operator in full.
     product : float
         Flops of a direction.
     rows : int
@@ -86,6 +94,7 @@ class BlockLoad:
     statistics: int
     operator: int
     direction: int
+    kept: int
     product: float = 0.0
     rows: int = 0
 
@@ -299,21 +308,28 @@ def block_loads(network: Network, /) -> dict[str, BlockLoad]:
     loads: dict[str, BlockLoad] = {}
     for name, block in network.blocks.items():
         n, m = block.layer.matrix_shape
-        taken = network.shared_factors.taken_by(name)
-        statistics = _numbers(block, taken)
+        # NumPy's zeros take no memory until they are read.
+        xp = array_api_compat.array_namespace(np.zeros(1))
+        empty = block.approximation.initial(block.layer, Place(xp, np.float32, "cpu"))
+        statistics = _numbers(empty, network.shared_factors.taken_by(name))
         costs = block_costs(block)
         if costs is None:
-            flops = float(n * m)
-            loads[name] = BlockLoad(flops, statistics, n * m, n * m, flops)
+            flops, basis = float(n * m), sum(x.size for _, x in leaves(empty.bases))
+            operator = n * m + basis
+            kept = statistics + operator
+            loads[name] = BlockLoad(flops, statistics, operator, n * m, kept, flops)
             continue
         triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
         way = "eigenbasis" if network.damping_rule == "exact" else "inverse"
         # A factor, where it is kept, and its inverse or its eigenvectors.
         operator = triangles * (1 + network.refreshing.keep_matrices)
+        kept = statistics + 2 * operator
         if way == "eigenbasis":
-            operator = triangles + costs.groups * sum(k * k for k in costs.sizes)
+            vectors = costs.groups * sum(k * k for k in costs.sizes)
+            operator = triangles + vectors
+            kept = statistics + 2 * triangles + vectors
         loads[name] = BlockLoad(
-            *(costs.refresh[way], statistics, operator, n * m),
+            *(costs.refresh[way], statistics, operator, n * m, kept),
             costs.precondition["inverse"],
             max(n, m) if _is_divisible(block) else 0,
         )
@@ -325,11 +341,8 @@ def _is_divisible(block: Block) -> bool:
     return isinstance(block.approximation, Kronecker) and block.layer.groups == 1
 
 
-def _numbers(block: Block, taken: frozenset[str]) -> int:
+def _numbers(empty: Statistics, taken: frozenset[str]) -> int:
     """Return how many numbers a block's own averages have, packed."""
-    # NumPy's zeros take no memory until they are read.
-    xp = array_api_compat.array_namespace(np.zeros(1))
-    empty = block.approximation.initial(block.layer, Place(xp, np.float32, "cpu"))
     total = 0
     for side, average in empty.averages.items():
         if side in taken:
@@ -397,7 +410,7 @@ def place(
     work, used = [0.0] * size, [0] * size
     owners: dict[str, int] = {}
     for i in order:
-        numbers = sum(loads[n].statistics + loads[n].operator for n in bundles[i])
+        numbers = sum(loads[name].kept for name in bundles[i])
         free = [r for r in range(size) if memory is None or used[r] + numbers <= memory]
         if not free:
             raise errors.UnsupportedError(
