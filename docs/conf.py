@@ -44,6 +44,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": "auto_gallery",
     "filename_pattern": "/never/",
     "within_subsection_order": "FileNameSortKey",
+    "default_thumb_file": str(Path(__file__).parent / "_static" / "logo.svg"),
     "download_all_examples": False,
     "min_reported_time": 1e9,
     "show_signature": False,

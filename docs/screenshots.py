@@ -23,7 +23,15 @@ from urllib.parse import quote
 
 WIDTHS = (1280, 400)
 # Beside the guides.
-SHOWN = ("api/approximations", "api/kfac_core.Kronecker", "api/kfac_core.Estimator")
+SHOWN = (
+    "api/approximations",
+    "api/kfac_core.Kronecker",
+    "api/kfac_core.Estimator",
+    "auto_gallery/index",
+    "auto_gallery/plot_autoencoder",
+)
+# These are shown in the dark theme too.
+DARK = ("index", "five_pictures", "quickstart_torch", "recipes", "tasks", *SHOWN[1::3])
 APART = ("genindex", "py-modindex", "search", "module_texts", "changelog")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE = 300
@@ -100,10 +108,11 @@ def main(built: Path, output: Path) -> int:
         (site / "probe.html").write_text(text, encoding="utf-8")
         guides = [page for page in pages if "/" not in page and page not in APART]
         shown = [*guides, *SHOWN]
-        for width in WIDTHS:
-            for page in shown:
-                frame = f"frame-{width}-{page.replace('/', '.')}.html"
-                (site / frame).write_text(_frame(page, width), encoding="utf-8")
+        themed = [(page, "light") for page in shown] + [(page, "dark") for page in DARK]
+        frames = [(page, theme, width) for page, theme in themed for width in WIDTHS]
+        for page, theme, width in frames:
+            frame = _frame(page, width, theme)
+            (site / _name(page, theme, width, "html")).write_text(frame, "utf-8")
         handler = functools.partial(Quiet, directory=str(site))
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -111,28 +120,32 @@ def main(built: Path, output: Path) -> int:
         complaints = _complaints(browser, address, len(pages))
         complaints += _searched(browser, address, built)
         output.mkdir(parents=True, exist_ok=True)
-        for width in WIDTHS:
-            for page in shown:
-                name = f"frame-{width}-{page.replace('/', '.')}"
-                picture = output / f"{page.replace('/', '.')}-{width}.png"
-                _run(
-                    browser,
-                    f"{address}/{name}.html",
-                    f"--screenshot={picture.resolve()}",
-                    f"--window-size={max(width, 500)},1600",
-                    "--virtual-time-budget=4000",
-                )
+        for page, theme, width in frames:
+            picture = output / _name(page, theme, width, "png")
+            _run(
+                browser,
+                f"{address}/{_name(page, theme, width, 'html')}",
+                f"--screenshot={picture.resolve()}",
+                f"--window-size={max(width, 500)},1600",
+                "--virtual-time-budget=4000",
+            )
         server.shutdown()
     print("\n".join(complaints))
     print(f"{len(pages)} pages, {len(complaints)} complaints; pictures in {output}")
     return len(complaints)
 
 
-def _frame(page: str, width: int) -> str:
+def _name(page: str, theme: str, width: int, suffix: str) -> str:
+    """Return the name of the file of a picture, or of the page that it is taken of."""
+    return f"{page.replace('/', '.')}-{theme}-{width}.{suffix}"
+
+
+def _frame(page: str, width: int, theme: str) -> str:
     """Return a page with another in a frame: a window cannot be 400 pixels wide."""
     style = f"width:{width}px;height:1600px;border:0"
     return (
-        f'<body style="margin:0"><iframe src="/{page}.html" style="{style}"></iframe>'
+        f'<body style="margin:0"><script>localStorage.setItem("theme", "{theme}")</script>'
+        f'<iframe src="/{page}.html" style="{style}"></iframe>'
     )
 
 

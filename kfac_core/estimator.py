@@ -79,8 +79,9 @@ class _Change:
 
 
 _CHANGED = (
-    "Another thread changed this estimator at the same time; this call changed nothing. "
-    "Let one thread at a time call what changes an estimator, or give each its own."
+    "Another thread changed this estimator at the same time; this call changed "
+    "nothing. Call methods that change an estimator from one thread at a time, or use "
+    "one for each thread."
 )
 
 
@@ -494,8 +495,8 @@ class Estimator:
         def install(refreshed_state: NetworkState) -> None:
             if self.network is not network:
                 raise errors.NotReadyError(
-                    "A state was loaded since this refresh was started, and its operators "
-                    "are of discarded statistics. Start another one."
+                    "A state was loaded after this refresh was started, so its "
+                    "operators belong to discarded statistics. Start another one."
                 )
             unchanged = [n for n in ready if self._resets.get(n) is resets.get(n)]
             with self._change as before:
@@ -767,8 +768,8 @@ class Estimator:
         if isinstance(self._executor, DistributedExecutor):
             return self._executor
         raise errors.UnsupportedError(
-            f"`{name}` is of several processes, and this estimator is of one. Make it with "
-            "Estimator(..., execution=Distributed(communicator=...))."
+            f"`{name}` comes from several processes, and this estimator runs on one. "
+            "Create it with Estimator(..., execution=Distributed(communicator=...))."
         )
 
     def _promises(self) -> dict[str, Any]:

@@ -123,8 +123,9 @@ class Network:
         self._solving = {n: self._solving_of(block) for n, block in self.blocks.items()}
         if self.layers.has_chains and self.refreshing.damping_scaling != "none":
             raise errors.UnsupportedError(
-                "A chain has no curvature without damping that a damping could be relative "
-                f"to. Take damping_scaling='none', got {self.refreshing.damping_scaling!r}."
+                "A relative damping needs the undamped curvature, which a chain does "
+                "not have. Take damping_scaling='none', got "
+                f"{self.refreshing.damping_scaling!r}."
             )
         self._refresh_options = self.refreshing.options(
             rule=damping_rule, debias=self.averaging.debias, precision=self.precision

@@ -585,8 +585,8 @@ def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
     for side, weight in weights.items():
         if not weight and any(weights.values()):
             raise errors.StateError(
-                f"the factor {side!r} has no statistics, and the other one has. Make the "
-                "estimator with the same Coupling(factors=...)."
+                f"the factor {side!r} has no statistics, but the other one does. "
+                "Create the estimator with the same Coupling(factors=...)."
             )
 
 

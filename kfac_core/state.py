@@ -219,9 +219,10 @@ class NetworkState:
         if self.share is None and not any(int(b.updates) for b in self.blocks.values()):
             return NetworkState(self.blocks, share)
         raise errors.StateError(
-            f"The state is that of {_owner(self.share)}, and the call is that of "
-            f"{_owner(share)}. A process's part of a state is of use to no other: save "
-            "what `Estimator.state_dict` returns, which loads on any number of processes."
+            f"The state belongs to {_owner(self.share)}, and the call to "
+            f"{_owner(share)}. No other process can use a process's part of a state: "
+            "save what `Estimator.state_dict` returns, which loads on any number of "
+            "processes."
         )
 
     def in_form_of(self, form: NetworkState, /) -> NetworkState:

@@ -56,8 +56,8 @@ def asarray(values: np.ndarray[Any, Any], /, *, device: Any) -> Any:
     """Return a copy on the device; 64 bits only where JAX has them switched on."""
     if values.dtype in (np.float64, np.int64) and not jax.config.jax_enable_x64:
         raise DtypeError(
-            f"JAX would make 32 bits of {values.dtype} in silence. Set JAX_ENABLE_X64=1 "
-            "or call kfac_core.enable_float64 before anything is computed, or give "
+            f"JAX would silently round {values.dtype} to 32 bits. Set JAX_ENABLE_X64=1 "
+            "or call kfac_core.enable_float64 before anything is computed, or pass "
             f"{np.dtype(values.dtype.kind + '4')} values."
         )
     return jax.device_put(jnp.array(values), device)

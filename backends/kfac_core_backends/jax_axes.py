@@ -124,7 +124,7 @@ def mapped_axes() -> tuple[Any, ...]:
 def problem() -> str | None:
     """Return why the engine cannot be used here, or None."""
     if importlib.util.find_spec("jax") is None:
-        return "JAX is not installed; pip install jax"
+        return "JAX is not installed; pip install 'kfac-core[jax]'"
     if "jax" not in sys.modules or not mapped_axes():
         return "call it inside a function that is mapped over devices (shard_map, pmap)"
     return None

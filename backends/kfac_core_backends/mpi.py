@@ -178,7 +178,7 @@ class MPICommunicator(Communicator):
 def problem() -> str | None:
     """Return why the engine cannot be used here, or None."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed; pip install mpi4py mpich"
+        return "mpi4py is not installed; pip install 'kfac-core[mpi]' mpich"
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:

@@ -323,7 +323,7 @@ class TorchCommunicator(Communicator):
 def problem() -> str | None:
     """Return why the engine cannot be used here, or None."""
     if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed; pip install torch"
+        return "PyTorch is not installed; pip install 'kfac-core[torch]'"
     import torch.distributed as dist
 
     if not dist.is_available():

@@ -196,11 +196,11 @@ DOCUMENTS = {
     ),
     "a tensor for nothing": (
         lambda d: d["state"]["blocks"].update(b=d["state"]["blocks"].pop("a")),
-        "belongs to nothing",
+        "does not belong to any block",
     ),
     "a number for a tensor": (
         _values(**{"operator.scale": 1.0}),
-        "'a/operator.scale' belongs to nothing",
+        "'a/operator.scale' does not belong to any block",
     ),
     "another kernel order": (_layer(weight_layout="oi"), "weight_layout"),
     "no blocks": (lambda d: d["state"].update(blocks=3), "state of blocks"),

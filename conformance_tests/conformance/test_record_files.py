@@ -215,7 +215,7 @@ DAMAGED = {
                 g.document.update(damping_rule="exact"),
             )
         ),
-        "no damping rule",
+        "not a damping rule",
     ),
     "unknown-op": (
         document(lambda g: g.check.update(op="invert")),

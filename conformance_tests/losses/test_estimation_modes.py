@@ -577,7 +577,7 @@ def test_separate_positions_are_of_exact_modes_and_draws_of_sampled_ones(backend
     plain = drawn_vectors(loss, z, mode="exact", positions="together", **options)
     expected = backend.to_numpy(vectors(loss, z, mode="exact").vectors)
     assert_close(backend.to_numpy(plain.vectors), expected, "identity", "float64")
-    with pytest.raises(kc.ConventionError, match="`samples` is 1"):
+    with pytest.raises(kc.ConventionError, match="`samples` must be 1"):
         drawn_vectors(loss, z, mode="exact", samples=2, **options)
     with pytest.raises(kc.ConventionError, match=r"\(N, T, P\)"):
         drawn_vectors(loss, z[0, ...], mode="exact", positions="separate", **options)

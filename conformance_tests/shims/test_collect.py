@@ -308,7 +308,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     estimator = kc.Estimator(blocks, reduction="sum")
     estimator.update({"a": kc.Batch(np.ones((3, 2)), np.ones((3, 2)))})
     kc.save_checkpoint(path, estimator)
-    with pytest.raises(kc.StateError, match="not made by `collect`"):
+    with pytest.raises(kc.StateError, match="not written by `collect`"):
         collect(classifier(), batches(), path=path)
     with pytest.raises(kc.ConventionError, match="`path`"):
         collect(classifier(), batches(), save_every=2)

@@ -646,7 +646,7 @@ def test_a_custom_loss_needs_a_likelihood(method):
             model.compute_loss = lambda x, y, y_pred, *_, **__: squares(y, y_pred)
         return model
 
-    with pytest.raises(kc.ConventionError, match=r"of its own.*likelihood="):
+    with pytest.raises(kc.ConventionError, match=r"overrides.*likelihood="):
         KFAC(made())
     kfac = KFAC(made(), likelihood="gaussian", fisher="exact")
     kfac.observe(x)

@@ -12,7 +12,7 @@ import kfac_core_shims.{0}
 """
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax", "keras"])
+@pytest.mark.parametrize("framework", ["torch", "jax", "keras", "sklearn"])
 def test_the_extra_is_named(framework):
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(framework)],

@@ -408,7 +408,7 @@ def test_gradients_of_replaced_parameters_are_not_in_the_clip(how):
     model.zero_grad()
     fn.cross_entropy(model(x), y).backward()
     before = [p.grad.clone() for p in model.parameters()]
-    with pytest.warns(UserWarning, match=r"0\.weight.*replaced.*make KFAC again"):
+    with pytest.warns(UserWarning, match=r"0\.weight.*replaced.*create KFAC"):
         kfac.step()
 
     after = [p.grad for p in model.parameters()]
@@ -446,7 +446,7 @@ def test_a_weight_that_has_another_size_is_named():
     model[2].weight.data, model[2].bias.data = torch.randn(6, 6), torch.randn(6)
     fn.cross_entropy(model(x), y).backward()
     with pytest.raises(
-        kc.UnsupportedError, match=r"weight of layer '2' had 24.*36 now.*KFAC again"
+        kc.UnsupportedError, match=r"weight of layer '2' had 24.*now has 36.*Create KFAC"
     ):
         kfac.step()
     assert kfac.steps == 0
@@ -482,9 +482,9 @@ def test_parameters_without_a_block_are_named_with_reason_and_remedy():
     expected = {
         "attention.bias_k": "add_bias_kv=False",
         "attention.bias_v": "add_bias_kv=False",
-        "partly.bias": "the weight that it belongs to was frozen.*make KFAC again",
-        "later.weight": "frozen when KFAC was made; make KFAC again",
-        "later.bias": "frozen when KFAC was made; make KFAC again",
+        "partly.bias": "the weight that it belongs to was frozen.*create KFAC again",
+        "later.weight": "frozen when KFAC was created; create KFAC again",
+        "later.bias": "frozen when KFAC was created; create KFAC again",
     }
     assert set(kfac.skipped) == set(expected)
     for name, why in expected.items():
@@ -718,7 +718,7 @@ def test_overlap_is_for_the_pass_that_makes_the_gradients():
         kfac.step()
         assert_factors(kfac, expected, rtol=1e-7)
     fn.cross_entropy(model(x), y).backward()
-    with pytest.raises(kc.ConventionError, match="steps of one pass"):
+    with pytest.raises(kc.ConventionError, match="a step has one pass"):
         fn.cross_entropy(model(x), y).backward()
 
 

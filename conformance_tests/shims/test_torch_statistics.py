@@ -127,7 +127,7 @@ def test_empirical_statistics_use_the_losses_of_the_loop():
     np.testing.assert_allclose(G, (g.T @ g / 6).detach().numpy(), rtol=1e-12)
     with pytest.raises(kc.ConventionError, match="give None"):
         kfac.update(model(x))
-    with pytest.raises(kc.NotReadyError, match="No row"):
+    with pytest.raises(kc.NotReadyError, match="No outputs"):
         kfac.update()
 
 
@@ -193,7 +193,7 @@ def test_several_draws_are_as_many_sources_of_one_pass():
     assert np.abs(one - expected).max() / np.abs(expected).max() > off
     first, second = drawn(1, times=2)
     assert not np.allclose(first, second)
-    with pytest.raises(kc.ConventionError, match="`samples` is 1"):
+    with pytest.raises(kc.ConventionError, match="`samples` must be 1"):
         KFAC(model, samples=2, **EXACT).update(model(x))
 
 

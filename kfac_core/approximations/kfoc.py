@@ -187,8 +187,8 @@ class KFOC(Approximation):
     def reduction_problem(self) -> str:
         """Why fitted products are not reduced."""
         return (
-            "the best product of a sum is not made of the best products of its parts; take "
-            "Kronecker"
+            "the best product for a sum does not follow from the best products for its "
+            "parts; take Kronecker"
         )
 
     def problem_with(self, layer: Layer, /) -> str | None:

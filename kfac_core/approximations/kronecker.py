@@ -298,7 +298,7 @@ class Kronecker(Approximation):
         """Why uncorrelated inputs are not reduced."""
         return (
             "the covariance of uncorrelated inputs is centered at each process's own mean, "
-            "so that it is no sum over processes; take input='full'"
+            "so that it is not a sum over processes; take input='full'"
         )
 
     @property

@@ -129,9 +129,9 @@ def _raise_for(flags: Status, operator: SeriesOperator, name: str) -> NoReturn:
     reason += "them in float64."
     raise_flagged(flags, name, {Status.MATRIX_NOT_FINITE: reason})
     raise errors.FactorizationError(
-        "the moments of lag 0 and lag 1 make no covariance of a chain (flags "
-        f"{flags!s}; the largest correlation is "
-        f"{float(operator.chain.clipped):.1e} above 1). "
-        "Increase `damping`; if that is no remedy, the two lags are not of the same rows.",
+        "the moments of lag 0 and lag 1 are not the covariances of a chain (flags "
+        f"{flags!s}; the largest correlation is {float(operator.chain.clipped):.1e} "
+        "above 1). Increase `damping`; if that does not help, the two lags come from "
+        "different rows.",
         factor=name,
     )

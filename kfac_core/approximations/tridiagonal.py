@@ -264,9 +264,8 @@ def _raise_for(flags: Status, operator: TridiagonalOperator) -> NoReturn:
     reason += "statistics, or keep them in float64."
     raise_flagged(flags, name, {Status.MATRIX_NOT_FINITE: reason})
     raise errors.FactorizationError(
-        "the moments of this layer and the next make no covariance (flags "
-        f"{flags!s}; the largest correlation is "
-        f"{float(bad.clipped):.1e} above 1). Increase `damping`; if "
-        "that is no remedy, the moments are not of the same rows.",
+        f"the moments of this layer and the next are not covariances (flags {flags!s}; "
+        f"the largest correlation is {float(bad.clipped):.1e} above 1). Increase "
+        "`damping`; if that does not help, the moments come from different rows.",
         factor=name,
     )

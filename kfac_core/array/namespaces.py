@@ -169,9 +169,9 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
         return
     if isinstance(x, np.ndarray) and cls not in (np.ndarray, np.memmap):
         raise errors.ArgumentError(
-            f"Expected `{name}` to be a plain array, got {cls.__module__}.{cls.__name__}. "
-            "Subclasses change what operations mean (a mask hides numbers). Give "
-            "`numpy.asarray(x)`, with masked numbers filled first."
+            f"Expected `{name}` to be a plain array, got "
+            f"{cls.__module__}.{cls.__name__}. Subclasses change what operations mean "
+            "(a mask hides numbers). Fill masked numbers, and pass `numpy.asarray(x)`."
         )
     if array_api_compat.is_pydata_sparse_array(x):
         raise _not_dense(name, f"{cls.__module__}.{cls.__name__}; make it dense")
@@ -242,8 +242,8 @@ def _places_differ(
 ) -> errors.MixedArraysError:
     """Return a message that names two arguments on different devices."""
     return errors.MixedArraysError(
-        f"`{first}` is on {place} and `{second}` is on {other}: arrays given together must "
-        "be on one device. Move one of them yourself; nothing is moved in silence."
+        f"`{first}` is on {place} and `{second}` is on {other}: arrays passed together "
+        "must be on one device. Move one of them yourself; no array is moved silently."
     )
 
 
@@ -530,8 +530,8 @@ def _explain(named: dict[str, Any]) -> Exception:
     second = next((name for name, other in others if other != library), first)
     return errors.MixedArraysError(
         f"`{first}` is an array of {_short(library)} and `{second}` of "
-        f"{_short(libraries[second])}: arrays given together must be of one library. "
-        "Convert one of them; nothing is converted in silence."
+        f"{_short(libraries[second])}: arrays passed together must be of one library. "
+        "Convert one of them yourself; no array is converted silently."
     )
 
 

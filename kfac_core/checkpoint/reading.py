@@ -213,7 +213,9 @@ def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> A
     for name, index in document["tensors"].items():
         block, _, path = name.rpartition("/")
         if block not in blocks or path in blocks[block]["values"]:
-            raise errors.StateError(f"the tensor {shown(name)} belongs to nothing.")
+            raise errors.StateError(
+                f"the tensor {shown(name)} does not belong to any block."
+            )
         dtype, shape = headers[index]
         if name in transposed:
             shape = (*shape[:-2], *shape[-2:][::-1])

@@ -209,9 +209,7 @@ def _print(report: dict[str, Any]) -> None:
         [_cells(name, backend) for name, backend in backends.items()],
     )
     if installed < len(backends):
-        print(
-            "In a checkout write `pip install '.[jax]'`, and so for the other extras."
-        )
+        print("In a checkout write `pip install '.[jax]'`; likewise for other extras.")
     if "operations" not in report:
         return
     print()

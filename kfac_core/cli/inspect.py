@@ -13,13 +13,13 @@ from kfac_core.cli.screen import aligned, print_json, printable
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
 
-SUMMARY = "say what is in a checkpoint"
+SUMMARY = "show what a checkpoint contains"
 EXAMPLES = (
     "kfac-core inspect curvature.npz",
     "kfac-core inspect curvature.npz --blocks",
 )
 _COUNTS = ("updates", "age", "failures", "basis_age")
-EXIT_CODES = {0: "it was read", 2: "it is no checkpoint, or a damaged one"}
+EXIT_CODES = {0: "the file was read", 2: "the file is damaged or not a checkpoint"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:

@@ -38,8 +38,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with 2."""
-        message = message.replace("argument COMMAND: invalid choice:", "no command")
-        if "invalid choice:" in message or message.startswith("no command"):
+        message = message.replace(
+            "argument COMMAND: invalid choice:", "unknown command"
+        )
+        if "invalid choice:" in message or message.startswith("unknown command"):
             wrong, *choices = re.findall(r"'([^']*)'", message)
             if meant := suggestion(wrong, choices):
                 # Replace the list of choices, which would fill a line, by the nearest.

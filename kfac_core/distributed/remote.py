@@ -196,10 +196,10 @@ class RemoteOperator(CurvatureOperator):
         if self.has_failed:
             raise errors.FactorizationError("A block could not be factorized.")
         raise errors.UnsupportedError(
-            f"This operator is held by rank {self.owner} and not by this one. Call "
-            "`Estimator.precondition` or `Estimator.apply` on all ranks, or give "
-            "`holders='all'` to `Distributed`. A state that other processes divided is "
-            "saved by `Estimator.state_dict`."
+            f"Rank {self.owner} holds this operator, and this rank does not. Call "
+            "`Estimator.precondition` or `Estimator.apply` on all ranks, or pass "
+            "`holders='all'` to `Distributed`. `Estimator.state_dict` saves a state "
+            "that is divided among processes."
         )
 
     trace = eigenvalues = to_dense = _refuse

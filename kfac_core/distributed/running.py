@@ -54,9 +54,9 @@ def execution_for(
         for name, size in running_processes().items():
             if size > 1:
                 raise errors.UnsupportedError(
-                    f"{size} processes of {name!r} run, and each would keep the statistics "
-                    f"of its own rows alone. Pass communicator={name!r} for those of all, "
-                    "or communicator='alone' if that is what you want."
+                    f"{size} processes of {name!r} are running, and each would keep "
+                    f"statistics of its own rows only. Pass communicator={name!r} to "
+                    "combine them, or communicator='alone' to keep them apart."
                 )
         return None
     if communicator == "alone":

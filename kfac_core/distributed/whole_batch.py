@@ -126,9 +126,9 @@ def in_whole_batch(
 def no_arrays(rank: int, /) -> errors.NotReadyError:
     """Return the error of a rank that does not know the library of its arrays."""
     return errors.NotReadyError(
-        f"Rank {rank} has neither rows nor statistics, so that it is unknown of which "
-        "library its arrays are. Give `like`, an array such as the batches', to "
-        "`Distributed`, or a batch of zero examples."
+        f"Rank {rank} has neither rows nor statistics, so its array library is "
+        "unknown. Pass `like`, an array such as the batches', to `Distributed`, or a "
+        "batch of zero examples."
     )
 
 

@@ -70,9 +70,9 @@ class RunningProduct:
     def merged(self, other: RunningProduct, /) -> NoReturn:
         """Raise `UnsupportedError`: a best product cannot be merged from parts."""
         raise errors.UnsupportedError(
-            "KFOC fits a product to a whole batch, and the best product of a sum is not "
-            "made of the best products of its parts. Feed whole batches to `update`, "
-            "without `max_patch_elements`, `moments` and `merge`."
+            "KFOC fits a product to a whole batch, and the best product for a sum does "
+            "not follow from the best products for its parts. Feed whole batches to "
+            "`update`, without `max_patch_elements`, `moments` and `merge`."
         )
 
     def absorbed(

@@ -391,8 +391,8 @@ class Influence:
         xp = self.curvatures[name].namespace
         if self.check == "raise" and not bool(xp.all(xp.isfinite(result))):
             raise errors.NotFiniteError(
-                f"Block {name!r}: gradients of {whose} hold NaN or infinity, or numbers "
-                "too large to be multiplied. Leave those examples out."
+                f"Block {name!r}: gradients of {whose} contain NaN, infinity, or "
+                "numbers whose products overflow. Leave those examples out."
             )
 
     def _require_definite(self) -> None:

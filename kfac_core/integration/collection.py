@@ -203,13 +203,14 @@ def collect_statistics(
         about = read_header(target)["document"].get("about") or {}
         if "examples" not in about:
             raise errors.StateError(
-                f"{target}: not made by `collect`. Give another path, or remove the file."
+                f"{target}: not written by `collect`. Pass another path, or remove the "
+                "file."
             )
         return Collected(estimator(blocks), about["examples"], target, backend)
     parts = [*_parts(blocks, max_elements)]
     if target is None and (len(parts) > 1 or save_every is not None):
         raise errors.ConventionError(
-            "Layers by parts and saved states go to files: give a `path`."
+            "Layers in parts and saved states are written to files: pass a `path`."
         )
     stages = [2 if any(map(_has_moments, part.values())) else 1 for part in parts]
     length = len(loader) if isinstance(loader, Sized) else 0

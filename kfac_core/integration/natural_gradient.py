@@ -38,7 +38,7 @@ from kfac_core.steps.vectors import Vector
 __all__ = ["NaturalGradient"]
 
 _NOTHING_SEEN = (
-    "No row of outputs, or no output gradient, was seen for this step: observe the "
+    "No outputs, or no output gradients, were recorded for this step: observe the "
     "outputs before each backward pass."
 )
 
@@ -314,8 +314,8 @@ class NaturalGradient(ScheduledSteps):
         """
         if self._begun is not None:
             raise errors.ConventionError(
-                "This step was begun already, with other calls. Give all calls of a step "
-                "at once, to `begin` or to `directions`."
+                "This step has already begun, with other calls. Pass all calls of a "
+                "step at once, to `begin` or to `directions`."
             )
         self._take({}, calls, rows, loss_factor, background=True)
 

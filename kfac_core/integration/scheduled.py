@@ -182,9 +182,9 @@ class ScheduledSteps:
         is_read = owned or any(path.startswith("statistics") for path in paths)
         if state["steps"] and not is_read:
             raise errors.StateError(
-                f"The state is of {state['steps']} steps and has no statistics: its reader "
-                "read only what a new object has. With torch.distributed.checkpoint, save "
-                "and load DistributedState(kfac)."
+                f"The state has {state['steps']} steps and no statistics: it was read "
+                "into the entries of a new object only. With "
+                "torch.distributed.checkpoint, save and load DistributedState(kfac)."
             )
         self.estimator.load_state_dict(estimator, owned=owned)
         self.steps, self.loss_factor = state["steps"], loss_factor

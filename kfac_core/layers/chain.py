@@ -102,8 +102,8 @@ class Chain:
             kind = getattr(layer, "kind", type(layer).__name__)
             if kind != "dense":
                 raise errors.UnsupportedError(
-                    f"Layer {name!r} is {kind}: only a dense layer has one row for "
-                    "each example, which moments between layers are made of."
+                    f"Layer {name!r} is {kind}: moments between layers need one row "
+                    "for each example, which only a dense layer has."
                 )
 
     @property

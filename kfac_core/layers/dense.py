@@ -128,7 +128,7 @@ class Dense:
         if not lead or x.shape[-1] != self.in_features:
             shape = (*x.shape[:stack], "N", ..., self.in_features)
             constraints.require_shape("inputs", x, shape)
-        hint = "The examples and shared axes must be those of `inputs`."
+        hint = "The examples and shared axes must match `inputs`."
         event = (*lead, self.out_features)
         require_output_grads(batch, event, hint=hint, lead=stack)
         shape = lead[0], math.prod(lead[1:])

@@ -424,8 +424,8 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
     xp = ns.namespace_of(inputs=rows.inputs, bias=bias)
     if not rows.homogeneous:
         raise errors.ConventionError(
-            "Rows without a bias can only be told in a layer that has one; say bias=True "
-            "in the layer, or leave `Batch.bias` out."
+            "Rows without a bias can only be marked in a layer that has one; set "
+            "bias=True in the layer, or leave `Batch.bias` out."
         )
     N, S = rows.examples, rows.positions
     if bias.dtype != xp.bool:

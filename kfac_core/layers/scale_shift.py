@@ -82,7 +82,7 @@ class ScaleShift(Flat):
             For arrays of incompatible shape, dtype, library or device.
         """
         x, g, _, xp = entering(batch)
-        hint = "It has the shape of the layer's outputs, that of `inputs`."
+        hint = "It has the shape of the layer's outputs, as `inputs` has."
         require_output_grads(batch, tuple(x.shape), hint=hint)
         # Widen half precision before multiplying.
         x, g = (ns.cast(xp, array, ns.wide_dtype(xp, array.dtype)) for array in (x, g))

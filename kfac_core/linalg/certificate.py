@@ -517,10 +517,10 @@ def undetermined_error(
     xp = ns.own_namespace(damping)
     error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
     return errors.FactorizationError(
-        f"with damping {float(xp.max(damping)):.1e} eigenvalues are not "
-        "determined: the roundoff of what is stored changes a damped one by "
-        f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "
-        'keep statistics in float64 (Precision(storage="float64")).',
+        f"with damping {float(xp.max(damping)):.1e} eigenvalues are not determined: "
+        "roundoff in the stored statistics changes a damped eigenvalue by "
+        f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or keep "
+        'statistics in float64 (Precision(storage="float64")).',
         factor=name,
     )
 

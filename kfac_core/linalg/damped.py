@@ -470,9 +470,9 @@ def require_readable(like: Array, factorization: str, /) -> None:
     """
     if not finite.is_readable(like, xp=ns.own_namespace(like)):
         raise errors.NotReadyError(
-            f"{factorization!r} was not prepared, and none is made while a program is "
-            "traced, since a failure could not be reported. Add "
-            f"{factorization!r} to `factorizations`."
+            f"{factorization!r} was not prepared, and cannot be computed inside a "
+            f"traced program, which could not report a failure. Add {factorization!r} "
+            "to `factorizations`."
         )
 
 

@@ -85,7 +85,7 @@ def drawn_vectors(
     spec = noise_spec(loss, natural, mode=mode, samples=samples)
     if samples != 1 and spec is None:
         raise errors.ConventionError(
-            f"The mode {mode!r} draws nothing, so that `samples` is 1; got {samples}."
+            f"The mode {mode!r} draws nothing, so `samples` must be 1; got {samples}."
         )
     if positions == "separate" and shared and natural.ndim == 2:
         raise errors.ConventionError(

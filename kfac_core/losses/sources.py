@@ -204,7 +204,7 @@ def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
     gradient = loss.gradient(natural, targets)
     if gradient.ndim != natural.ndim:
         raise errors.ShapeError(
-            "Expected `targets` to be of the rows of `natural`, whose shape is "
+            "Expected one target for each row of `natural`, whose shape is "
             f"{tuple(natural.shape)}; got {tuple(targets.shape)}."
         )
     return gradient[None, ...]

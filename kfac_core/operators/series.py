@@ -253,10 +253,10 @@ class SeriesOperator(CurvatureOperator):
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:
             raise errors.UnsupportedError(
-                "the terms of a series share no eigenvectors, so that this can be computed "
-                f"from the dense matrix only, and {self._rows()} rows are more than "
-                f"{DENSE_LIMIT}. Use `multiply`, `multiply_inverse` or `sample`, or the "
-                "variant 'independent', which has every function."
+                "the terms of a series share no eigenvectors, so this needs the dense "
+                f"matrix, and {self._rows()} rows are more than {DENSE_LIMIT}. Use "
+                "`multiply`, `multiply_inverse` or `sample`, or the variant "
+                "'independent', which has every function."
             )
 
     def _rows(self) -> int:

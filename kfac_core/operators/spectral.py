@@ -468,8 +468,8 @@ class SpectralOperator(CurvatureOperator):
             return F
         if not self.is_kronecker:
             raise errors.UnsupportedError(
-                "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
-                "operator that it was made of."
+                "The eigenbasis of a full matrix has no structure to factorize. "
+                "Factorize the operator that it was computed from."
             )
         n, m = self.inner_shape[-2:]
         Q_A, Q_G = self._basis_matrix(F.input, n), self._basis_matrix(F.output, m)

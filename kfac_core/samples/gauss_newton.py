@@ -106,11 +106,13 @@ class GaussNewtonOptions:
             minibatch = centered or rate is not None
         if not minibatch and (rate is not None or momentum or centered):
             raise errors.ConventionError(
-                f"`{rate_name}`, `momentum` and `centered` are of steps on other data. "
-                "Give `minibatch=True`, or leave them out."
+                f"`{rate_name}`, `momentum` and `centered` are for mini-batches. Pass "
+                "`minibatch=True`, or leave them out."
             )
         if centered and likelihood is not None:
-            raise errors.ConventionError("`centered` is of no likelihood.")
+            raise errors.ConventionError(
+                "`centered` is for residuals. Leave it out, or leave `likelihood` out."
+            )
         if not callable(rate):
             require_positive(rate_name, rate, optional=True)
         if damping is None and not minibatch:

@@ -57,7 +57,10 @@ class NystromKernel:
 
     def full(self) -> NoReturn:
         """Raise `UnsupportedError`: what needs K itself, as its center does, is refused."""
-        raise errors.UnsupportedError("A centered K is not solved by iterations.")
+        raise errors.UnsupportedError(
+            "Iterations do not solve with a centered K. Compute K itself, by "
+            "sample_gram."
+        )
 
 
 @structure()

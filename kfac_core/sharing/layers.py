@@ -73,9 +73,8 @@ class NamedLayers:
         # Known names that are not blocks: say which block to name instead.
         if name in self._weights.uses:
             raise errors.UnknownBlockError(
-                f"{name!r} is a further use of the weight of block "
-                f"{self._weights.uses[name]!r}, whose gradient, summed over the uses, is "
-                "to be given."
+                f"{name!r} uses the weight of block {self._weights.uses[name]!r} "
+                "again: pass the gradient there, summed over the uses."
             )
         if name in self._chains.of:
             raise errors.UnknownBlockError(

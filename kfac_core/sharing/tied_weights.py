@@ -46,7 +46,7 @@ class TiedWeights:
             if use in blocks:
                 raise errors.ConventionError(
                     f"`tied_weights`: {use!r} is a block of its own. Leave it out of "
-                    f"`blocks`: the weight's curvature is that of {name!r}."
+                    f"`blocks`: the curvature of the weight is in block {name!r}."
                 )
             if blocks[name].layer.kind not in ("dense", "conv"):
                 raise errors.UnsupportedError(

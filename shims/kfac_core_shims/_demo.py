@@ -42,7 +42,7 @@ EXAMPLES = (
     "KFAC_CORE_BACKEND=numpy kfac-core demo --json > demo.json",
 )
 EXIT_CODES = {
-    0: "all methods were run",
+    0: "all methods ran",
     2: "a package is missing, or the backend cannot be used",
 }
 
@@ -80,7 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument(
-        "--output", type=Path, default=Path("."), metavar="DIR", help="of the picture"
+        "--output",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="folder of the picture",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -300,9 +304,9 @@ def _draw(runs: list[Run], path: Path) -> None:
     from matplotlib.figure import Figure
 
     problems = list(dict.fromkeys(run.problem for run in runs))
-    figure: Any = Figure(
-        figsize=(4.2 * len(problems), 3.6), dpi=150, layout="constrained"
-    )
+    # Small, so that its letters stay readable on a telephone.
+    size = 3.3 * len(problems), 3.0
+    figure: Any = Figure(figsize=size, dpi=180, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(problems), squeeze=False)[0]
     for axes, problem in zip(panels, problems, strict=True):

@@ -558,7 +558,9 @@ class KFAC(kc.integration.ScheduledSteps):
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 state = _unfolded(json.loads(str(file["tree"])), file)
         except Exception as error:  # NumPy raises eight kinds for damaged files
-            raise kc.StateError(f"{path}: damaged or no saved state: {error}") from None
+            raise kc.StateError(
+                f"{path}: damaged, or not a saved state: {error}"
+            ) from None
         self.load_state_dict(state)
 
     def _require(self, vector: Any, what: str) -> None:

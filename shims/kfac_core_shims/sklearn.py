@@ -20,6 +20,10 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, TypeAlias
 
+from kfac_core_shims import require
+
+require("sklearn", extra="sklearn")
+
 import numpy as np
 from scipy.sparse import issparse
 from sklearn.base import BaseEstimator

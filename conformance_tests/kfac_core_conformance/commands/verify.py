@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         "-v", "--verbose", action="store_true", help="show the answers that agree too"
     )
     shown.add_argument(
-        "-q", "--quiet", action="store_true", help="print nothing; the exit code tells"
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print nothing; set only the exit code",
     )
     add_json(parser)
 

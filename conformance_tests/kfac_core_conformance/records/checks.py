@@ -98,7 +98,7 @@ class Check(Part, tag_field="op", kw_only=True, frozen=True):
             and series.variant != "independent"
         ):
             raise RecordError(
-                f"'exact' is no damping rule for a series of variant {series.variant}; "
+                f"'exact' is not a damping rule for a series of variant {series.variant}; "
                 "expected 'factored' or 'factored_unit_pi'"
             )
 

@@ -1,4 +1,4 @@
-"""torch.compile: KFAC is made before the compiled model is first called.
+"""torch.compile: KFAC is created before the compiled model is first called.
 
 Needs `pip install torch`, and a C++ compiler for the compiled run; elsewhere pass
 ``--backend eager``.

@@ -139,9 +139,9 @@ def counts(
     lengths = {tuple(y.shape)[:1] for y in jax.tree.leaves(outputs)}
     if len(lengths) > 1:
         raise kc.ConventionError(
-            "Expected outputs with one first axis, that of the examples, got lengths "
-            f"{sorted(length for (length,) in lengths - {()})}. Return other results by "
-            "`has_aux`."
+            "Expected all outputs to have the examples on the first axis, got axes of "
+            f"lengths {sorted(length for (length,) in lengths - {()})}. Return other "
+            "results by `has_aux`."
         )
     rows = next((length for (length,) in lengths - {()}), None)
     first = next((shape[0] for shape in shapes if shape), None)

@@ -436,8 +436,8 @@ class _Finder:
             if view is None or not self._whole(view):
                 raise kc.ConventionError(
                     f"Layer {label.name!r}: expected `{role}` to be a leaf of the "
-                    "parameters itself; casts, axes of length one and `jit`, `remat`, "
-                    "`scan` or `vmap` in between are seen through, and nothing else."
+                    "parameters itself; only casts, axes of length one and `jit`, "
+                    "`remat`, `scan` or `vmap` may come in between."
                 )
             parts[role] = Part(view.source, view.sliced)
         self._require_only_within(operation, label, parts)
@@ -490,8 +490,9 @@ class _Finder:
                 )
                 if view is not None and view.source in leaves:
                     raise kc.ConventionError(
-                        f"Layer {label.name!r}: its outputs are also used before the mark, "
-                        "and would be counted twice. Go on with what `tap` returned."
+                        f"Layer {label.name!r}: its outputs are also used before the "
+                        "mark, and would be counted twice. Continue with the value "
+                        "that `tap` returned."
                     )
                 waiting.append(operand)
 

@@ -100,8 +100,8 @@ class Leaves:
             shape = trace.shape(site.operation.outputs[0])
             rows = [shape[i] for i in row_axes(site)] if site.y or shape else []
             what = (
-                f"a layer with rows {rows}, of which none are those of the "
-                f"{batch.examples} examples"
+                f"a layer with rows {rows}, none of which match the {batch.examples} "
+                "examples"
             )
             if site.kind == "marked":
                 raise kc.ConventionError(
@@ -131,7 +131,7 @@ class Leaves:
             names = [self.names[part.leaf] for part in site.parts.values()]
             raise kc.ConventionError(
                 f"The parameters {names} are used in another way than when the network "
-                "was made. Make a `Network` of each of the two functions."
+                "was created. Create a `Network` for each of the two functions."
             )
         return key in self._block_names
 
@@ -143,9 +143,9 @@ class Leaves:
         if len(names) != len(self.names):
             others = sorted(set(names) ^ set(self.names))
             raise kc.ConventionError(
-                f"Expected the {len(self.names)} parameters that the network was made "
-                f"with, got {len(names)}; {', '.join(others[:6])} are in one of the two "
-                "only. Make a `Network` of the new ones."
+                f"Expected the {len(self.names)} parameters that the network was "
+                f"created with, got {len(names)}; only one of the two has "
+                f"{', '.join(others[:6])}. Create a `Network` for the new ones."
             )
 
     def require_known(self, layers: Layers, /) -> None:
@@ -154,8 +154,8 @@ class Leaves:
         for leaf, why in layers.obstacles.items():
             if leaf in blocks:
                 raise kc.ConventionError(
-                    f"The parameter {self.names[leaf]} is used in another way than when "
-                    f"the network was made: {why[0]}."
+                    f"The parameter {self.names[leaf]} is used in another way than "
+                    f"when the network was created: {why[0]}."
                 )
 
     def _name(self, sites: Iterable[Site]) -> None:

@@ -399,10 +399,10 @@ class Network:
             expands = getattr(kind, "sharing", None) == "expand"
             if not axis.sure and not expands:
                 raise kc.ConventionError(
-                    f"Block {name!r}: several axes have the length {length}, and which is "
-                    f"that of the {batch.examples} examples cannot be told; {kind!r} needs "
-                    "to know. Take another number of examples, or write the network for "
-                    "any number of them."
+                    f"Block {name!r}: several axes have the length {length}, so the "
+                    f"axis of the {batch.examples} examples is ambiguous, and {kind!r} "
+                    "needs it. Take another number of examples, or write the network "
+                    "for any number of them."
                 )
             if names.count(name) > 1 and not (axis.ordered or expands):
                 raise kc.ConventionError(
@@ -414,9 +414,9 @@ class Network:
             if not (is_known or expands):
                 raise kc.ConventionError(
                     f"Block {name!r}: its first axis has {length} rows for "
-                    f"{batch.examples} examples, and whose they are cannot be told; "
-                    f"{kind!r} needs to know. Keep the examples as an axis of their own, "
-                    "or take Kronecker(), with sharing='expand'."
+                    f"{batch.examples} examples, and the example of each row is "
+                    f"unknown; {kind!r} needs it. Keep the examples as an axis of "
+                    "their own, or take Kronecker(), with sharing='expand'."
                 )
 
 

@@ -127,15 +127,15 @@ class Rows:
         if tuple(rows[: mask.ndim]) != tuple(mask.shape):
             if rows[0] == mask.size != len(mask):
                 raise kc.ConventionError(
-                    f"A layer has {rows[0]} rows on one axis, those of `mask` of shape "
-                    f"{tuple(mask.shape)} in an order that cannot be told. Keep the "
+                    f"A layer has {rows[0]} rows on one axis, in an unknown order of "
+                    f"the axes of `mask`, of shape {tuple(mask.shape)}. Keep the "
                     "examples as an axis of their own, or mark the layer with its mask."
                 )
             return None
         if not self.axis.sure:
             raise kc.ConventionError(
-                f"A layer has rows {[int(n) for n in rows]}, which axis of {len(mask)} is "
-                "that of the examples cannot be told, and `mask` is of these. Take another "
+                f"A layer has rows {[int(n) for n in rows]}, and several axes of "
+                f"length {len(mask)} could be the examples of `mask`. Take another "
                 "number of examples, or write the network for any number of them."
             )
         for length in mask.shape:

@@ -311,8 +311,8 @@ class KFAC(kc.integration.NaturalGradient):
                 self.skipped[layer.name] = type(layer).__name__
         if not self.sites:
             raise kc.UnsupportedError(
-                "The model is not built, or has no layer that K-FAC knows. Build it: give "
-                "it an Input, or call it on a batch."
+                "The model is not built, or K-FAC covers none of its layers. To build "
+                "it, add an Input, or call it on a batch."
             )
 
     def _losses(self) -> list[losses.OutputLoss]:
@@ -521,7 +521,7 @@ class KFAC(kc.integration.NaturalGradient):
         def train_step(*inputs: Any) -> Any:
             if model.optimizer is not attached:
                 raise kc.UnsupportedError(
-                    "The model was compiled anew. Call kfac.remove() before, and "
+                    "The model was compiled again. Call kfac.remove() before, and "
                     "KFAC(model) after model.compile(...)."
                 )
             data = keras.utils.unpack_x_y_sample_weight(inputs[-1])

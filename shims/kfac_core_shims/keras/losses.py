@@ -115,10 +115,10 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
     override = own_loss_of(model)
     if override and likelihoods is None:
         raise kc.ConventionError(
-            f"{type(model).__name__} has a `{override}` of its own, so that a compiled "
-            "loss may not be what is differentiated. Say what its outputs are: KFAC(model, "
-            "likelihood='categorical'), 'bernoulli' or 'gaussian' (half the squared "
-            "error), which then stands in the place of a compiled loss that says other."
+            f"{type(model).__name__} overrides `{override}`, so the compiled loss may "
+            "not be the one that is differentiated. Pass the likelihood of the "
+            "outputs: KFAC(model, likelihood='categorical'), 'bernoulli' or 'gaussian' "
+            "(half the squared error). It replaces that of the compiled loss."
         )
     compiled = private.compiled_losses(model)
     if compiled is None:
@@ -129,8 +129,8 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
     if not compiled:
         if likelihoods is None:
             raise kc.ConventionError(
-                "Expected `likelihood`: the model is not compiled with a loss that says "
-                "what its outputs are. Compile it before KFAC(model), or say for example "
+                "Expected `likelihood`: the model is not compiled with a loss that "
+                "determines it. Compile it before KFAC(model), or pass for example "
                 "likelihood='categorical'."
             )
         single = len(likelihoods) == 1
@@ -296,8 +296,8 @@ def _output_loss(
     if row is None:
         if expected is None:
             raise kc.UnsupportedError(
-                f"{name} is not the loss of a known likelihood. Say what the outputs are: "
-                "KFAC(model, likelihood=...)."
+                f"{name} is not the loss of a known likelihood. Pass that of the "
+                "outputs: KFAC(model, likelihood=...)."
             )
         return OutputLoss(expected, path, loss_reduction, weight)
     if expected is not None and expected != row:

@@ -133,10 +133,11 @@ class ComputedSite(Site):
         if least > coarse * coarse * most:
             self.warned = True
             warn(
-                f"K-FAC leaves out {(least / most) ** 0.5:.2g} of the gradient of what the "
-                f"weight of {self.name!r} is computed from, which did not come through the "
-                "weight: that of a penalty on it, of clipped or noisy entries, or of "
-                "passes between which a spectral norm changed. Give penalties to the "
+                f"A fraction of {(least / most) ** 0.5:.2g} of the gradient of the "
+                f"parameters from which the weight of {self.name!r} is computed did "
+                "not come through the weight, and K-FAC leaves it out: it comes from a "
+                "penalty on them, from clipped or noisy entries, or from passes "
+                "between which a spectral norm changed. Pass penalties to the "
                 "optimizer, as weight_decay.",
                 stacklevel=2,
             )

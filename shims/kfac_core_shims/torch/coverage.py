@@ -29,8 +29,8 @@ LARGEST_FACTOR = 8192
 
 
 _REPLACED = (
-    "it was replaced after KFAC was made, as by a new module or by "
-    "load_state_dict(assign=True); make KFAC again, and the optimizer"
+    "it was replaced after KFAC was created, as by a new module or by "
+    "load_state_dict(assign=True); create KFAC and the optimizer again"
 )
 
 
@@ -120,8 +120,8 @@ class Coverage:
         for name, p in now.items():
             if id(p) in moved:
                 self._reasons[name] = (
-                    "its module reads it in another way than when KFAC was made, as after "
-                    "pruning or tying; make KFAC again"
+                    "its module reads it in another way than when KFAC was created, as "
+                    "after pruning or tying; create KFAC again"
                 )
             elif id(p) not in known and name in self._trained_at_first:
                 self._reasons.setdefault(name, _REPLACED)
@@ -153,7 +153,7 @@ class Coverage:
             trained = p.requires_grad and (p.grad is not None or steps == 0)
             if not trained or id(p) in covered or name in self.skipped:
                 continue
-            default = "it was added after KFAC was made; make KFAC again"
+            default = "it was added after KFAC was created; create KFAC again"
             if id(p) in with_site:
                 default = (
                     "it took no part in the observed outputs, or another parameter of its "
@@ -188,7 +188,7 @@ class Coverage:
             Whether only outputs that are given to `KFAC.observe` count.
         """
         if seen or self._notes:
-            return f"{message} What was seen: {'; '.join(self._notes)}."
+            return f"{message} What K-FAC saw: {'; '.join(self._notes)}."
         if self.replaced:
             return f"{message} The model was changed: its parameters were replaced."
         if not came:
@@ -246,7 +246,7 @@ def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
     approximation = _chosen_or_default(site, chosen)
     if site.part.tied and approximation not in (None, APPROXIMATIONS["embedding"]):
         raise kc.ConventionError(
-            f"{site.name!r} is an embedding whose weight makes logits too: expected "
+            f"{site.name!r} is an embedding whose weight also makes logits: expected "
             f"{APPROXIMATIONS['embedding']!r} or None in `approximations`, got "
             f"{approximation!r}."
         )
@@ -323,8 +323,9 @@ def _require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any]) -> None:
         # models.
         if not matches and key not in APPROXIMATIONS:
             raise kc.ConventionError(
-                f"`approximations` has {key!r}, which is no block ({', '.join(sites)}), no "
-                f"class of a covered module, and no kind ({', '.join(APPROXIMATIONS)})."
+                f"`approximations` has {key!r}, which is not the name of a block "
+                f"({', '.join(sites)}), the class of a covered module, or a kind of layer "
+                f"({', '.join(APPROXIMATIONS)})."
             )
         if approximation is not None and not hasattr(approximation, "problem_with"):
             raise kc.ConventionError(

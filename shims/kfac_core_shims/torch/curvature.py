@@ -216,7 +216,7 @@ class Curvature(kc.integration.NaturalGradient):
         if self.overlap:
             raise kc.ConventionError(
                 "Whether outputs that are observed by hand are differentiated is not known "
-                "in time. Make KFAC without `overlap`."
+                "in time. Create KFAC without `overlap`."
             )
         if self.criterion.assumed:
             raise kc.ConventionError(
@@ -283,7 +283,7 @@ class Curvature(kc.integration.NaturalGradient):
         if self.overlap:
             raise kc.UnsupportedError(
                 "With `overlap` a pass belongs to a step from the moment that it is "
-                "differentiated. Make KFAC without `overlap`."
+                "differentiated. Create KFAC without `overlap`."
             )
         statistics: dict[str, kc.Statistics] | None = None
         error: Exception | None = None
@@ -442,9 +442,9 @@ class Curvature(kc.integration.NaturalGradient):
         """
         if self._begun is not None:
             raise kc.ConventionError(
-                "This step was begun already: `overlap` is for steps of one pass, whose "
-                "statistics are taken while it runs. Make KFAC without `overlap` to "
-                "accumulate; kfac.discard() forgets a pass."
+                "This step has already begun: with `overlap` a step has one pass, "
+                "whose statistics are taken while it runs. Create KFAC without "
+                "`overlap` to accumulate; kfac.discard() forgets a pass."
             )
         self._is_balanced = False
         if not self._agrees_at_once:

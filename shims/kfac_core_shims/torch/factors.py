@@ -46,7 +46,7 @@ def factors_of(site: Site, statistics: Any, /) -> tuple[Any, Any, Any]:
     outputs = layer.matrix_shape[1]
     if weight is None or not (whole and plain) or weight.shape[0] != outputs:
         raise kc.UnsupportedError(
-            f"Layer {name!r} is no product of two whole factors of one weight. Ask "
+            f"Layer {name!r} is not a product of two full factors of one weight. Ask "
             "kfac.estimator.operator(name)."
         )
     A, G = (value.full() for value in values)

@@ -160,14 +160,16 @@ def _reason(
     """Return why a parameter of a known module has no block."""
     parameter = getattr(module, name)
     if not parameter.requires_grad:
-        return "it was frozen when KFAC was made; make KFAC again once it is trained"
+        return (
+            "it was frozen when KFAC was created; create KFAC again once it is trained"
+        )
     if covered and len(users[id(parameter)]) == 1:
         return "its weight is shared by other modules, and it is not"
     weight = getattr(module, "weight", None)
     if isinstance(weight, nn.Parameter) and not weight.requires_grad:
         return (
-            "the weight that it belongs to was frozen when KFAC was made; make KFAC again "
-            "once that is trained"
+            "the weight that it belongs to was frozen when KFAC was created; create "
+            "KFAC again once that is trained"
         )
     return (
         "its module's weight is computed from other parameters; take "

@@ -276,8 +276,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """
         if not all(p.requires_grad for p in self._finder.parameters):
             raise kc.UnsupportedError(
-                "A parameter was frozen after GaussNewton was made. Make it again, and "
-                "give it `damping=optimizer.damping`."
+                "A parameter was frozen after GaussNewton was created. Create it "
+                "again, with `damping=optimizer.damping`."
             )
         self._finder.wants_statistics = True
         try:

@@ -219,11 +219,12 @@ class Gradients:
         if self._uncleared:
             names = [*self._uncleared][:4] + ["..."] * (len(self._uncleared) > 4)
             raise kc.NotReadyError(
-                f"The gradients of {names} were added to what the last step "
-                "wrote, and would be preconditioned twice. Clear those of all parameters "
-                "before loss.backward(), model.zero_grad(), also of those that the "
+                f"The gradients of {names} were added to what the last step wrote, and "
+                "would be preconditioned twice. Clear all gradients before "
+                "loss.backward() by model.zero_grad(), including those that the "
                 "optimizer does not have; or freeze these, p.requires_grad_(False), "
-                "before KFAC is made. To accumulate, call kfac.step() after the last part."
+                "before KFAC is created. To accumulate, call kfac.step() after the "
+                "last part."
             )
         if self._have_changed():
             raise kc.NotReadyError(

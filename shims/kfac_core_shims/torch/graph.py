@@ -96,10 +96,10 @@ class RecordedCall(kc.integration.LayerCall):
         """Return the same call without output gradients, for those of another pass."""
         if self.inputs is None:
             raise kc.UnsupportedError(
-                f"Outputs of several forward passes depend on one call of layer "
-                f"{self.block!r}, whose rows were let go of after the first backward pass. "
-                "Keep its graph (retain_graph=True), or add the losses and differentiate "
-                "their sum."
+                "Outputs of several forward passes depend on one call of layer "
+                f"{self.block!r}, whose rows were released after the first backward "
+                "pass. Keep its graph (retain_graph=True), or add the losses and "
+                "differentiate their sum."
             )
         call = copy.copy(self)
         call.output_grads, call.is_taken = [], False
@@ -284,8 +284,8 @@ class Walk:
             return "it was called with `offsets`, 1-D ids or `per_sample_weights`"
         if site.kind == "embedding":
             return (
-                "it is an embedding whose weight something else reads; to make logits, "
-                "give nn.Linear this weight before KFAC is made"
+                "it is an embedding whose weight is also read elsewhere; to make "
+                "logits, give nn.Linear this weight before KFAC is created"
             )
         if layer.kind != "dense" or "weight" not in site.roles:
             return (

@@ -266,7 +266,7 @@ class KFAC(Curvature):
     def __reduce__(self) -> Any:
         raise kc.UnsupportedError(
             "A KFAC object belongs to its model and cannot be copied or pickled. Save "
-            "kfac.state_dict(), make KFAC of the copy of the model, and load it there."
+            "kfac.state_dict(), create KFAC for the copy of the model, and load it there."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -294,7 +294,7 @@ class KFAC(Curvature):
         """
         if not self._chose_processes:
             parallel.require_one_process(
-                "KFAC was made before they were. Make it after init_process_group"
+                "KFAC was created before they were. Create it after init_process_group"
             )
         try:
             if not self._loss.is_overflow():

@@ -97,9 +97,9 @@ def criterion_of(likelihood: Any, reduction: Any, /) -> Criterion:
     if isinstance(likelihood, nn.BCEWithLogitsLoss):
         if weight is not None or likelihood.pos_weight is not None:
             raise kc.ConventionError(
-                "BCEWithLogitsLoss with `weight` or `pos_weight` is no likelihood of the "
-                "outputs. Leave these out, or pass kfac_core.losses.Bernoulli() to ignore "
-                "them."
+                "BCEWithLogitsLoss with `weight` or `pos_weight` is not a likelihood of "
+                "the outputs. Leave these out, or pass kfac_core.losses.Bernoulli() to "
+                "ignore them."
             )
         row = kc.integration.RowLoss(likelihood=BERNOULLI, mean_over_outputs=mean)
         return Criterion(row=row, reduction=reduction)

@@ -147,10 +147,10 @@ class LossCheck:
         """Raise if means over the rows of each process would pass for means over all."""
         if self.criterion.reduction == "mean":
             raise kc.ConventionError(
-                "Processes have unequal numbers of rows, so that the average of their "
-                "means is not the mean over all rows, and the gradients of this loss do "
-                "not show which of the two it is. Differentiate the sum over the rows of "
-                "each process, and say reduction='sum'; or give all equally many rows."
+                "Processes have unequal numbers of rows, so the average of their means "
+                "is not the mean over all rows, and the gradients do not show which of "
+                "the two the loss is. Differentiate the sum over the rows of each "
+                "process, and pass reduction='sum'; or use equal numbers of rows."
             )
 
     def scale_for_squares(self, z: Any) -> float:

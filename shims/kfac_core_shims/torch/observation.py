@@ -90,7 +90,7 @@ class Observation:
                 "The loss was differentiated in parts, and a part reads rows of outputs "
                 "that the first did not, which were left out as ignored. Add the parts up "
                 "and differentiate their sum, or call observe(outputs) before; "
-                "kfac.discard() forgets what was no loss."
+                "kfac.discard() forgets passes that are not part of a loss."
             )
         for call in self.calls:
             call.require_unchanged()

@@ -52,8 +52,9 @@ def require_made(model: Any, /) -> None:
         if is_lazy(p) or p.is_meta:
             kind = "uninitialized" if is_lazy(p) else "on the meta device"
             raise kc.UnsupportedError(
-                f"The parameter {name!r} is {kind}, and PyTorch will replace it. Make KFAC "
-                "after to_empty, or after the first call of a model with lazy modules."
+                f"The parameter {name!r} is {kind}, and PyTorch will replace it. "
+                "Create KFAC after to_empty, or after the first call of a model with "
+                "lazy modules."
             )
 
 
@@ -85,9 +86,10 @@ def rate_of(lr: Any, /) -> Any:
     if isinstance(lr, torch.optim.Optimizer):
         if any("eps" in group or "betas" in group for group in lr.param_groups):
             raise kc.ConventionError(
-                f"`lr` is {type(lr).__name__}, which divides a direction by its own size: "
-                "what K-FAC has scaled is lost, and the learning rate is not the length "
-                "of a step. Take torch.optim.SGD; or give the KL clip a number, lr=0.1."
+                f"`lr` is {type(lr).__name__}, which divides a direction by its own "
+                "size: K-FAC's scaling is lost, and the learning rate is not the "
+                "length of a step. Use torch.optim.SGD; or pass the KL clip a number, "
+                "lr=0.1."
             )
         rates = lr.param_groups
         return lambda step: max(float(group["lr"]) for group in rates) or _RESTING

@@ -174,8 +174,8 @@ def require_all_take_part() -> None:
     if private.replicas_may_leave():
         raise kc.UnsupportedError(
             "DistributedDataParallel.join() leaves out processes that have no batches "
-            "left, and K-FAC needs all of them in each step. Leave join() out, and run the "
-            "model on a batch without rows there, model(x[:0])."
+            "left, and K-FAC needs all of them in each step. Leave join() out, and run "
+            "the model there on a batch without rows, model(x[:0])."
         )
 
 

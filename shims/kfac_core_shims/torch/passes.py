@@ -120,7 +120,7 @@ class Pass:
         if private.version(z) != self.version:
             raise kc.UnsupportedError(
                 "The model's outputs were modified in place after its forward pass, so "
-                "that they cannot be observed. Write y = y + x in the place of y += x."
+                "they cannot be observed. Write y = y + x instead of y += x."
             )
         self.observation = recorder.observe_pass(edge, z, gradient, passing, replay)
 
@@ -252,11 +252,12 @@ class PassRecorder:
         """Raise if the loss read derivatives of outputs, and nothing was observed."""
         if self.derived and not self.is_by_hand:
             raise kc.UnsupportedError(
-                f"The loss reads derivatives of the model through the layers "
-                f"{sorted(self.derived)}, and the model's outputs do not show these uses. "
-                "Before loss.backward() call kfac.observe(residuals), where it is of "
-                "residuals with derivatives; or kfac.observe(outputs), where derivatives "
-                "are in a penalty, which then has no curvature."
+                "The loss reads derivatives of the model through the layers "
+                f"{sorted(self.derived)}, and the model's outputs do not show these "
+                "uses. Before loss.backward() call kfac.observe(residuals), if the "
+                "loss consists of residuals with derivatives; or "
+                "kfac.observe(outputs), if derivatives are in a penalty, which then "
+                "has no curvature."
             )
 
     def forget(self) -> None:
@@ -274,8 +275,8 @@ class PassRecorder:
         reached, uncovered = self._reached(edge)
         if any(r.call in o.calls for o in self.observations for r in reached):
             raise kc.UnsupportedError(
-                "These `outputs` depend on calls that were observed already. Observe all "
-                "that is made in one forward pass as one tensor."
+                "These `outputs` depend on calls that were already observed. Observe "
+                "all outputs of one forward pass as one tensor."
             )
         self.is_by_hand = True
         weights = RowWeights(weight=weight)

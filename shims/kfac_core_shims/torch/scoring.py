@@ -269,7 +269,7 @@ class _Taken:
     @property
     def skipped(self) -> dict[str, str]:
         """Parameters that the scores leave out."""
-        why = "it is of a normalization, or tied, and has no rows of one example"
+        why = "its layer is a normalization, or tied, and has no rows of one example"
         others = self.factors.blocks.keys() - self.inverse.blocks.keys()
         return self.factors.skipped | dict.fromkeys(sorted(others), why)
 

@@ -114,7 +114,7 @@ class Division:
         ]
         if not blocks.sites:
             raise kc.UnsupportedError(
-                "No layer of the model is covered whose parameters are divided. Reasons: "
+                "K-FAC covers no layer whose parameters are divided. Reasons: "
                 f"{'; '.join(sorted(set(blocks.reasons.values())))}."
             )
         self._sites = blocks.sites
@@ -439,8 +439,9 @@ def division_of(
         )
     if communicator is None:
         raise kc.UnsupportedError(
-            "The model's parameters are divided among processes, and communicator='alone' "
-            "is one of them. Leave `communicator` out, or give that of all of them."
+            "The model's parameters are divided among processes, and "
+            "communicator='alone' is only one of them. Leave `communicator` out, or "
+            "pass that of all processes."
         )
     # A process knows its own place in the mesh, and not the slices of the others.
     said = json.dumps([*places, *slices.values()])

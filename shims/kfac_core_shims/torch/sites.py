@@ -103,9 +103,9 @@ class Site:
             if g.shape != shape and g.numel() != math.prod(shape):
                 raise kc.UnsupportedError(
                     f"The {role} of layer {self.name!r} had {math.prod(shape)} numbers "
-                    f"when KFAC was made, and has {g.numel()} now, in shape "
-                    f"{tuple(g.shape)}, as after its vocabulary grew. Make KFAC again, "
-                    "and the optimizer."
+                    f"when KFAC was created, and now has {g.numel()}, in shape "
+                    f"{tuple(g.shape)}, as after its vocabulary grew. Create KFAC and "
+                    "the optimizer again."
                 )
             if role == "weight":
                 g = self.part.to_layer(g)

@@ -609,9 +609,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             return
         self._warned = True
         warn(
-            "SOAP saw no rows of layers that have gradients, and takes the factors of the "
-            "gradients. Rows come with calls of the model's modules since zero_grad(). Of "
-            "a compiled model pass what torch.compile returned: SOAP(compiled).",
+            "SOAP saw no rows of layers that have gradients, and uses the factors of "
+            "the gradients. It sees rows when the model's modules are called after "
+            "zero_grad(). For a compiled model pass the result of torch.compile: "
+            "SOAP(compiled).",
             stacklevel=6,
         )
 

@@ -78,12 +78,12 @@ def find_examples(
                 r.call.in_order = in_order
         elif derived or any(_is_time_first(r.call, N) for r in uses):
             raise kc.UnsupportedError(
-                f"Layer {name!r} has several rows for each example, as of derivatives of "
-                f"the model or of sequences with time first, over which "
-                f"{type(blocks[name].approximation).__name__} sums, and the example of "
-                "each row cannot be told: outputs mix examples, or fisher='empirical'. "
-                "Observe outputs with one row for each example, take batch_first=True, or "
-                "Kronecker()."
+                f"Layer {name!r} has several rows for each example, as from "
+                "derivatives of the model or from sequences with time first, and "
+                f"{type(blocks[name].approximation).__name__} sums over them. The "
+                "example of each row is unknown, since outputs mix examples, or "
+                "fisher='empirical'. Observe outputs with one row for each example, "
+                "use batch_first=True, or take Kronecker()."
             )
 
 

@@ -167,8 +167,9 @@ def _row_scales(criterion: Criterion, z: Any, g: Any) -> Any:
         if not is_hard or (len(common) and not _are_equal(common, coarseness(z))):
             raise kc.ConventionError(
                 "The gradient at the outputs is not that of the loss module: a "
-                "cross-entropy with its class weights, of labels that are class numbers. "
-                "Give the function that you differentiate the same `weight`."
+                "cross-entropy with its class weights, for labels that are class "
+                "numbers. Pass the same `weight` to the function that you "
+                "differentiate."
             )
     return scale if is_hard else None
 
