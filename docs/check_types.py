@@ -44,6 +44,7 @@ import torch
 from typing import Any
 from kfac_core_shims import jax, keras, numpy, sklearn
 from kfac_core_shims import torch as on_torch
+from kfac_core_shims.torch import trainers
 
 anything: Any = None
 net = torch.nn.Linear(2, 2)
@@ -58,6 +59,9 @@ kc.Dense(in_features=1, out_features=1, bias=True, weight_layout="oo")
 on_torch.KFAC(net, dampling=2)
 on_torch.SOAP(net, dampling=2)
 on_torch.GaussNewton(net, dampling=2)
+trainers.accelerated(anything, net, anything, dampling=2)
+trainers.HuggingFaceCallback(dampling=2)
+trainers.LightningCallback(dampling=2)
 jax.KFAC(anything, reduction="mean", dampling=2)
 jax.GaussNewton(anything, dampling=2)
 jax.kfac_optimizer(anything, {}, (), likelihood="gaussian", dampling=2)
@@ -68,7 +72,7 @@ numpy.GaussNewton(anything, dampling=2)
 sklearn.KFACClassifier(dampling=2)
 sklearn.KFACRegressor(dampling=2)
 """
-FIRST_MISSPELT = 9
+FIRST_MISSPELT = 10
 
 
 def main() -> int:

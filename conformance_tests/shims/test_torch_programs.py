@@ -446,7 +446,8 @@ def test_a_weight_that_has_another_size_is_named():
     model[2].weight.data, model[2].bias.data = torch.randn(6, 6), torch.randn(6)
     fn.cross_entropy(model(x), y).backward()
     with pytest.raises(
-        kc.UnsupportedError, match=r"weight of layer '2' had 24.*now has 36.*Create KFAC"
+        kc.UnsupportedError,
+        match=r"weight of layer '2' had 24.*now has 36.*Create KFAC",
     ):
         kfac.step()
     assert kfac.steps == 0

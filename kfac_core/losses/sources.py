@@ -204,8 +204,8 @@ def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
     gradient = loss.gradient(natural, targets)
     if gradient.ndim != natural.ndim:
         raise errors.ShapeError(
-            "Expected one target for each row of `natural`, whose shape is "
-            f"{tuple(natural.shape)}; got {tuple(targets.shape)}."
+            "Expected `targets` to have a target for each row of `natural`, whose "
+            f"shape is {tuple(natural.shape)}; got {tuple(targets.shape)}."
         )
     return gradient[None, ...]
 

@@ -37,6 +37,18 @@ class CurvatureOptions(kc.integration.EstimatorOptions, total=False):
     execution: kc.Execution | kc.distributed.Distributed | None
 
 
+class TrainerOptions(CurvatureOptions, total=False):
+    """Options of `KFAC` in a trainer, which passes the rate and the scaler itself."""
+
+    damping: kc.integration.Schedule
+    damping_rule: kc.damping.DampingRule
+    kl_clip: kc.integration.Schedule | None
+    update_every: kc.integration.Interval
+    refresh_every: kc.integration.Interval
+    refresh_lag: int
+    overlap: bool
+
+
 _RESTING = 1e-30
 """In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
 

@@ -1,16 +1,17 @@
 """`KFAC` in the training loops of Hugging Face's Trainer, Lightning and accelerate.
 
-Each callback makes K-FAC of the model, takes its step before the optimizer's, and saves and
-loads it with the checkpoints of its library, so that a resumed run is the same to the bit.
-The libraries are imported when a callback is asked for.
+Each callback creates K-FAC for the model, takes its step before the optimizer's, and saves
+and loads it with the checkpoints of its library: resuming is bit-for-bit reproducible.  The
+libraries are imported with their callback.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.options import TrainerOptions
 
 if TYPE_CHECKING:
     from kfac_core_shims.torch.trainers.hugging_face import HuggingFaceCallback
@@ -21,7 +22,9 @@ __all__ = ["HuggingFaceCallback", "LightningCallback", "accelerated"]
 _MODULES = {"HuggingFaceCallback": "hugging_face", "LightningCallback": "lightning"}
 
 
-def accelerated(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> KFAC:
+def accelerated(
+    accelerator: Any, model: Any, optimizer: Any, **options: Unpack[TrainerOptions]
+) -> KFAC:
     """Return K-FAC of what ``accelerator.prepare`` returned, saved by its ``save_state``.
 
     Call ``kfac.step()`` before ``optimizer.step()`` where ``accelerator.sync_gradients``.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import TrainerCallback
 
 import kfac_core as kc
 from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.options import TrainerOptions
 
 __all__ = ["HuggingFaceCallback"]
 
@@ -32,7 +33,7 @@ class HuggingFaceCallback(TrainerCallback):
     Attributes
     ----------
     kfac : KFAC or None
-        Made when the training begins.
+        Created when training begins.
 
     Raises
     ------
@@ -41,7 +42,9 @@ class HuggingFaceCallback(TrainerCallback):
     """
 
     def __init__(
-        self, resumed: str | os.PathLike[str] | None = None, **options: Any
+        self,
+        resumed: str | os.PathLike[str] | None = None,
+        **options: Unpack[TrainerOptions],
     ) -> None:
         self.resumed, self.options = resumed, options
         self.kfac: KFAC | None = None
@@ -49,7 +52,7 @@ class HuggingFaceCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **objects: Any
     ) -> None:
-        """Make K-FAC; a resumed run loads it."""
+        """Create K-FAC; a resumed run loads it."""
         self.kfac = KFAC(objects["model"], lr=objects["optimizer"], **self.options)
         if not state.global_step:
             return
@@ -58,8 +61,8 @@ class HuggingFaceCallback(TrainerCallback):
             file = Path(self.resumed) / "kfac.pt"
         if not file.exists():
             raise kc.StateError(
-                f"The run is resumed at step {state.global_step}, and there is no {file}. "
-                "Say HuggingFaceCallback(resumed=...), the checkpoint's folder."
+                f"The run resumes at step {state.global_step}, but {file} does not exist. "
+                "Pass HuggingFaceCallback(resumed=...), the checkpoint's folder."
             )
         device = next(objects["model"].parameters()).device
         saved = torch.load(file, weights_only=True, map_location=device)

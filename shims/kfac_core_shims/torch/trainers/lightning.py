@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, Unpack
 
 from lightning import Callback
 
 from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.options import TrainerOptions
 
 __all__ = ["LightningCallback"]
 
@@ -29,16 +30,18 @@ class LightningCallback(Callback):
     Attributes
     ----------
     kfac : KFAC or None
-        Made when the training starts.
+        Created when training starts.
     """
 
-    def __init__(self, network: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, network: str | None = None, **options: Unpack[TrainerOptions]
+    ) -> None:
         self.network, self.options = network, options
         self.kfac: KFAC | None = None
         self._saved: Any = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make K-FAC; a resumed run loads it."""
+        """Create K-FAC; a resumed run loads it."""
         model = pl_module
         if self.network is not None:
             model = attrgetter(self.network)(pl_module)
@@ -49,7 +52,7 @@ class LightningCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Any, pl_module: Any, optimizer: Any
     ) -> None:
-        """Replace the gradients, which are all there."""
+        """Replace the gradients, which are complete here."""
         assert self.kfac is not None, "training has started"
         self.kfac.step()
 
