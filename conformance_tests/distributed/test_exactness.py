@@ -433,9 +433,13 @@ def test_unsent_values_are_not_rounded():
         assert not any(np.array_equal(x, x.astype(np.float32)) for x in floats)
 
 
-def test_what_a_rank_keeps_shrinks_with_their_number():
-    """Statistics and operators of 48 equal layers are 1 / p of those of one process."""
-    blocks = {f"{k}": kc.Block(dense(24, 24), kc.Kronecker()) for k in range(48)}
+@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.EKFAC()])
+def test_what_a_rank_keeps_shrinks_with_their_number(approximation):
+    """Statistics and operators of 48 equal layers are 1 / p of those of one process.
+
+    Not the bases of EKFAC, in which every rank squares the gradients of its rows.
+    """
+    blocks = {f"{k}": kc.Block(dense(24, 24), approximation) for k in range(48)}
     rng = np.random.default_rng(0)
     rows = {name: rng.normal(size=(2, 8, 24)) for name in blocks}
 
@@ -447,19 +451,28 @@ def test_what_a_rank_keeps_shrinks_with_their_number():
             refreshing=kc.Refreshing(keep_matrices=False),
         )
         made.update({n: kc.Batch(*x) for n, x in rows.items()})
+        if approximation.has_bases:
+            made.rebase(moments="kronecker")
         made.refresh()
-        numbers = [0, 0]
+        numbers = [0, 0, 0]
         for block in made.state.blocks.values():
-            numbers[0] += sum(x.size for _, x in leaves(block.statistics))
-            numbers[1] += sum(x.size for _, x in leaves(block.operator))
-        return numbers
+            for i, part in enumerate(
+                (block.statistics.averages, block.operator, block.statistics.bases)
+            ):
+                numbers[i] += sum(x.size for _, x in leaves(part))
+        predicted = sum(load.kept for load in made.placement.loads.values())
+        return np.asarray(numbers), predicted
 
-    alone = np.asarray(run_ranks(1, kept)[0])
-    # One triangle of each symmetric matrix, 325 and 300 numbers, and some scalars.
-    assert 625 <= alone[0] / 48 <= 635
+    alone, predicted = run_ranks(1, kept)[0]
+    # One triangle of each symmetric matrix, 325 and 300 numbers; 600 second moments.
+    triangles = 625 + 600 * approximation.has_bases
+    assert triangles <= alone[0] / 48 <= triangles + 10
+    # The bases of an operator are those of the statistics.
+    assert predicted == pytest.approx(alone[0] + alone[1], rel=0.05)
     for p in (2, 4, 8):
-        for numbers in run_ranks(p, kept):
-            assert (np.asarray(numbers) <= 1.3 * alone / p).all(), p
+        for numbers, _ in run_ranks(p, kept):
+            assert (numbers[:2] <= 1.3 * alone[:2] / p).all(), p
+            assert numbers[2] == alone[2]
 
 
 def test_parts_of_a_batch_and_flags_with_statistics_at_owners():

@@ -26,11 +26,11 @@ EXAMPLES = [4, 0, 3]
 """Examples of each rank."""
 
 
-def natural(communicator=None, *, holders="all", blocks=BLOCKS, **options):
+def natural(communicator=None, *, blocks=BLOCKS, where=None, **options):
     execution = None
     if communicator is not None:
-        like = np.zeros(1)
-        execution = Distributed(communicator=communicator, like=like, holders=holders)
+        settings = {"like": np.zeros(1), "holders": "all"} | (where or {})
+        execution = Distributed(communicator=communicator, **settings)
     estimator = kc.Estimator(
         blocks,
         reduction="sum",
@@ -82,7 +82,11 @@ def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes, holder
     ends = np.cumsum([0, *EXAMPLES])
 
     def run(communicator):
-        kfac, directions, calls = natural(communicator, holders=holders), [], []
+        kfac, directions, calls = (
+            natural(communicator, where={"holders": holders}),
+            [],
+            [],
+        )
         rank = communicator.rank
         for step in range(4):
             before = communicator.traffic.calls["all_reduce"]
@@ -119,7 +123,9 @@ def test_a_failed_factorization_is_told_without_a_vote_before(holders):
     def run(communicator=None):
         rank = 0 if communicator is None else communicator.rank
         options = {"refresh_every": 1, "kl_clip": None, "decay": 0.0}
-        kfac = natural(communicator, holders=holders, blocks=blocks, **options)
+        kfac = natural(
+            communicator, where={"holders": holders}, blocks=blocks, **options
+        )
         directions, failures = [], []
         for step, damping in enumerate((good, bad, bad, good)):
             kfac.estimator.damping = damping
@@ -145,15 +151,17 @@ def test_a_failed_factorization_is_told_without_a_vote_before(holders):
             np.testing.assert_allclose(x, reference, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_refresh_in_the_background_takes_over_after_its_lag(size):
+@pytest.mark.parametrize(
+    ("size", "where"), [(1, {}), (3, {}), (3, {"reduce": "owner", "holders": 1})]
+)
+def test_a_refresh_in_the_background_takes_over_after_its_lag(size, where):
     """Directions are those of the operators of two steps before, on all ranks."""
     options = {"refresh_every": 4, "kl_clip": None}
     ends = np.linspace(0, 7, size + 1).astype(int)
 
     def run(communicator):
         own = communicator if size > 1 else None
-        kfac = natural(own, refresh_lag=2, **options)
+        kfac = natural(own, where=where, refresh_lag=2, **options)
         start, stop = ends[communicator.rank], ends[communicator.rank + 1]
         directions, ages = [], []
         for step in range(11):
