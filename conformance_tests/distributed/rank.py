@@ -36,7 +36,7 @@ from kfac_core.distributed import (
     execution_for,
     running_processes,
 )
-from kfac_core.errors import CommunicationError, ReplicaError
+from kfac_core.errors import CommunicationError, FactorizationError, ReplicaError
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "distributed"
 LOSING = "late", "killed", "raises", "lost"
@@ -1078,7 +1078,8 @@ def divided(communicator):
         if [*module.parameters()]:
             fully_shard(module)
     fully_shard(model)
-    kfac = kfac_of(model)
+    refreshing = kc.Refreshing(keep_matrices=False, failure_budget=1)
+    kfac = kfac_of(model, refreshing=refreshing)
     assert len(kfac.estimator.blocks) == 5
     found = trained(
         *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
@@ -1092,6 +1093,23 @@ def divided(communicator):
         if type(own.operator).__name__ != "RemoteOperator"
     ]
     assert held == kfac.estimator.placement.owned_by(communicator.rank)
+
+    # Factorizations that fail on their owners keep the operators, on all.
+    executor = kfac.estimator._executor
+    inner = executor._inner
+
+    def failing(stage, tasks):
+        if stage.name != "refresh":
+            return inner(stage, tasks)
+        return dict.fromkeys(tasks, FactorizationError("not positive"))
+
+    executor._inner = failing
+    alone.refresh_every, kfac.refresh_every = 100, 1
+    expected_later = trained(alone, alone.model, 1, all_rows, [0], examples)
+    own_rows, scale = of_ranks(communicator)
+    found = trained(kfac, model, scale, own_rows, [0], examples)
+    require_close(found, expected_later)
+    assert all(block.failures == 1 for block in kfac.estimator.state.blocks.values())
 
     model = copy.deepcopy(first)
     columns = ColwiseParallel(use_local_output=False)
