@@ -33,7 +33,7 @@ OWN = {
     "laplace": {"laplace", "torch", "kfac_core", "kfac_core_shims"},
     "curvlinops": {"curvlinops", "torch", "kfac_core", "kfac_core_shims"},
     "_demo": {
-        *("numpy", "sklearn", "torch", "matplotlib", "threadpoolctl"),
+        *("numpy", "sklearn", "torch", "jax", "optax", "matplotlib", "threadpoolctl"),
         *("kfac_core", "kfac_core_shims"),
     },
     "sklearn": {"sklearn", "scipy", "numpy", "kfac_core", "kfac_core_shims"},
