@@ -6,7 +6,7 @@ block: its update, its refresh and its products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,14 +24,12 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain
 from kfac_core.layers.conv import Conv
 from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
+from kfac_core.layers.feeding import BatchLike
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses
 
 __all__ = ["BatchLike", "Block", "Vector"]
-
-BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
-"""A batch, several uses of one layer, or a batch of each layer of a chain."""
 
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 """Arrays of the shapes of parameters, by block (or layer) and by parameter."""

@@ -580,7 +580,7 @@ def _require_refresh_options(options: RefreshOptions) -> None:
 def _entering_damping(
     damping: Scalar,
     like: Array,
-    dtypes: tuple[Any, Any],
+    dtypes: tuple[object, object],
     check: Check,
     name: str,
     xp: Namespace,
@@ -609,7 +609,9 @@ def _entering_damping(
     return xp.where(good, entered, xp.full_like(entered, xp.nan))
 
 
-def _require_normal(damping: float, dtypes: tuple[Any, Any], xp: Namespace) -> None:
+def _require_normal(
+    damping: float, dtypes: tuple[object, object], xp: Namespace
+) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
     for dtype in dict.fromkeys(dtypes):
         smallest = ns.smallest_normal_of(dtype, xp=xp)
@@ -659,7 +661,7 @@ def _product_flops(block: Block, /) -> int:
 
 
 def _updates_stack(
-    block: Block, statistics: Statistics, batch: Any, options: UpdateOptions, /
+    block: Block, statistics: Statistics, batch: BatchLike, options: UpdateOptions, /
 ) -> bool:
     return (
         options.max_patch_elements is None

@@ -208,7 +208,7 @@ def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> F
     return RowTerm(rows.full_inputs(dtype, xp=xp)[..., 0, :], g, scale)
 
 
-def _input_moment(rows: Rows, dtype: Any, xp: Namespace) -> Array:
+def _input_moment(rows: Rows, dtype: object, xp: Namespace) -> Array:
     """Return the sum of ``x x^T``."""
     x = rows.full_inputs(dtype, xp=xp)
     x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))

@@ -68,7 +68,7 @@ class UpdateOptions:
     xp: Namespace = None
 
     def shares(
-        self, rows: Any, dtype: Any, /, *, per: Literal["row", "example"] = "row"
+        self, rows: Any, dtype: object, /, *, per: Literal["row", "example"] = "row"
     ) -> Shares:
         """Return the scales and weights of an update with these rows.
 

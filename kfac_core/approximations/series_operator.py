@@ -9,7 +9,7 @@ than that limit, and everything to be divided by is positive.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from kfac_core import errors
 from kfac_core.approximations.options import OperatorOptions
@@ -74,7 +74,7 @@ def series_operator(
 
 
 def _chain_operator(
-    statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
+    statistics: Statistics, options: OperatorOptions, /, *, dtype: object, xp: Namespace
 ) -> SeriesOperator:
     """Return the operator, computed in one dtype."""
     averages, debias = statistics.averages, options.debias

@@ -167,7 +167,7 @@ class TNT(Approximation):
         )
 
 
-def _gram_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
+def _gram_rows(rows: Rows, dtype: object, xp: Namespace) -> tuple[Array, Array]:
     """Return rows whose Gram matrices are ``sum D D^T`` and ``sum D^T D``.
 
     With one position, ``D = x g^T`` is not formed: the rows are ``|g| x`` and ``|x| g``.

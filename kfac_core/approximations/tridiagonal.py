@@ -189,7 +189,7 @@ def _of_layer(statistics: Statistics, i: int) -> Statistics:
 
 
 def _moments_between(
-    rows: Rows, following: Rows, dtype: Any, xp: Namespace
+    rows: Rows, following: Rows, dtype: object, xp: Namespace
 ) -> dict[str, Array]:
     """Return the sums over examples (and sources) of ``x_i x_j^T`` and ``g_i g_j^T``."""
     x, y = (part.full_inputs(dtype, xp=xp)[:, 0, :] for part in (rows, following))
@@ -207,7 +207,7 @@ def _chain_operator(
     statistics: Statistics,
     chain: Chain,
     options: OperatorOptions,
-    dtype: Any,
+    dtype: object,
     xp: Namespace,
 ) -> TridiagonalOperator:
     """Return the operator, computed in one dtype."""

@@ -117,7 +117,7 @@ class Backend(Protocol):
     def device(self, spec: str | None, /) -> Any:
         """Return the library's device of that name (None: the library's default)."""
 
-    def asarray(self, values: np.ndarray[Any, Any], /, *, device: Any) -> Array:
+    def asarray(self, values: np.ndarray[Any, Any], /, *, device: object) -> Array:
         """Copy a NumPy array to a device, keeping its dtype."""
 
     def to_numpy(self, x: Array, /) -> np.ndarray[Any, Any]:
@@ -129,7 +129,7 @@ class Backend(Protocol):
     def array_problem(self, x: Array, /) -> str | None:
         """Return why an array cannot be computed with (sparse, deleted), or None."""
 
-    def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
+    def placeholder(self, function: Callable[[], Any], /, *, device: object) -> Any:
         """Return a function's result, or a placeholder of the same form."""
 
     def enable_float64(self) -> None:

@@ -98,7 +98,7 @@ class GenericBackend:
             f"{self.name} has no device {spec!r}; it has {', '.join(self.devices())}"
         )
 
-    def asarray(self, values: np.ndarray[Any, Any], /, *, device: Any) -> Any:
+    def asarray(self, values: np.ndarray[Any, Any], /, *, device: object) -> Any:
         """Copy a NumPy array to a device, keeping its dtype.
 
         Parameters
@@ -161,7 +161,7 @@ class GenericBackend:
         """
         return None
 
-    def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
+    def placeholder(self, function: Callable[[], Any], /, *, device: object) -> Any:
         """Return a function's result, or a placeholder of the same form.
 
         A library that can follow a function without computing may save the computing.
@@ -256,7 +256,7 @@ class BrokenBackend(GenericBackend):
         return self._reason
 
 
-def _device_name(device: Any) -> str:
+def _device_name(device: object) -> str:
     """Return the short name of a device: ``Device('device1')`` -> ``device1``."""
     text = str(device)
     return text.split("'")[1] if text.count("'") == 2 else text

@@ -325,19 +325,19 @@ def require_matrix(x: Array, shape: tuple[int, ...], name: str, /) -> None:
         )
 
 
-def wide_dtype(xp: Namespace, dtype: Any, /) -> Any:
+def wide_dtype(xp: Namespace, dtype: object, /) -> Any:
     """Return the dtype itself, or float32 where that is narrower than 32 bits."""
     # Sums of many small terms stand still in half precision: 2048 + 1 is 2048 in
     # float16.
     return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
 
 
-def roundoff_of(dtype: Any, /, *, xp: Namespace) -> float:
+def roundoff_of(dtype: object, /, *, xp: Namespace) -> float:
     """Return the distance from 1 to the next number of a real floating dtype."""
     return (_limits.get((xp.__name__, dtype)) or _limits_of(dtype, xp))[0]
 
 
-def smallest_normal_of(dtype: Any, /, *, xp: Namespace) -> float:
+def smallest_normal_of(dtype: object, /, *, xp: Namespace) -> float:
     """Return the smallest positive number that a dtype has with all its digits."""
     return (_limits.get((xp.__name__, dtype)) or _limits_of(dtype, xp))[1]
 
@@ -348,12 +348,12 @@ def transposed(x: Array, /, *, xp: Namespace) -> Array:
     return xp.matrix_transpose(x) if view is None else view
 
 
-def cast(xp: Namespace, x: Array, dtype: Any, /) -> Array:
+def cast(xp: Namespace, x: Array, dtype: object, /) -> Array:
     """Return the array in a dtype, itself where it has that already."""
     return x if x.dtype == dtype else xp.astype(x, dtype)
 
 
-def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
+def as_scalar(xp: Namespace, value: Scalar, dtype: object, name: str, /) -> Scalar:
     """Bring a scalar argument into a form that never changes a result's dtype.
 
     Parameters
@@ -491,14 +491,14 @@ def _has_standard_device(x: Array) -> bool:
     )
 
 
-def _limits_of(dtype: Any, xp: Namespace) -> tuple[float, float]:
+def _limits_of(dtype: object, xp: Namespace) -> tuple[float, float]:
     info = xp.finfo(dtype)
     limits = float(info.eps), float(info.smallest_normal)
     _limits[xp.__name__, dtype] = limits
     return limits
 
 
-def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
+def _is_real_floating(xp: Namespace, dtype: object) -> bool:
     try:
         known = (
             bool(xp.isdtype(dtype, "real floating"))

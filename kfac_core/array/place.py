@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 
@@ -25,8 +24,8 @@ class Place:
     """
 
     xp: Namespace
-    dtype: Any
-    device: Any
+    dtype: object
+    device: object
 
     def zeros(self, *shape: int) -> Array:
         """Return zeros; without a shape a 0-d array."""

@@ -70,7 +70,7 @@ class Selection:
     """
 
     backend: Backend
-    device: Any
+    device: object
     spec: str
     reason: str
 

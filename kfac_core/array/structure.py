@@ -283,7 +283,7 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     return cls(*values)
 
 
-def in_dtype(value: T, dtype: Any, xp: Any, /) -> T:
+def in_dtype(value: T, dtype: object, xp: Any, /) -> T:
     """Return a structure with its floating-point arrays in a dtype.
 
     Parameters

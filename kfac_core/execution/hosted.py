@@ -38,7 +38,7 @@ LARGE = 10**8
 
 
 @dispatched
-def host_computes(*, xp: Namespace, flops: int = 0, dtype: Any = None) -> bool:
+def host_computes(*, xp: Namespace, flops: int = 0, dtype: object = None) -> bool:
     """Whether stages are to be computed by NumPy at this moment, in this thread.
 
     Parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import array_api_compat
 
@@ -54,7 +53,7 @@ class DiagonalFactor:
         return xp.sum(value, axis=-1) / value.shape[-1]
 
     def value(
-        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+        self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace
     ) -> Array:
         """Return the average in a dtype."""
         return ns.cast(xp, average.value(debias=debias), dtype)

@@ -68,12 +68,12 @@ class Factor(Protocol):
         """Return the trace over the dimension, shape (...)."""
 
     def damped(
-        self, value: Any, shift: Scalar, /, *, apply_dtype: Any = None
+        self, value: Any, shift: Scalar, /, *, apply_dtype: object = None
     ) -> Damped:
         """Return the value plus a multiple of the identity; ``prepared`` checks it."""
 
     def value(
-        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+        self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace
     ) -> Any:
         """Return the average, or the bare sum, in a dtype, for the functions below."""
 

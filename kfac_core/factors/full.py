@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kfac_core.array import Array, Namespace, Place, Scalar, replaced
 from kfac_core.array import namespaces as ns
@@ -52,7 +51,7 @@ class FullFactor:
         return average.following(total, float(x.shape[-2]), decay, weight)
 
     def value(
-        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+        self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace
     ) -> ScaledMatrix:
         """Return the average in a dtype; the sum is not copied if it has that dtype."""
         total: SymmetricMatrix = average.sum

@@ -15,7 +15,6 @@ Recurrent Neural Networks", ICLR.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kfac_core import errors
 from kfac_core.array import Array, Namespace, Place, Scalar
@@ -79,7 +78,7 @@ class LaggedFactor:
         return Average(average.sum * decay + product * scale, weight)
 
 
-def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Array:
+def length_shares(rows: Rows, /, *, steps: int, dtype: object, xp: Namespace) -> Array:
     """Return which share of the sequences has 1, 2, ..., T steps, shape (T,).
 
     Parameters

@@ -104,7 +104,7 @@ class UncorrelatedFactor:
         return trace / (self.repeats * value.covariance.size + self.bias)
 
     def damped(
-        self, value: ChannelMoments, shift: Scalar, /, *, apply_dtype: Any = None
+        self, value: ChannelMoments, shift: Scalar, /, *, apply_dtype: object = None
     ) -> DampedRankOne:
         """Return ``A + shift I``, by its channel covariance and mean."""
         xp = array_api_compat.array_namespace(value.mean)
@@ -113,7 +113,7 @@ class UncorrelatedFactor:
         return DampedRankOne(block, mean, None, self.repeats, self.bias)
 
     def value(
-        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+        self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace
     ) -> Any:
         """Return the average in a dtype."""
         return in_dtype(average.value(debias=debias), dtype, xp)

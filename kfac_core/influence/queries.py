@@ -50,7 +50,7 @@ class StoredQueries:
         """The number of queries."""
         return int(self.values.shape[0])
 
-    def widened(self, start: int, stop: int, dtype: Any, /) -> Array:
+    def widened(self, start: int, stop: int, dtype: object, /) -> Array:
         """Return some of them as they were, in the dtype of the sums."""
         xp = ns.own_namespace(self.values)
         P = ns.cast(xp, self.values[start:stop, ...], dtype)
@@ -84,7 +84,7 @@ class LowRankQueries:
         """The number of queries."""
         return int(self.left.shape[0])
 
-    def widened(self, start: int, stop: int, dtype: Any, /) -> Array:
+    def widened(self, start: int, stop: int, dtype: object, /) -> Array:
         """Return some of the matrices, in the dtype of the sums."""
         xp = ns.own_namespace(self.left)
         parts = (self.left[start:stop, ...], self.right[start:stop, ...])
@@ -138,7 +138,7 @@ def storage_dtype(storage: Storage, /, *, xp: Namespace) -> Any:
     return getattr(xp, storage, xp.float32)
 
 
-def stored_queries(P: Array, dtype: Any, /) -> StoredQueries:
+def stored_queries(P: Array, dtype: object, /) -> StoredQueries:
     """Return matrices in a dtype of storage, scaled where that is narrow.
 
     Parameters
@@ -162,7 +162,7 @@ def stored_queries(P: Array, dtype: Any, /) -> StoredQueries:
     return StoredQueries(xp.astype(P / scale[:, None, None], dtype), scale)
 
 
-def low_rank_queries(P: Array, dtype: Any, rank: int, /) -> LowRankQueries:
+def low_rank_queries(P: Array, dtype: object, rank: int, /) -> LowRankQueries:
     """Return the best approximations of a rank, in a dtype of storage.
 
     Parameters

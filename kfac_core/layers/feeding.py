@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from kfac_core import errors
 from kfac_core.array import Array, Status, map_structure, replaced
@@ -12,9 +12,11 @@ from kfac_core.array.backend import backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import raise_flagged
 from kfac_core.array.structure import is_structure
-from kfac_core.layers.rows import ARGUMENT_FLAGS
+from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.rows import ARGUMENT_FLAGS, Batch
 
 __all__ = [
+    "BatchLike",
     "detached",
     "detached_array",
     "is_empty",
@@ -22,6 +24,8 @@ __all__ = [
     "require_finite_rows",
 ]
 
+BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
+"""A batch, several uses of one layer, or a batch of each layer of a chain."""
 
 _detaching: dict[type[Any], Callable[[Array], Array] | None] = dict.fromkeys(
     (type(None), int, str, bool)
@@ -29,7 +33,7 @@ _detaching: dict[type[Any], Callable[[Array], Array] | None] = dict.fromkeys(
 """Functions that detach arrays, by type; None for types without gradient graphs."""
 
 
-def detached(batch: Any, name: str, /) -> Any:
+def detached(batch: BatchLike, name: str, /) -> Any:
     """Return a batch, or several, without gradient graphs.
 
     Parameters

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kfac_core import errors
 from kfac_core.array import Array, Namespace, Status, finite
@@ -67,7 +67,7 @@ For repeated eigenvalues of Gram matrices of 8 to 512 columns 0.7 was measured.
 """
 
 
-def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
+def probe(n: int, /, *, dtype: object, device: object, xp: Namespace) -> Array:
     """Return the probe vector: fixed, and without visible pattern.
 
     Parameters
@@ -527,7 +527,13 @@ def undetermined_error(
 
 @dispatched
 def constant(
-    make: Callable[..., Array], n: int, /, *, dtype: Any, device: Any, xp: Namespace
+    make: Callable[..., Array],
+    n: int,
+    /,
+    *,
+    dtype: object,
+    device: object,
+    xp: Namespace,
 ) -> Array:
     """Return an array that depends on a size and a dtype alone.
 
@@ -550,13 +556,13 @@ def constant(
     return make(n, dtype=dtype, device=device, xp=xp)
 
 
-def _two_probes(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
+def _two_probes(n: int, dtype: object, device: object, xp: Namespace) -> Array:
     """Return two columns, since XLA compiles a product with a single one to a slow loop."""
     values = constant(probe, 2 * n, dtype=dtype, device=device, xp=xp)
     return xp.reshape(values, (n, 2))
 
 
-def _probe(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
+def _probe(n: int, dtype: object, device: object, xp: Namespace) -> Array:
     return probe(n, dtype=dtype, device=device, xp=xp)
 
 

@@ -481,7 +481,7 @@ def damped_matrix(
     shift: Scalar,
     /,
     *,
-    apply_dtype: Any = None,
+    apply_dtype: object = None,
 ) -> DampedMatrix:
     """Return ``A + shift I``, which `DampedMatrix.prepared` checks and factorizes.
 

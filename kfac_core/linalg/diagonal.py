@@ -176,7 +176,7 @@ class DampedDiagonal:
 
 
 def damped_diagonal(
-    entries: Array, shift: Scalar, /, *, apply_dtype: Any = None
+    entries: Array, shift: Scalar, /, *, apply_dtype: object = None
 ) -> DampedDiagonal:
     """Return ``diag(a) + shift I``; `DampedDiagonal.prepared` raises for its flags.
 

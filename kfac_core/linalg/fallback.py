@@ -140,7 +140,13 @@ def with_fallbacks(
 
 
 def in_wider_dtype(
-    make: Callable[[Any], M], dtype: Any, /, *, like: Array, check: Check, xp: Namespace
+    make: Callable[[Any], M],
+    dtype: object,
+    /,
+    *,
+    like: Array,
+    check: Check,
+    xp: Namespace,
 ) -> tuple[M, Status]:
     """Return a function's result in a dtype, or in float64 if that fails.
 
@@ -330,7 +336,7 @@ def _narrowed(factorization: M, problem: Any, name: str, xp: Namespace) -> M:
 
 
 def in_narrow_dtype(
-    factorization: M, dtype: Any, /, *, check: Check, name: str, xp: Namespace
+    factorization: M, dtype: object, /, *, check: Check, name: str, xp: Namespace
 ) -> M:
     """Return a factorization in another dtype.
 
@@ -400,7 +406,7 @@ def _flags(status: Array, xp: Namespace) -> int:
 
 
 def _zeros(
-    shape: tuple[int, ...], dtype: Any, device: Any, xp: Namespace
+    shape: tuple[int, ...], dtype: object, device: object, xp: Namespace
 ) -> tuple[Array, Array]:
     """Return zeros of a dtype and of int32."""
     floating = xp.zeros(shape, dtype=dtype, device=device)

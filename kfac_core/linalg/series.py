@@ -19,8 +19,6 @@ Recurrent Neural Networks", ICLR.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
@@ -70,7 +68,7 @@ def series_gamma(
     return 1.0 / series_sum(correlation, shares, xp=xp)
 
 
-def shares_of_lengths(lengths: Array, /, *, steps: int, dtype: Any) -> Array:
+def shares_of_lengths(lengths: Array, /, *, steps: int, dtype: object) -> Array:
     """Return which share of the sequences has 1, 2, ..., T steps.
 
     Parameters

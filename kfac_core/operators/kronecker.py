@@ -453,7 +453,13 @@ def exactly_damped(
 
 
 def _entering_factor(
-    x: SymmetricMatrix | Array, side: str, dtype: Any, /, *, check: Check, xp: Namespace
+    x: SymmetricMatrix | Array,
+    side: str,
+    dtype: object,
+    /,
+    *,
+    check: Check,
+    xp: Namespace,
 ) -> SymmetricMatrix | Array:
     """Return a factor in a dtype, checked: a symmetric matrix, or a diagonal's entries."""
     array = x.array if isinstance(x, SymmetricMatrix) else x

@@ -130,7 +130,7 @@ def accurate_bases(
 
 
 def applied_in(
-    operator: Chained, dtype: Any, /, *, check: Check, name: str, xp: Namespace
+    operator: Chained, dtype: object, /, *, check: Check, name: str, xp: Namespace
 ) -> Chained:
     """Return an operator in the dtype of applying, where rounding it changes little.
 

@@ -527,7 +527,7 @@ def spectral_operator(
     factorizations: tuple[Factorization, ...] = ("inverse",),
     check: Check = "raise",
     name: str = "block",
-    dtype: Any = None,
+    dtype: object = None,
 ) -> SpectralOperator:
     """Make ``(Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T`` from its parts.
 

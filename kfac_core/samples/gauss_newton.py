@@ -156,11 +156,11 @@ class BatchProgress(NamedTuple):
         How often that were twenty.
     """
 
-    average: Any
-    weight: Any
-    least: Any
-    waited: Any
-    times: Any
+    average: Array
+    weight: Array
+    least: Array
+    waited: Array
+    times: Array
 
     @classmethod
     def start(cls, like: Array, /) -> BatchProgress:
@@ -218,15 +218,15 @@ class GaussNewtonStep(NamedTuple):
         The relative residual of what solved with ``K + N lam I``.
     """
 
-    step: Any
-    last: Any
-    progress: Any
-    damping: Any
-    rate: Any
-    reached: Any
-    accepted: Any
-    trials: Any
-    residual: Any
+    step: dict[str, dict[str, Array]]
+    last: dict[str, dict[str, Array]] | None
+    progress: BatchProgress | None
+    damping: Array
+    rate: Scalar
+    reached: Array | None
+    accepted: Array
+    trials: Array | int
+    residual: Array | None
 
 
 def gauss_newton_step(

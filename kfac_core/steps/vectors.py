@@ -201,7 +201,7 @@ def dot(
     right: Vector,
     /,
     *,
-    dtype: Any,
+    dtype: object,
     xp: Namespace,
     only: Callable[[str, str], bool] | None = None,
 ) -> Array:
@@ -228,7 +228,7 @@ def dot(
 
 
 def dots(
-    pairs: Sequence[tuple[Vector, Vector]], /, *, dtype: Any, xp: Namespace
+    pairs: Sequence[tuple[Vector, Vector]], /, *, dtype: object, xp: Namespace
 ) -> Array:
     """Return `dot` of each pair of vectors, shape (k,)."""
     first = pairs[0][0]
@@ -277,7 +277,7 @@ def widest(*vectors: Vector, xp: Namespace) -> Any:
     return ns.wide_dtype(xp, dtype)
 
 
-def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
+def scalar_of(xp: Namespace, value: Scalar, dtype: object, name: str, /) -> Scalar:
     """Return `kfac_core.array.namespaces.as_scalar` without a gradient graph."""
     return ns.as_scalar(xp, detached_array(value), dtype, name)
 

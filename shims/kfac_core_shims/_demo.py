@@ -198,7 +198,7 @@ def _poisson_on_numpy(rate: float | None, seed: int) -> Trainer:
         laplacian = -2 * h * (1 - h * h) * (W * W).sum(0) / (2 * math.pi**2)
         return np.where(is_inside, laplacian, h)
 
-    def residuals() -> Array:
+    def residuals() -> Any:
         return (features() @ v)[:, 0] + force
 
     def batches() -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _autoencoder_on_torch(rate: float | None, seed: int) -> Trainer:
     def batches() -> Any:
         return images[torch.randperm(len(images))].split(BATCH_SIZE)
 
-    return _on_torch(optimizer, rate, loss, batches), lambda _: loss(images)
+    return _on_torch(optimizer, rate, loss, batches), lambda _: loss(images).detach()
 
 
 def _poisson_on_torch(rate: float | None, seed: int) -> Trainer:
@@ -307,9 +307,9 @@ def _poisson_on_torch(rate: float | None, seed: int) -> Trainer:
 
     if rate is None:
         gauss_newton = GaussNewton(model)
-        return lambda share: gauss_newton.step(residuals), lambda _: loss()
+        return lambda share: gauss_newton.step(residuals), lambda _: loss().detach()
     adam = torch.optim.Adam(model.parameters(), lr=rate)
-    return _on_torch(adam, rate, loss, lambda: [None]), lambda _: loss()
+    return _on_torch(adam, rate, loss, lambda: [None]), lambda _: loss().detach()
 
 
 # JAX.  Functions at the top level, and a cache: all runs share one compiled program.

@@ -397,6 +397,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             raise
         go(result.step)
         if self._options.minibatch:
+            assert result.progress is not None
             group["progress"] = list(returned(tuple(result.progress)))
             last = self._finder.directions(returned(result.last))
             for p, direction in last.items():
