@@ -186,7 +186,6 @@ from .layers.scale_shift import ScaleShift as ScaleShift
 from .linalg.gram import gram as gram
 from .network import Network as Network
 from .operators.operator import CurvatureOperator as CurvatureOperator
-from .operators.sparse_rows import SparseRows as SparseRows
 from .options import (
     Averaging as Averaging,
 )
@@ -273,7 +272,6 @@ __all__ = [
     "ScaledIdentity",
     "Series",
     "ShapeError",
-    "SparseRows",
     "StateError",
     "Statistics",
     "Status",

@@ -558,8 +558,7 @@ class Estimator:
             The name of a method of `CurvatureOperator` that takes and returns a
             vector, such as ``"multiply_matpower"``.
         vectors : mapping of str to mapping of str to array
-            Vectors of some or all blocks, by parameter.  An embedding's weight may be
-            `SparseRows`.
+            Vectors of some or all blocks, by parameter.
         *arguments, **options
             Arguments of the product besides the vector, such as an exponent.
 

@@ -40,7 +40,6 @@ from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Batch
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
-from kfac_core.operators.sparse_rows import SparseRows
 from kfac_core.options import RANGES
 
 __all__ = [
@@ -519,7 +518,7 @@ def apply_block(
     operator : CurvatureOperator
         Operator of the block.
     parameters : mapping of str to array
-        Vector by parameter; an embedding's weight may be `SparseRows`.
+        Vector by parameter.
     call : ProductCall
         The product and its arguments.
     name : str
@@ -540,13 +539,6 @@ def apply_block(
         constraints.require_kind(
             f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
         )
-    weight = parameters.get("weight")
-    if isinstance(weight, SparseRows):
-        _require_ids(weight.indices, operator)
-        restricted = operator.at_rows(weight.indices)
-        function = getattr(restricted, call.product)
-        rows = function(detached_array(weight.rows), *call.arguments, **call.options)
-        return {"weight": SparseRows(weight.indices, rows)}
     arrays: dict[str, Any] = {}
     for key, x in parameters.items():
         arrays[key] = detached_array(x)
@@ -621,22 +613,6 @@ def _require_normal(
                 f"number of {dtype} with all its digits, got {damping}. Take "
                 'Precision(compute="float64", apply="float64").'
             )
-
-
-def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
-    """Raise for invalid `SparseRows.indices`, as far as the host can read them."""
-    xp, count = ns.namespace_of(indices=indices), operator.vector_shape[0]
-    if not xp.isdtype(indices.dtype, "integral") or indices.ndim != 1:
-        raise errors.DtypeError(
-            "Expected integer `indices` of `SparseRows` of shape (k,), got "
-            f"{indices.dtype} of shape {tuple(indices.shape)}."
-        )
-    inside = (indices >= 0) & (indices < count)
-    if finite.is_plain(indices, xp=xp) and not finite.known_true(inside, xp=xp):
-        raise errors.IdRangeError(
-            f"Expected `indices` of `SparseRows` from 0 to {count - 1}, got ids that are "
-            "negative, or not below the number of embeddings."
-        )
 
 
 # Properties of stages that executors use.

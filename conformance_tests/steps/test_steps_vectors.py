@@ -82,9 +82,9 @@ def changed(block, name, value):
         (changed("fc1", "bias", [1.0, 1.0]), DtypeError, r"right\['fc1'\]\['bias'\]"),
         (np.ones(SIZE), ArgumentError, "Expected `right` to be a mapping"),
         (
-            changed("fc2", "weight", kc.SparseRows(np.arange(2), np.ones((2, 2)))),
+            changed("fc2", "weight", kc.Batch(np.ones((2, 2)), np.ones((2, 2)))),
             UnsupportedError,
-            "SparseRows",
+            "Batch",
         ),
     ],
 )

@@ -23,12 +23,11 @@ from kfac_core.distributed.transport import (
     rounded,
     unpack,
 )
-from kfac_core.operators.sparse_rows import SparseRows
 
 __all__ = ["Exchange", "SentDirections"]
 
-Vectors = Mapping[str, Any]
-"""Arrays, or `SparseRows`, by parameter."""
+Vectors = Mapping[str, Array]
+"""Arrays by parameter."""
 
 
 class Exchange:
@@ -133,12 +132,10 @@ class SentDirections:
         dtype: str | None = None,
     ) -> None:
         # By dtype, for each rank: the arrays that it sends, as (name, parameter, array).
-        self._vectors = vectors
         parts: dict[str, list[list[tuple[str, str, Array]]]] = {}
         for rank, blocks in enumerate(names):
             for name in blocks:
-                for key, vector in (local.get(name) or vectors[name]).items():
-                    x = vector.rows if isinstance(vector, SparseRows) else vector
+                for key, x in (local.get(name) or vectors[name]).items():
                     of_ranks = parts.setdefault(dtype_name(x), [[] for _ in names])
                     of_ranks[rank].append((name, key, x))
         self._sent = []
@@ -165,8 +162,8 @@ class SentDirections:
                 start = 1
                 for name, key, x in entries:
                     stop = start + _size(x)
-                    vector = self._vectors[name][key]
-                    direction = _shaped(flat[start:stop], x, vector)
+                    xp = ns.own_namespace(flat)
+                    direction = xp.reshape(flat[start:stop], tuple(x.shape))
                     directions.setdefault(name, {})[key] = direction
                     start = stop
         return directions, failed
@@ -178,11 +175,6 @@ def _flat_with_flag(
     xp = ns.own_namespace(like)
     flag = xp.full((1,), float(failed), dtype=like.dtype, device=ns.device_of(like))
     return xp.concat([flag, *(xp.reshape(x, (-1,)) for *_, x in entries)])
-
-
-def _shaped(flat: Array, like: Array, vector: Any) -> Any:
-    x = ns.own_namespace(flat).reshape(flat, tuple(like.shape))
-    return SparseRows(vector.indices, x) if isinstance(vector, SparseRows) else x
 
 
 def _parts(flat: Array, counts: Sequence[int]) -> list[Array]:

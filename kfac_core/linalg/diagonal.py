@@ -90,11 +90,6 @@ class DampedDiagonal:
         # An eigenbasis exists for any diagonal.
         return replaced(self, flags=flags, definite=True) if divides else self
 
-    def at(self, indices: Array, /) -> DampedDiagonal:
-        """Return the matrix of some coordinates, in the order of the indices."""
-        entries = self._xp().take(self.entries, indices, axis=-1)
-        return replaced(self, entries=entries)
-
     def in_wide_basis(self, *, name: str) -> DampedDiagonal:
         """Return itself; its eigenvalues are exact."""
         return self

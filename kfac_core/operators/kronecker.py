@@ -13,7 +13,7 @@ from kfac_core.array.structure import structure
 from kfac_core.damping import DampingRule, factored_shifts, require_damping
 from kfac_core.factors.factor import Damped
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
-from kfac_core.linalg.diagonal import DampedDiagonal, damped_diagonal
+from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
@@ -118,12 +118,6 @@ class FactoredKronecker(CurvatureOperator):
             if isinstance(part, DampedMatrix):
                 sides[side] = replaced(part, solving=solving)
         return replaced(self, **sides)
-
-    def at_rows(self, indices: Array, /) -> CurvatureOperator:
-        """Return the operator on the rows of some ids, of a diagonal input factor."""
-        if not isinstance(self.input, DampedDiagonal):
-            return super().at_rows(indices)
-        return replaced(self, input=self.input.at(indices))
 
     def spectral(
         self, *, check: Check = "raise", name: str = "block"

@@ -335,29 +335,6 @@ class CurvatureOperator(LinearMap):
             "block with Kronecker, EKFAC, Diagonal or Full."
         )
 
-    def at_rows(self, indices: Array, /) -> CurvatureOperator:
-        """Return the operator restricted to the rows of some ids; see `SparseRows`.
-
-        Parameters
-        ----------
-        indices : array of int, shape (k,)
-            Distinct ids.
-
-        Returns
-        -------
-        CurvatureOperator
-            Operator of shape ``(k, out)``.
-
-        Raises
-        ------
-        UnsupportedError
-            If the block couples rows.
-        """
-        raise errors.UnsupportedError(
-            "A sparse gradient needs a block that does not mix rows: an embedding with a "
-            "diagonal input factor, or a diagonal block. Give the whole gradient."
-        )
-
     def parts(self) -> dict[str, Any]:
         """Return the damped factors or bases of the operator, by name."""
         return {}

@@ -182,18 +182,6 @@ class SpectralOperator(CurvatureOperator):
         F = self.prepared("eigenbasis", check=check, name=name)
         return replaced(F, factors=None, lower=None)
 
-    def at_rows(self, indices: Array, /) -> CurvatureOperator:
-        """Return the operator on the rows of some ids, where Q_A is the identity."""
-        F = self._ready("eigenbasis")
-        if F.input is not None or not F.is_kronecker:
-            return super().at_rows(indices)
-        # In the coordinate basis the rows of V are independent of each other.
-        spectrum = self.namespace.take(F._values(), indices, axis=-2)
-        shape = int(indices.shape[0]), self.matrix_shape[1]
-        return replaced(
-            F, spectrum=spectrum, matrix_shape=shape, factors=None, lower=None
-        )
-
     def to_basis(self, vectors: Array, /) -> Array:
         """Return the coordinates ``R = Q_A^T V Q_G`` of each vector.
 
