@@ -405,21 +405,8 @@ class Network:
             results = self.shared_factors.refreshed(tasks, run)
         else:
             results = executor(stages.REFRESH, tasks)
-        after: dict[str, BlockState] = {}
-        for name, refreshed in results.items():
-            before = state.blocks[name]
-            if isinstance(refreshed, errors.KFACError):
-                failures = before.failures + 1
-                # A stale operator preconditions well for a while; a first refresh has
-                # none to keep.
-                if before.operator is None or failures > self.refreshing.failure_budget:
-                    raise refreshed
-                after[name] = replaced(before, failures=failures)
-            elif check == "raise":
-                after[name] = states.after_refresh(before, *refreshed)
-            else:
-                after[name] = states.after_refresh_in_status(before, *refreshed)
-        return state.updated(after)
+        budget = self.refreshing.failure_budget
+        return states.after_refreshes(state, results, check=check, budget=budget)
 
     def precondition(
         self,

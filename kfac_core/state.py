@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Scalar, finite, map_structure, replaced
+from kfac_core.array import Array, Check, Scalar, finite, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.choice import choose
 from kfac_core.array.precision import Precision
@@ -26,8 +26,7 @@ __all__ = [
     "Count",
     "NetworkState",
     "after_rebase",
-    "after_refresh",
-    "after_refresh_in_status",
+    "after_refreshes",
     "after_update",
     "after_updates",
     "all_or_none",
@@ -461,7 +460,31 @@ def after_updates(
     return state.updated(after)
 
 
-def after_refresh(
+def after_refreshes(
+    state: NetworkState, results: Mapping[str, Any], /, *, check: Check, budget: int
+) -> NetworkState:
+    """Return a network's state with new operators, or raise past a budget of failures.
+
+    Results are operators with their dampings, or errors, by block.
+    """
+    after: dict[str, BlockState] = {}
+    for name, refreshed in results.items():
+        before = state.blocks[name]
+        if isinstance(refreshed, errors.KFACError):
+            failures = before.failures + 1
+            # A stale operator preconditions well for a while; a first refresh has none
+            # to keep.
+            if before.operator is None or failures > budget:
+                raise refreshed
+            after[name] = replaced(before, failures=failures)
+        elif check == "raise":
+            after[name] = _after_refresh(before, *refreshed)
+        else:
+            after[name] = _after_refresh_in_status(before, *refreshed)
+    return state.updated(after)
+
+
+def _after_refresh(
     before: BlockState, operator: CurvatureOperator, damping: Scalar
 ) -> BlockState:
     """Return a block's state with a new operator without flags."""
@@ -475,7 +498,7 @@ def after_refresh(
     )
 
 
-def after_refresh_in_status(
+def _after_refresh_in_status(
     before: BlockState, operator: CurvatureOperator, damping: Scalar
 ) -> BlockState:
     """Return a block's state with the new operator, or the old one if that has flags."""
@@ -491,7 +514,7 @@ def after_refresh_in_status(
         operator = choose(good, operator, previous, xp=xp)
         if before.damping is not None and type(before.damping) not in (int, float):
             damping = xp.where(good, damping, before.damping)
-    new = after_refresh(before, operator, damping)
+    new = _after_refresh(before, operator, damping)
     status = before.status | status
     if isinstance(before.refreshes, int):
         # On a device the flag is not read: the refresh counts, and the status tells.
