@@ -29,6 +29,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
+from kfac_core.distributed import placement, transport
 from kfac_core.distributed.agreement import (
     Agreement,
     error_as_data,
@@ -36,14 +37,6 @@ from kfac_core.distributed.agreement import (
 )
 from kfac_core.distributed.exchange import Exchange, SentDirections
 from kfac_core.distributed.options import Distributed
-from kfac_core.distributed.placement import (
-    Placement,
-    RowRange,
-    block_loads,
-    choose_placement,
-    place,
-    shared_owners,
-)
 from kfac_core.distributed.reduction import (
     Item,
     absorbed_share,
@@ -57,15 +50,6 @@ from kfac_core.distributed.remote import (
     rows_of_inverses,
 )
 from kfac_core.distributed.replicas import code_digests, require_same
-from kfac_core.distributed.transport import (
-    BYTES,
-    buckets,
-    dtype_name,
-    message_bytes,
-    narrower,
-    packed_matrices,
-    unpacked_matrices,
-)
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
@@ -124,7 +108,7 @@ class DistributedExecutor(Executor):
         self.placement = _placement(network, options)
         self._require_same_plan()
         rank = self._communicator.rank
-        self._rows_here: RowRange | None = None
+        self._rows_here: placement.RowRange | None = None
         for ranges in self.placement.row_ranges.values():
             here = [rows for rows in ranges.values() if rows.rank == rank]
             self._rows_here = here[0] if here else self._rows_here
@@ -134,7 +118,7 @@ class DistributedExecutor(Executor):
         self._group = self._communicator.split(groups)
         self._row = self._communicator.split(rows)
         self._group_number = self._communicator.rank // self.placement.holders
-        self._message_bytes = message_bytes(options.bucket_bytes, p)
+        self._message_bytes = transport.message_bytes(options.bucket_bytes, p)
         self._background: DistributedExecutor | None = None
         self._to_all = Exchange(self._communicator)
         self._to_group = Exchange(self._group)
@@ -330,7 +314,7 @@ class DistributedExecutor(Executor):
     def _owned_part(self, name: str, statistics: Statistics) -> Statistics:
         """Return statistics with packed sums on their owner, and without sums elsewhere."""
         if self.placement.owners[name] == self._communicator.rank:
-            averages = packed_matrices(statistics.averages)
+            averages = transport.packed_matrices(statistics.averages)
         else:
             averages = map_structure(_without_numbers, statistics.averages)
         return replaced(statistics, averages=averages)
@@ -431,7 +415,7 @@ class DistributedExecutor(Executor):
         flags = dict.fromkeys(with_rows, 0)
         error: Exception | None = None
         failed = 0.0
-        filled = buckets(
+        filled = transport.buckets(
             with_rows,
             lambda name: 8 * self.placement.loads[name].statistics,
             self._message_bytes,
@@ -446,7 +430,7 @@ class DistributedExecutor(Executor):
             for name in names:
                 part = moments.get(name) or self._empty(name, tasks[name][1])
                 flags[name] = int(part.status)
-                averages = packed_matrices(part.averages)
+                averages = transport.packed_matrices(part.averages)
                 parts[name] = replaced(part, averages=averages)
             own_sides = self._without_taken(parts)
             # The mark rides with the last message, so that a good update costs no
@@ -481,7 +465,7 @@ class DistributedExecutor(Executor):
             for number in _coefficients(task)
             if type(number) is float
         }
-        dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
+        dtypes = sorted({transport.dtype_name(task[1].like) for task in tasks.values()})
         # A dtype that differs would otherwise be a message of another length.
         return f"update with {sorted(numbers)}; {', '.join(dtypes)}"
 
@@ -750,7 +734,7 @@ class DistributedExecutor(Executor):
         calls = sorted({task[3].product for task in tasks.values()})
         self._agreement.meet(f"{calls} of {sorted(vectors)}")
         matrices: dict[str, Array] = {}
-        ranges: dict[str, RowRange] = {}
+        ranges: dict[str, placement.RowRange] = {}
         if calls == ["multiply_inverse"]:
             for name, (block, operator, vector, _) in tasks.items():
                 if self._divides(name, operator):
@@ -825,7 +809,7 @@ class DistributedExecutor(Executor):
         owned = [name for name in owned if name in local]
         if self.options.reduce == "owner":
             self._agreement.meet(step)
-            return {name: unpacked_matrices(local[name]) for name in owned}
+            return {name: transport.unpacked_matrices(local[name]) for name in owned}
         forms = [f"{name}: {_form_of(local[name])}" for name in local]
         self._agreement.meet("; ".join([step, *forms]))
         if self.options.reduce == "update":
@@ -983,22 +967,22 @@ def vote_length(network: Network, /) -> int:
     return averages + 2 * len(network.blocks) + len(network.layers.names) + 32
 
 
-def _placement(network: Network, options: Distributed) -> Placement:
+def _placement(network: Network, options: Distributed) -> placement.Placement:
     size = options.communicator.size
     if options.holders == "auto":
-        sent = narrower("float32", options.directions_dtype)
-        return choose_placement(
+        sent = transport.narrower("float32", options.directions_dtype)
+        return placement.choose_placement(
             network,
             size,
             interval=options.interval,
             memory=options.memory,
-            direction_bytes=BYTES[sent],
+            direction_bytes=transport.BYTES[sent],
         )
-    return place(
-        block_loads(network),
+    return placement.place(
+        placement.block_loads(network),
         size,
         holders=size if options.holders == "all" else options.holders,
-        together=shared_owners(network),
+        together=placement.shared_owners(network),
         memory=options.memory,
         interval=options.interval,
     )
@@ -1018,7 +1002,7 @@ def _rows_of_direction(
     block: Block,
     operator: RemoteOperator,
     matrix: Array,
-    rows: RowRange,
+    rows: placement.RowRange,
     /,
     *,
     name: str,

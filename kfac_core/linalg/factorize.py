@@ -19,21 +19,7 @@ from kfac_core.array import Array, Check, Namespace, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import is_plain, known_finite, known_true
 from kfac_core.array.structure import without_scalars
-from kfac_core.linalg.certificate import (
-    ERROR_LIMIT,
-    RESIDUAL_LIMIT,
-    Spectrum,
-    backward_residual,
-    cholesky_residual,
-    eigen_residual,
-    eigenvalue_errors,
-    inverse_residual,
-    pivot_error,
-    probe_of,
-    settled_eigenvalues,
-    undetermined,
-    undetermined_error,
-)
+from kfac_core.linalg import certificate, symmetric
 from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
 from kfac_core.linalg.eigen import eigh, eigh_in_place
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
@@ -44,13 +30,6 @@ from kfac_core.linalg.fallback import (
     guarded,
     untouched,
     with_fallbacks,
-)
-from kfac_core.linalg.symmetric import (
-    ScaledMatrix,
-    SymmetricMatrix,
-    matrix_diagonal,
-    matrix_trace,
-    multiply_symmetric,
 )
 
 __all__ = [
@@ -67,7 +46,7 @@ Conditions = tuple[tuple[Any, Status], ...]
 
 
 def cholesky_factor(
-    problem: ScaledMatrix, /, *, check: Check, name: str
+    problem: symmetric.ScaledMatrix, /, *, check: Check, name: str
 ) -> CholeskyFactor:
     """Factorize M by Cholesky.
 
@@ -105,7 +84,7 @@ def cholesky_factor(
 
 
 def damped_inverse(
-    problem: ScaledMatrix,
+    problem: symmetric.ScaledMatrix,
     factor: CholeskyFactor | None = None,
     /,
     *,
@@ -144,7 +123,7 @@ def damped_inverse(
 
 
 def eigendecomposition(
-    problem: ScaledMatrix,
+    problem: symmetric.ScaledMatrix,
     /,
     *,
     check: Check,
@@ -186,7 +165,9 @@ def eigendecomposition(
     return without_scalars(basis)
 
 
-def problem_flags(problem: ScaledMatrix, finite: Array, xp: Namespace, /) -> Conditions:
+def problem_flags(
+    problem: symmetric.ScaledMatrix, finite: Array, xp: Namespace, /
+) -> Conditions:
     """Return the conditions of a valid problem, for `kfac_core.linalg.fallback.first_flag`.
 
     Parameters
@@ -210,16 +191,18 @@ def problem_flags(problem: ScaledMatrix, finite: Array, xp: Namespace, /) -> Con
     )
 
 
-def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> SymmetricMatrix:
+def from_eigenbasis(
+    Q: Array, eigenvalues: Array, xp: Namespace, /
+) -> symmetric.SymmetricMatrix:
     """Return ``Q diag(w) Q^T``."""
     product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
-    return SymmetricMatrix(
+    return symmetric.SymmetricMatrix(
         0.5 * (product + xp.matrix_transpose(product)), full_storage=True
     )
 
 
 def _validity(
-    problem: ScaledMatrix, image: Array, xp: Namespace
+    problem: symmetric.ScaledMatrix, image: Array, xp: Namespace
 ) -> tuple[Conditions, Array | None]:
     """Return the conditions of a valid problem, and whether they hold.
 
@@ -233,17 +216,17 @@ def _validity(
     return problem_flags(problem, finite, xp), finite & (shift >= 0)
 
 
-def _attempt_cholesky(problem: ScaledMatrix, xp: Namespace) -> CholeskyFactor:
-    z = probe_of(problem.matrix.array, xp)
+def _attempt_cholesky(problem: symmetric.ScaledMatrix, xp: Namespace) -> CholeskyFactor:
+    z = certificate.probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
     plain = is_plain(image, xp=xp)
     number = _reader(image, plain)
     conditions, valid = _validity(problem, image, xp)
     lower = _lower(problem, valid, xp)
-    residual = cholesky_residual(lower, z, image, xp=xp)
+    residual = certificate.cholesky_residual(lower, z, image, xp=xp)
     # L L^T is always close to M, but solving with L is inaccurate for ill-conditioned M.
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
-    solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
+    solving = certificate.pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
     positive = number(lower[..., -1, -1]) > 0
 
@@ -253,7 +236,7 @@ def _attempt_cholesky(problem: ScaledMatrix, xp: Namespace) -> CholeskyFactor:
         return xp.min(pivots * pivots, axis=-1)
 
     # Both must hold: the factorization is accurate, and B is stored accurately enough.
-    accurate = number(residual) <= RESIDUAL_LIMIT
+    accurate = number(residual) <= certificate.RESIDUAL_LIMIT
     accurate = accurate & _is_stored_well(problem, smallest, number, xp)
     if not known_true(positive, xp=xp):
         # Fill the whole matrix with NaN, so that a failed factor cannot be used.
@@ -263,10 +246,10 @@ def _attempt_cholesky(problem: ScaledMatrix, xp: Namespace) -> CholeskyFactor:
 
 
 def _attempt_inverse(
-    problem: ScaledMatrix, xp: Namespace, lower: Array | None = None
+    problem: symmetric.ScaledMatrix, xp: Namespace, lower: Array | None = None
 ) -> Inverse:
     """Return the inverse and its flags; a factor that is given is not written to."""
-    z = probe_of(problem.matrix.array, xp)
+    z = certificate.probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
     plain = is_plain(image, xp=xp)
     number = _reader(image, plain)
@@ -280,41 +263,45 @@ def _attempt_inverse(
     if not known_true(positive, xp=xp):
         # Not every BLAS propagates NaN.
         X = replaced(X, array=_nan_unless(positive, X.array, xp))
-    residual = inverse_residual(X, z, image, xp=xp)
+    residual = certificate.inverse_residual(X, z, image, xp=xp)
 
     def smallest() -> Array:
         return _smallest_eigenvalue(X, z, xp)
 
-    accurate = number(residual) <= RESIDUAL_LIMIT
+    accurate = number(residual) <= certificate.RESIDUAL_LIMIT
     accurate = accurate & _is_stored_well(problem, smallest, number, xp)
     conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
     return Inverse(X, *_judged(conditions, residual, plain, xp))
 
 
 def _attempt_eigen(
-    problem: ScaledMatrix,
+    problem: symmetric.ScaledMatrix,
     xp: Namespace,
     decompose: Callable[..., tuple[Array, Array]] = eigh,
 ) -> Eigendecomposition:
     matrix = problem.matrix
-    z = probe_of(matrix.array, xp)
+    z = certificate.probe_of(matrix.array, xp)
     image = problem.multiply(z, shifted=False, xp=xp)
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    safe = SymmetricMatrix(
+    safe = symmetric.SymmetricMatrix(
         guarded(finite, matrix.array, 1.0, xp=xp), matrix.full_storage
     )
     w, Q = decompose(safe, xp=xp)
     w = problem.factor[..., None] * w
-    residual = eigen_residual(w, Q, z, image, xp=xp)
+    residual = certificate.eigen_residual(w, Q, z, image, xp=xp)
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
     computed = ns.roundoff_of(w.dtype, xp=xp)
-    error = eigenvalue_errors(w, Q, stored=problem.roundoff, computed=computed, xp=xp)
-    w, error = settled_eigenvalues(w, error, _known_rank(problem, xp), xp=xp)
+    error = certificate.eigenvalue_errors(
+        w, Q, stored=problem.roundoff, computed=computed, xp=xp
+    )
+    w, error = certificate.settled_eigenvalues(
+        w, error, _known_rank(problem, xp), xp=xp
+    )
     _, fallback = untouched(residual, is_plain(residual, xp=xp), xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
-        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        (residual <= certificate.RESIDUAL_LIMIT, Status.INACCURATE),
         none=fallback,
         xp=xp,
     )
@@ -324,7 +311,7 @@ def _attempt_eigen(
     return Eigendecomposition(w, Q, error, status, residual, clipped, fallback)
 
 
-def _known_rank(problem: ScaledMatrix, xp: Namespace) -> Array:
+def _known_rank(problem: symmetric.ScaledMatrix, xp: Namespace) -> Array:
     """Return a bound of B's rank, by its rows and by the zeros on its diagonal."""
     diagonal = problem.matrix.diagonal()
     nonzero = xp.sum(xp.astype(diagonal != 0, diagonal.dtype), axis=-1)
@@ -342,7 +329,7 @@ def _reader(image: Array, plain: bool) -> Callable[[Array], Any]:
 
 
 def _is_stored_well(
-    problem: ScaledMatrix,
+    problem: symmetric.ScaledMatrix,
     smallest: Callable[[], Array],
     number: Callable[[Array], Any],
     xp: Namespace,
@@ -368,8 +355,8 @@ def _is_stored_well(
     if not problem.roundoff:
         return True
     factor, shift = number(problem.factor), number(problem.shift)
-    most = ERROR_LIMIT / problem.roundoff
-    trace = factor * number(matrix_trace(problem.matrix.array, xp=xp))
+    most = certificate.ERROR_LIMIT / problem.roundoff
+    trace = factor * number(symmetric.matrix_trace(problem.matrix.array, xp=xp))
     if known_true(trace <= most * shift, xp=xp):
         return True
     # Cheap bounds first.  An entry is off by its own roundoff, so that the norm of all
@@ -379,37 +366,41 @@ def _is_stored_well(
     return True if known_true(enough, xp=xp) else enough | (size <= most * smallest())
 
 
-def _frobenius_norm(matrix: SymmetricMatrix, xp: Namespace) -> Array:
+def _frobenius_norm(matrix: symmetric.SymmetricMatrix, xp: Namespace) -> Array:
     """Return ``|B|_F`` of the finite entries, shape (...), from the lower triangle."""
     lower = xp.tril(matrix.array)
     lower = xp.where(xp.isfinite(lower), lower, xp.zeros_like(lower))
     largest = xp.max(xp.abs(lower), axis=(-2, -1), keepdims=True)
     unit = xp.where(largest > 0, largest, xp.ones_like(largest))
     scaled = lower / unit
-    diagonal = matrix_diagonal(scaled, xp=xp)
+    diagonal = symmetric.matrix_diagonal(scaled, xp=xp)
     twice = 2.0 * xp.sum(scaled * scaled, axis=(-2, -1))
     return unit[..., 0, 0] * xp.sqrt(twice - xp.sum(diagonal * diagonal, axis=-1))
 
 
-def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
+def _smallest_eigenvalue(
+    inverse: symmetric.SymmetricMatrix, z: Array, xp: Namespace
+) -> Array:
     """Estimate the smallest eigenvalue of M by the power method for its inverse."""
     largest = xp.zeros_like(inverse.array[..., 0, 0])
     # Four steps give the order of magnitude, which is all that the limit needs.
     for _ in range(4):
-        image = multiply_symmetric(inverse, z, xp=xp)
+        image = symmetric.multiply_symmetric(inverse, z, xp=xp)
         top = xp.max(xp.abs(image), axis=(-2, -1), keepdims=True)
         z = image / xp.where(top > 0, top, xp.ones_like(top))
         largest = top[..., 0, 0]
     return 1.0 / largest
 
 
-def _lower(problem: ScaledMatrix, valid: Array | None, xp: Namespace) -> Array:
+def _lower(
+    problem: symmetric.ScaledMatrix, valid: Array | None, xp: Namespace
+) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
     if valid is not None:
         # Minus the identity fails like an invalid matrix; NaN would hang some libraries.
         safe = guarded(valid, matrix.array, -1.0, xp=xp)
-        matrix = SymmetricMatrix(safe, matrix.full_storage)
+        matrix = symmetric.SymmetricMatrix(safe, matrix.full_storage)
         shift = xp.where(valid, shift, xp.zeros_like(shift))
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
 
@@ -431,7 +422,7 @@ def _judged(
 
 
 def _clipped_cholesky(
-    problem: ScaledMatrix, failed: CholeskyFactor, name: str, xp: Namespace
+    problem: symmetric.ScaledMatrix, failed: CholeskyFactor, name: str, xp: Namespace
 ) -> CholeskyFactor:
     """Return the factor of M with A clipped, or raise."""
     basis, damped, _, residual, fallback = _clipped(problem, name, xp)
@@ -445,19 +436,19 @@ def _clipped_cholesky(
     status = xp.zeros_like(fallback)
     factor = CholeskyFactor(lower, status, residual, basis.clipped, fallback)
     error = float(xp.max(factor.rounding_error()))
-    if not error <= RESIDUAL_LIMIT:
+    if not error <= certificate.RESIDUAL_LIMIT:
         raise errors.FactorizationError(
             f"with damping {float(xp.max(problem.shift)):.1e} the Cholesky factor of a "
             f"{problem.size} x {problem.size} matrix is too ill-conditioned to solve with "
-            f"(relative error {error:.0e}, limit {RESIDUAL_LIMIT}). Increase `damping`, or "
-            "take products by the inverse or the eigenbasis.",
+            f"(relative error {error:.0e}, limit {certificate.RESIDUAL_LIMIT}). Increase "
+            "`damping`, or take products by the inverse or the eigenbasis.",
             factor=name,
         )
     return factor
 
 
 def _clipped_inverse(
-    problem: ScaledMatrix, failed: Inverse, name: str, xp: Namespace
+    problem: symmetric.ScaledMatrix, failed: Inverse, name: str, xp: Namespace
 ) -> Inverse:
     """Return the inverse of M with A clipped, or raise."""
     basis, _, X, residual, fallback = _clipped(problem, name, xp)
@@ -465,8 +456,8 @@ def _clipped_inverse(
 
 
 def _clipped(
-    problem: ScaledMatrix, name: str, xp: Namespace
-) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
+    problem: symmetric.ScaledMatrix, name: str, xp: Namespace
+) -> tuple[Eigendecomposition, Array, symmetric.SymmetricMatrix, Array, Array]:
     """Return A's eigendecomposition, M's eigenvalues and inverse, its residual, fallback.
 
     Or raise, where M is not positive definite even so.
@@ -478,36 +469,41 @@ def _clipped(
     # Zeros are replaced before the division, and raise below.
     Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
     X = from_eigenbasis(Q, 1.0 / unit, xp)
-    z = probe_of(problem.matrix.array, xp)
-    image = multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
+    z = certificate.probe_of(problem.matrix.array, xp)
+    image = symmetric.multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
     # If the condition number exceeds 1 / roundoff, M^-1 M z is not close to z for any
     # inverse.  With orthogonal eigenvectors the inverse is as accurate as they are.
-    backward = backward_residual(X, z, image, damped, xp=xp)
+    backward = certificate.backward_residual(X, z, image, damped, xp=xp)
     residual = xp.where(backward > basis.residual, backward, basis.residual)
     smallest, worst = float(xp.min(damped)), float(xp.max(residual))
-    if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
+    if not (smallest > 0 and worst <= certificate.RESIDUAL_LIMIT):
         raise errors.FactorizationError(
             f"a {problem.size} x {problem.size} matrix is not positive definite even after "
             f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "
             f"to zero: with damping {float(xp.max(problem.shift)):.1e} its eigenvalues run "
             f"from {smallest:.1e} to {float(xp.max(damped)):.1e} and the inverse has "
-            f"residual {worst:.1e} (limit {RESIDUAL_LIMIT}). Increase `damping`.",
+            f"residual {worst:.1e} (limit {certificate.RESIDUAL_LIMIT}). "
+            "Increase `damping`.",
             factor=name,
         )
-    spectra = [Spectrum(w, basis.error)]
+    spectra = [certificate.Spectrum(w, basis.error)]
     bounds = {"scale": xp.ones_like(problem.shift), "damping": problem.shift}
-    if int(undetermined(spectra, **bounds)):
-        raise undetermined_error(spectra, **bounds, name=name)
+    if int(certificate.undetermined(spectra, **bounds)):
+        raise certificate.undetermined_error(spectra, **bounds, name=name)
     fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
     return basis, damped, X, residual, fallback
 
 
 def _no_eigendecomposition(
-    problem: ScaledMatrix, failed: Eigendecomposition, name: str, xp: Namespace
+    problem: symmetric.ScaledMatrix,
+    failed: Eigendecomposition,
+    name: str,
+    xp: Namespace,
 ) -> Eigendecomposition:
     raise errors.FactorizationError(
         f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "
-        f"{float(xp.max(failed.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
-        "there is here. Look at the statistics for entries of wildly different size.",
+        f"{float(xp.max(failed.residual)):.1e}, above {certificate.RESIDUAL_LIMIT}, in "
+        "every precision there is here. Look at the statistics for entries of "
+        "wildly different size.",
         factor=name,
     )

@@ -23,15 +23,9 @@ from typing import ClassVar
 from kfac_core import errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
+from kfac_core.losses import outputs
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
-from kfac_core.losses.outputs import (
-    is_integral,
-    is_uniform,
-    require_last_axes,
-    wide_companion,
-    wide_natural,
-)
 
 __all__ = ["Categorical"]
 
@@ -65,9 +59,9 @@ class Categorical(Loss):
 
     def log_probability(self, natural: Array, targets: Array, /) -> Array:
         """Return ``z_y - logsumexp(z)``, or ``sum_c t_c log p_c`` for rows t."""
-        z, xp = wide_natural(natural, targets=targets)
+        z, xp = outputs.wide_natural(natural, targets=targets)
         log_p = _log_softmax(z, xp)
-        if not is_integral(xp, targets):
+        if not outputs.is_integral(xp, targets):
             t = _rows_of_targets(targets, z, xp)
             # An excluded class has log p = -inf, and 0 * inf is NaN.
             log_p = xp.where(t == 0, xp.zeros_like(log_p), log_p)
@@ -78,9 +72,9 @@ class Categorical(Loss):
 
     def gradient(self, natural: Array, targets: Array, /) -> Array:
         """Return ``p - e_y``, or ``p sum(t) - t`` for rows t."""
-        z, xp = wide_natural(natural, targets=targets)
+        z, xp = outputs.wide_natural(natural, targets=targets)
         p = xp.exp(_log_softmax(z, xp))
-        if not is_integral(xp, targets):
+        if not outputs.is_integral(xp, targets):
             t = _rows_of_targets(targets, z, xp)
             return p * xp.sum(t, axis=-1, keepdims=True) - t
         hit, valid = _one_hot(targets, z, xp)
@@ -97,8 +91,8 @@ class Categorical(Loss):
         A class of probability zero is never drawn, however the sums are rounded.
         Probabilities are met to about ``C eps`` of the dtype.
         """
-        z, xp = wide_natural(natural, noise=noise)
-        u = wide_companion(noise, z.shape[:-1], "noise", dtype=z.dtype, xp=xp)
+        z, xp = outputs.wide_natural(natural, noise=noise)
+        u = outputs.wide_companion(noise, z.shape[:-1], "noise", dtype=z.dtype, xp=xp)
         p = xp.exp(_log_softmax(z, xp))
         # Parallel cumulative sums need not be monotone, so exclude impossible classes.
         cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
@@ -106,7 +100,7 @@ class Categorical(Loss):
         below_one = 1.0 - ns.roundoff_of(z.dtype, xp=xp)
         threshold = xp.minimum(u[..., None] * total, total * below_one)
         label = xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
-        return xp.where(is_uniform(u), label, -1)
+        return xp.where(outputs.is_uniform(u), label, -1)
 
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v = p * (v - p.v)``."""
@@ -128,8 +122,8 @@ class Categorical(Loss):
 
 def _opened(natural: Array, v: Array) -> tuple[Array, Array, Array, Namespace]:
     """Return z, v, p and the namespace, checked and wide."""
-    z, xp = wide_natural(natural, v=v)
-    v = wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
+    z, xp = outputs.wide_natural(natural, v=v)
+    v = outputs.wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
     return z, v, xp.exp(_log_softmax(z, xp)), xp
 
 
@@ -164,12 +158,12 @@ def _rows_of_targets(targets: Array, z: Array, xp: Namespace) -> Array:
             f"rows of probabilities of shape {tuple(z.shape)}, got {targets.dtype} of "
             f"shape {tuple(targets.shape)}. Make integers of labels."
         )
-    return wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
+    return outputs.wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
 
 
 def _one_hot(labels: Array, z: Array, xp: Namespace) -> tuple[Array, Array]:
     """Return where the label's class is, and which labels are in range."""
-    require_last_axes(labels, tuple(z.shape[:-1]), "targets")
+    outputs.require_last_axes(labels, tuple(z.shape[:-1]), "targets")
     if xp.iinfo(labels.dtype).bits < 32:
         # An 8-bit index cannot count a thousand classes.
         labels = ns.cast(xp, labels, xp.int32)
