@@ -1,5 +1,9 @@
 """The price of a step of `GaussNewton`, over that of its flops by plain BLAS and LAPACK.
 
+``--memory`` prints the peak of memory instead: of the arrays of the operator and of a
+direction on NumPy, and of the process in a step on PyTorch, less 1.2 times the rows, over
+the ``R^2`` numbers of K.
+
 ``python -m benchmarks.samples`` prints, for Poisson's equation on the unit square and for
 batches of a regression, CPU seconds of a step of fixed length, and of what no way of taking
 it avoids: a forward and a backward pass, the products of all formed derivatives (SYRK) or
@@ -8,8 +12,13 @@ of the layers' Gram matrices, whichever is less, and a Cholesky factorization (P
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import os
+import subprocess
+import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +27,8 @@ import torch
 from scipy.linalg import blas, lapack
 from torch import nn
 
+import kfac_core as kc
+from benchmarks.memory import MEMORY_ENVIRONMENT, Resident
 from kfac_core_shims.torch import GaussNewton
 
 __all__ = ["main"]
@@ -94,11 +105,70 @@ def line(make: Callable[[], Any]) -> str:
     return f"{make.__name__}: {parts} ms; step / floor {best['step'] / floor:.2f}"
 
 
+WIDTHS = 6, 64, 64, 1
+
+
+def peak_of_arrays(R: int, positions: int) -> float:
+    """Return what NumPy's arrays take beside rows, a fifth of them left out, over R^2."""
+    rng = np.random.default_rng(0)
+    layers, batches, rows = {}, {}, 0
+    for n, m in itertools.pairwise(WIDTHS):
+        name = f"{n} to {m}, {len(layers)}"
+        layers[name] = kc.Dense(
+            in_features=n, out_features=m, bias=False, weight_layout="io"
+        )
+        x, g = (rng.normal(size=(R, positions, width)) for width in (n, m))
+        if positions == 1:
+            x, g = x[:, 0], g[:, 0]
+        batches[name] = kc.Batch(x, g)
+        rows += x.nbytes + g.nbytes
+    J, r = kc.samples.Jacobian.of(layers, batches), rng.normal(size=R)
+    tracemalloc.start()
+    kc.samples.sample_curvature(J, damping=1e-3).direction(r)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (peak - 0.2 * rows) / (8 * R * R)
+
+
+def peak_of_step(R: int) -> float:
+    """Return what a step takes of the process's memory, over R^2."""
+    net, resident = network(*WIDTHS).double(), Resident()
+    optimizer = GaussNewton(net)
+    data = [torch.randn(R, width, dtype=torch.float64) for width in (6, 1)]
+    few = [part[:200] for part in data]
+    for _ in range(2):  # What libraries load and keep is not the step's.
+        optimizer.step(lambda: net(few[0]) - few[1])
+    before = resident.settled()
+    resident.reset_peak()
+    optimizer.step(lambda: net(data[0]) - data[1])
+    rows = 8 * R * sum(n + 1 + m for n, m in itertools.pairwise(WIDTHS))
+    return (resident.peak() - before - 1.2 * rows) / (8 * R * R)
+
+
+def memory() -> None:
+    """Print peaks of memory."""
+    for R, positions in itertools.product((1000, 4000), (1, 6)):
+        peak = peak_of_arrays(R, positions)
+        print(f"NumPy, R = {R}, {positions} positions: {peak:.2f} R^2")
+    for R in (1000, 4000):
+        print(f"PyTorch's process, R = {R}: {peak_of_step(R):.2f} R^2")
+
+
 def main() -> None:
     """Print a line for each problem."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.samples")
+    parser.add_argument("--memory", action="store_true")
     torch.set_num_threads(1)
-    for make in (poisson, regression):
-        print(line(make))
+    if not parser.parse_args().memory:
+        for make in (poisson, regression):
+            print(line(make))
+    elif all(name in os.environ for name in MEMORY_ENVIRONMENT):
+        memory()
+    else:  # The allocator reads these when a process starts.
+        environment = {**os.environ, **MEMORY_ENVIRONMENT}
+        subprocess.run(
+            [sys.executable, "-m", __spec__.name, "--memory"], env=environment
+        )
 
 
 if __name__ == "__main__":

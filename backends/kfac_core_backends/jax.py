@@ -210,6 +210,11 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -
     return jax.lax.linalg.cholesky(damped, symmetrize_input=False)
 
 
+def set_block(array: Any, block: Any, /, *, row: int, column: int, xp: Any) -> Any:
+    """Return a matrix with a block of it replaced."""
+    return jax.lax.dynamic_update_slice(array, block, (row, column))
+
+
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1``; there is no POTRI, and for small ones two solves serve."""
     if lower.ndim == 2 and lower.shape[0] >= _BLOCKS_FROM:

@@ -285,6 +285,28 @@ if lapack is not None:
             a[...] = np.nan
         return a
 
+    def cholesky_in_place(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
+        """Put the lower factor of ``B + shift I`` below B, which is moved above it."""
+        a = matrix.array
+        if a.ndim != 2 or len(a) <= _LEAF or a.dtype not in _FLOATS or not _is_ours(a):
+            return NotImplemented
+        if not matrix.full_storage:
+            _mirror(a)
+        diagonal = a.T.reshape(-1)[:: len(a) + 1]
+        diagonal += shift
+        if potrf(a) != 0:
+            diagonal[...] = np.nan
+        return a
+
+    def restored_matrix(matrix: Any, diagonal: Any, /, *, xp: Any) -> Any:
+        """Mirror what stands above the diagonal, and put the diagonal back."""
+        a = matrix.array
+        if a.ndim != 2 or len(a) <= _LEAF or a.dtype not in _FLOATS or not _is_ours(a):
+            return NotImplemented
+        _mirror(a.T)
+        a.T.reshape(-1)[:: len(a) + 1] = diagonal
+        return matrix
+
     def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
         """Return ``(L L^T)^-1`` as ``L^-T L^-1``, both triangles.
 

@@ -1,5 +1,7 @@
 """The space of samples against the dense Jacobian, for layers of every kind."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -326,3 +328,25 @@ def test_mismatched_arguments_are_named(backend):
         Jacobian.of({"a": bare}, {"a": whole})
     with pytest.raises(kc.DampingError):
         sample_curvature(J, damping=-1.0)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_no_second_array_of_the_size_of_the_gram_matrix(backend, centered):
+    """K and its factor share one; of the rows a fifth may be copied."""
+    if backend.name != "numpy":
+        pytest.skip("other libraries allocate unseen")
+    pytest.importorskip("scipy")
+    R, width = 1200, 40
+    rng = np.random.default_rng(0)
+    layer = kc.Dense(
+        in_features=width, out_features=width, bias=False, weight_layout="io"
+    )
+    x, g, r = rng.normal(size=(R, width)), rng.normal(size=(R, width)), np.ones(R)
+    J = Jacobian.of({"a": layer}, {"a": kc.Batch(x, g)})
+    tracemalloc.start()
+    F = sample_curvature(J, damping=1e-3, centered=centered)
+    F.direction(r)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 1.3 * r.itemsize * R * R

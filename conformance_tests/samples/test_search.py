@@ -113,6 +113,48 @@ def test_no_damping_is_too_large_to_begin_with(fit):
     assert float(searched.damping) < 1e10
 
 
+def test_factors_in_the_memory_of_the_gram_matrix_change_nothing(backend):
+    """Also after trials that failed; LAPACK works in place above 64 rows."""
+    rng = np.random.default_rng(1)
+    shape = 80, 120
+    arrays = (
+        rng.normal(size=shape),
+        rng.normal(size=shape[0]),
+        rng.normal(size=120),
+    )
+    X, y, theta = (backend.asarray(a, "float64") for a in arrays)
+    xp = backend.xp
+    layer = kc.Dense(in_features=120, out_features=1, bias=False, weight_layout="io")
+
+    def at(theta):
+        r = xp.sin(xp.matmul(X, theta)) - y
+        return Evaluation(r, xp.sum(r * r))
+
+    start = at(theta)
+    slope = xp.reshape(xp.cos(xp.matmul(X, theta)), (80, 1))
+    J = Jacobian.of({"a": layer}, {"a": kc.Batch(X, slope)})
+
+    def search(K, overwrite):
+        return search_step(
+            J,
+            K,
+            start.values,
+            lambda step: at(theta - step["a"]["weight"][:, 0]),
+            start=start,
+            damping=1e-3,
+            overwrite=overwrite,
+        )
+
+    K = sample_gram(J)
+    before = backend.to_numpy(K.full())
+    apart, in_place = search(K, False), search(sample_gram(J), True)
+
+    assert int(apart.trials) == int(in_place.trials) > 2
+    assert np.array_equal(backend.to_numpy(K.full()), before)
+    got, expected = (backend.to_numpy(s.step["a"]["weight"]) for s in (in_place, apart))
+    assert_close(got, expected, "inverse", "float64")
+
+
 def test_a_traced_search_is_the_same(fit, backend):
     if backend.name != "jax":
         pytest.skip("only JAX traces loops")

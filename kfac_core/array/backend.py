@@ -65,6 +65,8 @@ ENTRY_POINT_GROUP = "kfac_core.backends"
 OPERATIONS = (
     "gram_update",
     "damped_cholesky",
+    "cholesky_in_place",
+    "restored_matrix",
     "cholesky_inverse",
     "solve_triangular",
     "multiply_triangular",
@@ -86,6 +88,7 @@ OPERATIONS = (
     "sums_of_products",
     "count_indices",
     "sum_rows_at",
+    "set_block",
     "host_computes",
     "host_view",
     "from_host",

@@ -14,10 +14,12 @@ from kfac_core.linalg.triangular import triangular_inverse
 
 __all__ = [
     "add_to_diagonal",
+    "cholesky_in_place",
     "cholesky_inverse",
     "damped_cholesky",
     "inverse_from_cholesky",
     "is_positive_factor",
+    "restored_matrix",
 ]
 
 
@@ -67,6 +69,55 @@ def damped_cholesky(
         for i in range(damped.shape[0])
     ]
     return xp.stack(parts)
+
+
+@dispatched
+def cholesky_in_place(
+    matrix: SymmetricMatrix, shift: Scalar, /, *, xp: Namespace
+) -> Array:
+    """Return the lower Cholesky factor of ``B + shift I``, in the memory of B if possible.
+
+    Natively the strict lower triangle and the diagonal become the factor's, and B stands
+    above the diagonal, from where `restored_matrix` brings it back.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        B, finite; not to be read before it is restored.
+    shift : float or array, shape ()
+        What is added to the diagonal.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (n, n)
+        L, to be read on and below the diagonal; with NaN on it if M is not definite.
+    """
+    return damped_cholesky(matrix, shift, xp=xp)
+
+
+@dispatched
+def restored_matrix(
+    matrix: SymmetricMatrix, diagonal: Array, /, *, xp: Namespace
+) -> SymmetricMatrix:
+    """Return B as it was before `cholesky_in_place`.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        What that function was given.
+    diagonal : array, shape (n,)
+        A copy of the diagonal of B.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    SymmetricMatrix
+        B, in the same memory.
+    """
+    return matrix
 
 
 def inverse_from_cholesky(

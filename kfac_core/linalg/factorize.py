@@ -20,7 +20,12 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import is_plain, known_finite, known_true
 from kfac_core.array.structure import without_scalars
 from kfac_core.linalg import certificate, symmetric
-from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
+from kfac_core.linalg.cholesky import (
+    cholesky_in_place,
+    damped_cholesky,
+    inverse_from_cholesky,
+    restored_matrix,
+)
 from kfac_core.linalg.eigen import eigh, eigh_in_place
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.fallback import (
@@ -41,12 +46,19 @@ __all__ = [
 ]
 
 
+_ROWS_AT_ONCE = 512
+
 Conditions = tuple[tuple[Any, Status], ...]
 """Conditions, each with the flag to set if it fails."""
 
 
 def cholesky_factor(
-    problem: symmetric.ScaledMatrix, /, *, check: Check, name: str
+    problem: symmetric.ScaledMatrix,
+    /,
+    *,
+    check: Check,
+    name: str,
+    in_place: bool = False,
 ) -> CholeskyFactor:
     """Factorize M by Cholesky.
 
@@ -58,11 +70,15 @@ def cholesky_factor(
         Whether to use the fallback chain and raise, or to report.
     name : str
         Name of the matrix in error messages.
+    in_place : bool
+        Whether the factor may stand in the memory of B, of factor 1, which is then to be
+        brought back by `kfac_core.linalg.cholesky.restored_matrix`.
 
     Returns
     -------
     CholeskyFactor
-        Result in the dtype of M; NaN throughout where it failed.
+        Result in the dtype of M; NaN throughout where it failed, or with `in_place` on the
+        diagonal.
 
     Raises
     ------
@@ -77,8 +93,12 @@ def cholesky_factor(
     """
     xp = ns.own_namespace(problem.matrix.array)
     options: Any = {"check": check, "name": name, "xp": xp}
+    # What raises goes on to the fallbacks, which need B.
+    attempt = partial(
+        _attempt_cholesky, in_place=in_place, restores=in_place and check == "raise"
+    )
     factor: CholeskyFactor = with_fallbacks(
-        _attempt_cholesky, problem, _clipped_cholesky, **options
+        attempt, problem, _clipped_cholesky, **options
     )
     return factor
 
@@ -216,16 +236,23 @@ def _validity(
     return problem_flags(problem, finite, xp), finite & (shift >= 0)
 
 
-def _attempt_cholesky(problem: symmetric.ScaledMatrix, xp: Namespace) -> CholeskyFactor:
+def _attempt_cholesky(
+    problem: symmetric.ScaledMatrix,
+    xp: Namespace,
+    *,
+    in_place: bool = False,
+    restores: bool = False,
+) -> CholeskyFactor:
     z = certificate.probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
     plain = is_plain(image, xp=xp)
     number = _reader(image, plain)
     conditions, valid = _validity(problem, image, xp)
-    lower = _lower(problem, valid, xp)
+    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
+    needed = _needed_eigenvalue(problem, number, xp)
+    lower = _lower(problem, valid, xp, in_place=in_place)
     residual = certificate.cholesky_residual(lower, z, image, xp=xp)
     # L L^T is always close to M, but solving with L is inaccurate for ill-conditioned M.
-    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
     solving = certificate.pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
     positive = number(lower[..., -1, -1]) > 0
@@ -237,12 +264,15 @@ def _attempt_cholesky(problem: symmetric.ScaledMatrix, xp: Namespace) -> Cholesk
 
     # Both must hold: the factorization is accurate, and B is stored accurately enough.
     accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    accurate = accurate & _is_stored_well(problem, smallest, number, xp)
-    if not known_true(positive, xp=xp):
+    accurate = accurate & _is_stored_well(needed, smallest)
+    if not in_place and not known_true(positive, xp=xp):
         # Fill the whole matrix with NaN, so that a failed factor cannot be used.
         lower = _nan_unless(positive, lower, xp)
     conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
-    return CholeskyFactor(lower, *_judged(conditions, residual, plain, xp))
+    factor = CholeskyFactor(lower, *_judged(conditions, residual, plain, xp))
+    if restores and lower is problem.matrix.array and int(factor.status):
+        restored_matrix(problem.matrix, diagonal, xp=xp)
+    return factor
 
 
 def _attempt_inverse(
@@ -269,7 +299,8 @@ def _attempt_inverse(
         return _smallest_eigenvalue(X, z, xp)
 
     accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    accurate = accurate & _is_stored_well(problem, smallest, number, xp)
+    needed = _needed_eigenvalue(problem, number, xp)
+    accurate = accurate & _is_stored_well(needed, smallest)
     conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
     return Inverse(X, *_judged(conditions, residual, plain, xp))
 
@@ -328,20 +359,15 @@ def _reader(image: Array, plain: bool) -> Callable[[Array], Any]:
     return float if plain and image.ndim == 2 else ns.as_number
 
 
-def _is_stored_well(
-    problem: symmetric.ScaledMatrix,
-    smallest: Callable[[], Array],
-    number: Callable[[Array], Any],
-    xp: Namespace,
+def _needed_eigenvalue(
+    problem: symmetric.ScaledMatrix, number: Callable[[Array], Any], xp: Namespace
 ) -> Any:
-    """Return whether the roundoff of storing B moves no eigenvalue of M by much.
+    """Return the least eigenvalue of M that the roundoff of storing B moves by little.
 
     Parameters
     ----------
     problem : ScaledMatrix
         Matrix M.
-    smallest : callable
-        Returns an estimate of M's smallest eigenvalue, shape (...).
     number : callable
         Reads 0-d arrays; see `_reader`.
     xp : namespace
@@ -349,33 +375,48 @@ def _is_stored_well(
 
     Returns
     -------
-    bool or array of bool, shape (...)
-        True for an exact matrix, and where the host knows that the shift is large enough.
+    array, shape (...), or None
+        Zero where the shift is large enough; None where the host knows that, and for an
+        exact matrix.
     """
     if not problem.roundoff:
-        return True
+        return None
     factor, shift = number(problem.factor), number(problem.shift)
     most = certificate.ERROR_LIMIT / problem.roundoff
     trace = factor * number(symmetric.matrix_trace(problem.matrix.array, xp=xp))
     if known_true(trace <= most * shift, xp=xp):
-        return True
+        return None
     # Cheap bounds first.  An entry is off by its own roundoff, so that the norm of all
     # errors is at most u |B|_F, far below the trace if many eigenvalues share it.
     size = factor * _frobenius_norm(problem.matrix, xp)
     enough = size <= most * shift
-    return True if known_true(enough, xp=xp) else enough | (size <= most * smallest())
+    if known_true(enough, xp=xp):
+        return None
+    return xp.where(enough, xp.zeros_like(size), size / most)
+
+
+def _is_stored_well(needed: Any, smallest: Callable[[], Array]) -> Any:
+    """Return whether an estimate of M's smallest eigenvalue is at least what is needed."""
+    return True if needed is None else (needed == 0) | (needed <= smallest())
 
 
 def _frobenius_norm(matrix: symmetric.SymmetricMatrix, xp: Namespace) -> Array:
     """Return ``|B|_F`` of the finite entries, shape (...), from the lower triangle."""
-    lower = xp.tril(matrix.array)
-    lower = xp.where(xp.isfinite(lower), lower, xp.zeros_like(lower))
-    largest = xp.max(xp.abs(lower), axis=(-2, -1), keepdims=True)
-    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
-    scaled = lower / unit
-    diagonal = symmetric.matrix_diagonal(scaled, xp=xp)
-    twice = 2.0 * xp.sum(scaled * scaled, axis=(-2, -1))
-    return unit[..., 0, 0] * xp.sqrt(twice - xp.sum(diagonal * diagonal, axis=-1))
+    diagonal = symmetric.matrix_diagonal(matrix.array, xp=xp)
+    largest = xp.max(xp.abs(diagonal), axis=-1)
+    usable = (largest > 0) & xp.isfinite(largest)
+    unit = xp.where(usable, largest, xp.ones_like(largest))
+    total = xp.zeros_like(unit)
+    # A part of the rows at a time, beside which a large matrix is not copied.
+    for start in range(0, matrix.size, _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, matrix.size)
+        lower = xp.tril(matrix.array[..., start:stop, :stop], k=start)
+        lower = xp.where(xp.isfinite(lower), lower, xp.zeros_like(lower))
+        lower = lower / unit[..., None, None]
+        total = total + xp.sum(lower * lower, axis=(-2, -1))
+    diagonal = diagonal / unit[..., None]
+    squares = 2.0 * total - xp.sum(diagonal * diagonal, axis=-1)
+    return unit * xp.sqrt(squares)
 
 
 def _smallest_eigenvalue(
@@ -393,7 +434,11 @@ def _smallest_eigenvalue(
 
 
 def _lower(
-    problem: symmetric.ScaledMatrix, valid: Array | None, xp: Namespace
+    problem: symmetric.ScaledMatrix,
+    valid: Array | None,
+    xp: Namespace,
+    *,
+    in_place: bool = False,
 ) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
@@ -402,6 +447,8 @@ def _lower(
         safe = guarded(valid, matrix.array, -1.0, xp=xp)
         matrix = symmetric.SymmetricMatrix(safe, matrix.full_storage)
         shift = xp.where(valid, shift, xp.zeros_like(shift))
+    if in_place:
+        return cholesky_in_place(matrix, shift, xp=xp)
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
 
 

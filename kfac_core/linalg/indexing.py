@@ -11,7 +11,7 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 
-__all__ = ["count_indices", "sum_rows_at"]
+__all__ = ["count_indices", "set_block", "sum_rows_at"]
 
 _BLOCK_ELEMENTS = 2**22
 """How many comparisons the definition of `sum_rows_at` holds at a time."""
@@ -94,3 +94,30 @@ def sum_rows_at(rows: Array, indices: Array, /, *, size: int, xp: Namespace) -> 
         hot = ns.cast(xp, block[:, None] == indices[None, :], rows.dtype)
         blocks.append(xp.matmul(hot, rows))
     return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)
+
+
+@dispatched
+def set_block(
+    array: Array, block: Array, /, *, row: int, column: int, xp: Namespace
+) -> Array:
+    """Return a matrix with a block of it replaced, in its memory where that can be.
+
+    Parameters
+    ----------
+    array : array, shape (n, m)
+        The matrix; not to be used again.
+    block : array, shape (k, l)
+        The new entries.
+    row, column : int
+        Where its first entry goes.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (n, m)
+        The matrix.
+    """
+    k, columns = block.shape
+    array[row : row + k, column : column + columns] = block
+    return array

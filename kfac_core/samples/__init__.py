@@ -6,7 +6,12 @@ layers of products of Gram matrices of the rows that K-FAC's factors are made of
 Gauss-Newton.
 """
 
-from kfac_core.samples.curvature import SampleCurvature, damped_kernel, sample_curvature
+from kfac_core.samples.curvature import (
+    DirectKernel,
+    SampleCurvature,
+    damped_kernel,
+    sample_curvature,
+)
 from kfac_core.samples.gathered import gathered, gathered_jacobian
 from kfac_core.samples.gauss_newton import (
     BatchProgress,
@@ -22,6 +27,7 @@ from kfac_core.samples.search import Evaluation, SearchedStep, search_step
 
 __all__ = [
     "BatchProgress",
+    "DirectKernel",
     "Evaluation",
     "GaussNewtonOptions",
     "GaussNewtonStep",

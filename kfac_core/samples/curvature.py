@@ -18,23 +18,64 @@ arXiv:2401.10190 (SPRING, centered); Müller and Zeinhofer (2025), arXiv:2505.12
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kfac_core import errors
-from kfac_core.array import Array, Check, Namespace, Scalar, replaced
+from kfac_core.array import Array, Check, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
 from kfac_core.array.structure import structure
 from kfac_core.damping import require_damping
-from kfac_core.linalg.damped import DampedMatrix, damped_matrix
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.factorizations import CholeskyFactor
+from kfac_core.linalg.factorize import cholesky_factor
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.triangular import solve_triangular
 from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
-__all__ = ["SampleCurvature", "damped_kernel", "sample_curvature"]
+__all__ = ["DirectKernel", "SampleCurvature", "damped_kernel", "sample_curvature"]
 
 ACCURACY = 1e-4
 """Of directions: their error is about the roundoff of K times its condition number."""
+
+
+@structure()
+class DirectKernel:
+    """``K + shift I`` by its Cholesky factor, in whose memory K may stand.
+
+    Attributes
+    ----------
+    cholesky : CholeskyFactor
+        The factor L.
+    shift : array, 0-d
+        The shift ``N lam``.
+    gram_trace : array, 0-d
+        The trace of K.
+    """
+
+    cholesky: CholeskyFactor
+    shift: Array
+    gram_trace: Array
+
+    def solve(self, right: Array, /) -> Array:
+        """Return ``(K + shift I)^-1 r`` for r of shape (R, 1)."""
+        L, xp = self.cholesky.lower, ns.own_namespace(right)
+        half = solve_triangular(L, right, transpose=False, xp=xp)
+        return solve_triangular(L, half, transpose=True, overwrite=True, xp=xp)
+
+    def trace(self) -> Array:
+        """Return the trace of K, 0-d."""
+        return self.gram_trace
+
+    def logdet(self) -> Array:
+        """Return ``log det (K + shift I)``, 0-d."""
+        xp = ns.own_namespace(self.shift)
+        return 2.0 * xp.sum(xp.log(xp.linalg.diagonal(self.cholesky.lower)))
+
+    def status(self) -> Array:
+        """Return the `Status` flags of the factorization, 0-d int32."""
+        return self.cholesky.status
 
 
 @structure(static=("centered",))
@@ -51,8 +92,8 @@ class SampleCurvature:
     ----------
     jacobian : Jacobian
         Rows of the layers.
-    kernel : DampedMatrix or IterativeKernel
-        ``K + N lam I`` and its Cholesky factor, or what solves with it by iterations.
+    kernel : DirectKernel or IterativeKernel
+        The Cholesky factor of ``K + N lam I``, or what solves with it by iterations.
     damping : array, 0-d
         The damping lam, in the dtype of K.
     centered : bool
@@ -60,7 +101,7 @@ class SampleCurvature:
 
     Notes
     -----
-    Memory: the rows, and ``2 R^2`` numbers.
+    Memory: the rows, and ``R^2`` numbers.
 
     Examples
     --------
@@ -79,7 +120,7 @@ class SampleCurvature:
     """
 
     jacobian: Jacobian
-    kernel: DampedMatrix | IterativeKernel
+    kernel: DirectKernel | IterativeKernel
     damping: Array
     centered: bool = False
 
@@ -214,7 +255,7 @@ class SampleCurvature:
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F_damped, or of F, 0-d."""
-        trace = self.kernel.trace(shifted=False) / self.jacobian.examples
+        trace = self.kernel.trace() / self.jacobian.examples
         return trace + self.jacobian.parameters * self.damping if damped else trace
 
     def logdet(self) -> Array:
@@ -247,13 +288,15 @@ class SampleCurvature:
         return _combined(scaled, squares, squares)
 
     def residual(self, residuals: Array, solution: Array, /) -> Array:
-        """Return ``|(K + N lam I) w - r| / |r|`` of a solution w, 0-d; ``2 R^2`` flops."""
-        xp = ns.own_namespace(self.damping)
-        r = xp.reshape(
-            self._center(ns.cast(xp, residuals, self.damping.dtype)), (-1, 1)
-        )
-        w = xp.reshape(solution, (-1, 1))
-        error = self.kernel.multiply(w, shifted=True) - r
+        """Return ``|(K + N lam I) w - r| / |r|`` of a solution w, 0-d.
+
+        Two products with J.
+        """
+        xp, dtype = ns.own_namespace(self.damping), self.damping.dtype
+        r = self._center(ns.cast(xp, residuals, dtype))
+        along = self._center(self.jacobian.multiply(self._transposed(solution)))
+        shift = self.damping * self.jacobian.examples
+        error = ns.cast(xp, along, dtype) + shift * solution - r
         size = xp.linalg.vector_norm(r)
         # Zero residuals have the solution zero: 0 / 1 and not 0 / 0.
         safe = xp.where(size > 0, size, xp.ones_like(size))
@@ -326,7 +369,8 @@ def sample_curvature(
     """
     require_damping(damping)
     K = sample_gram(J, dtype=dtype, max_elements=max_elements)
-    return damped_kernel(J, K, damping=damping, centered=centered, check=check)
+    options: dict[str, Any] = {"damping": damping, "centered": centered, "check": check}
+    return damped_kernel(J, K, **options, overwrite=True)
 
 
 def damped_kernel(
@@ -337,6 +381,7 @@ def damped_kernel(
     damping: Scalar,
     centered: bool = False,
     check: Check = "raise",
+    overwrite: bool = False,
 ) -> SampleCurvature:
     """Return the curvature of a Gram matrix that is known, for another damping.
 
@@ -348,6 +393,8 @@ def damped_kernel(
         What `sample_gram` returns; or `nystrom_kernel`, for conjugate gradients.
     damping, centered, check
         See `sample_curvature`.
+    overwrite : bool
+        Whether the memory of K may become the factor's; K is then not to be used again.
 
     Returns
     -------
@@ -357,7 +404,8 @@ def damped_kernel(
     xp = ns.own_namespace(K.array)
     lam = ns.full_of(xp, damping, K.array)
     if centered:
-        K = _centered_kernel(K, J, xp)
+        K = _centered_kernel(K, J, overwrite, xp)
+        overwrite = True
     # A solution errs by the roundoff times |K| / shift, and tr K is at least |K|.
     least = ns.roundoff_of(K.array.dtype, xp=xp) / ACCURACY * K.trace()
     shift = lam * J.examples
@@ -370,25 +418,33 @@ def damped_kernel(
     if isinstance(K, NystromKernel):
         kernel = IterativeKernel(J, K, lam * J.examples)
         return SampleCurvature(J, kernel, lam)
-    damped = damped_matrix(K, lam * J.examples)
-    # One right-hand side is solved for: an inverse would take twice the factorization.
-    damped = replaced(damped, solving="triangular")
-    damped = damped.prepared("cholesky", check=check, name="K")
-    return SampleCurvature(J, damped, lam, centered)
+    roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
+    problem = ScaledMatrix(K, ns.full_of(xp, 1.0, K.array), shift, roundoff)
+    trace = K.trace()
+    factor = cholesky_factor(problem, check=check, name="K", in_place=overwrite)
+    return SampleCurvature(J, DirectKernel(factor, shift, trace), lam, centered)
 
 
 def _centered_kernel(
-    K: SymmetricMatrix | NystromKernel, J: Jacobian, xp: Namespace
+    K: SymmetricMatrix | NystromKernel, J: Jacobian, overwrite: bool, xp: Namespace
 ) -> SymmetricMatrix:
     """Return ``C K C``, with the mean over examples taken off rows and columns."""
-    N, C = J.examples, J.outputs
-    by_example = xp.reshape(K.full(), (N, C, N, C))
-    by_example = by_example - xp.mean(by_example, axis=0, keepdims=True)
-    by_example = by_example - xp.mean(by_example, axis=2, keepdims=True)
-    centered = xp.reshape(by_example, (N * C, N * C))
-    # The two means round differently above and below the diagonal.
-    centered = 0.5 * (centered + xp.matrix_transpose(centered))
-    return SymmetricMatrix(centered, full_storage=True)
+    if isinstance(K, NystromKernel):
+        raise errors.UnsupportedError(
+            "Iterations do not solve with a centered K. Compute K itself, by "
+            "sample_gram."
+        )
+    N, C, like = J.examples, J.outputs, K.array
+    eye = xp.eye(C, dtype=like.dtype, device=ns.device_of(like))
+    ones = xp.reshape(xp.broadcast_to(eye, (N, C, C)), (N * C, C))
+    means = multiply_symmetric(K, ones / N, xp=xp)
+    means = xp.reshape(means, (N, C, 1, C))
+    entries = like if overwrite else xp.asarray(like, copy=True)
+    entries = xp.reshape(entries, (N, C, N, C))
+    entries -= means
+    entries -= xp.permute_dims(means, (2, 3, 0, 1))
+    entries += xp.mean(means, axis=0, keepdims=True)
+    return SymmetricMatrix(xp.reshape(entries, (N * C, N * C)), full_storage=False)
 
 
 def _combined(

@@ -244,12 +244,13 @@ def gauss_newton_step(
     progress: BatchProgress | None = None,
     check: Check = "raise",
     while_loop: Callable[..., Any] | None = None,
+    overwrite: bool = False,
 ) -> GaussNewtonStep:
     """Return one step, on fixed points or on other data.
 
     Parameters
     ----------
-    J, K, residuals, evaluate, start, while_loop
+    J, K, residuals, evaluate, start, while_loop, overwrite
         See `search_step`.
     options : GaussNewtonOptions
         Which step.
@@ -280,6 +281,7 @@ def gauss_newton_step(
             start=start,
             damping=damping,
             while_loop=while_loop,
+            overwrite=overwrite,
         )
         return GaussNewtonStep(
             searched.step,
@@ -306,7 +308,14 @@ def gauss_newton_step(
         damping = xp.where(follows > least, follows, least)
         # Of residuals that depend on nothing, which leave no step to damp.
         damping = xp.where(damping > 0, damping, xp.ones_like(damping))
-    F = damped_kernel(J, K, damping=damping, centered=options.centered, check=check)
+    F = damped_kernel(
+        J,
+        K,
+        damping=damping,
+        centered=options.centered,
+        check=check,
+        overwrite=overwrite,
+    )
     direction = F.direction(residuals, last=last, momentum=options.momentum)
     progress = (BatchProgress.start(size) if progress is None else progress).after(size)
     if options.falls:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array import Array, Namespace
@@ -25,12 +24,13 @@ from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.indexing import set_block
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.jacobian import Jacobian
 
 __all__ = ["sample_gram", "widest_dtype"]
 
-_LEAST_ELEMENTS = 2**19
+_LEAST_ELEMENTS = 2**18
 """Products of fewer numbers than this are made at once: smaller ones leave BLAS idle."""
 
 _PASS = 60
@@ -51,7 +51,7 @@ def sample_gram(
         the condition number of K is the square of J's.
     max_elements : int, optional
         Bound on the numbers held beside K and the rows; by default a fifth of the rows, and
-        at least half a million.
+        at least a quarter of a million.
 
     Returns
     -------
@@ -67,18 +67,19 @@ def sample_gram(
     bound = max(_LEAST_ELEMENTS, _numbers(J) // 5)
     bound = bound if max_elements is None else max_elements
     K: SymmetricMatrix | None = None
-    by_positions: list[_Positions] = []
-    for rows in _by_group(J):
-        if isinstance(rows, ExampleGradients) or _is_formed(rows):
-            continue
-        by_positions.append(_Positions.of(rows, dtype, xp))
+    by_positions = [
+        _Positions(rows, dtype, xp)
+        for rows in _by_group(J)
+        if not isinstance(rows, ExampleGradients) and not _is_formed(rows)
+    ]
     if by_positions:
-        K = _sum_of_products(by_positions, J.samples, bound, xp)
+        K = _sum_of_products(by_positions, J.samples, bound)
     formed: list[Array] = []
     for rows in _by_group(J):
-        for D in _derivatives(rows, dtype, bound, xp):
+        # One half for parts that wait, the other for all of them side by side.
+        for D in _derivatives(rows, dtype, bound // 2, xp):
             waiting = sum(math.prod(part.shape) for part in formed)
-            if formed and waiting + math.prod(D.shape) > bound:
+            if formed and waiting + math.prod(D.shape) > bound // 2:
                 K, formed = _add_products(K, formed, xp), []
             formed.append(D)
     # One product for the derivatives of several layers writes K once.
@@ -144,7 +145,7 @@ def _add_products(
     """Return K with the products of derivatives added, all layers' side by side."""
     D = parts[0] if len(parts) == 1 else xp.concat(parts, axis=1)
     columns = xp.matrix_transpose(D)
-    return updated_gram(K, columns, 1.0, 1.0, xp=xp)
+    return updated_gram(K, columns, 1.0, 1.0, overwrite=True, xp=xp)
 
 
 def _derivatives(
@@ -156,13 +157,13 @@ def _derivatives(
         return
     if not _is_formed(rows):
         return
-    x, g = rows.full_inputs(dtype, xp=xp), _by_residual(rows, dtype, xp)
+    x, g = rows.full_inputs(rows.inputs.dtype, xp=xp), _by_residual(rows, dtype, xp)
     N, C, S, m = g.shape
     n = x.shape[-1]
     at_once = max(1, min(n, bound // max(1, N * C * m)))
     across = xp.matrix_transpose(x)[:, None, :, :]
     for start in range(0, n, at_once):
-        part = across[:, :, start : start + at_once, :]
+        part = ns.cast(xp, across[:, :, start : start + at_once, :], dtype)
         # Without a sum over positions D is an outer product, for which BLAS is slower.
         D = part * g if S == 1 else xp.matmul(part, g)
         yield xp.reshape(D, (N * C, -1))
@@ -173,104 +174,87 @@ def _by_residual(rows: Any, dtype: object, xp: Namespace) -> Array:
     return xp.permute_dims(ns.cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
 
 
-@dataclass(frozen=True)
 class _Positions:
     """A layer's rows, or the ids of an embedding, for products of Gram matrices.
 
-    Attributes
+    Parameters
     ----------
-    x : array, shape (N, k, n) or (N, k)
-        Inputs, or the values of k ids.
-    g : array, shape (N, C, S, m)
-        Output gradients.
-    ids : array of int, shape (N, k), or None
-        The ids.
-    bag : bool
-        Whether an example's ids are one position.
+    rows : Rows or IdRows
+        Rows of C outputs of N examples.
+    dtype : dtype
+        Dtype of products.
+    xp : namespace
+        Array API namespace of the rows.
     """
 
-    x: Array
-    g: Array
-    ids: Array | None = None
-    bag: bool = False
-
-    @classmethod
-    def of(cls, rows: Rows | IdRows, dtype: object, xp: Namespace) -> _Positions:
-        g = _by_residual(rows, dtype, xp)
-        if isinstance(rows, IdRows):
-            return cls(rows.values(dtype, xp=xp), g, rows.ids, rows.bag)
-        return cls(rows.full_inputs(dtype, xp=xp), g)
-
-    @property
-    def outputs(self) -> int:
-        """The number C of outputs of an example."""
-        return int(self.g.shape[1])
-
-    @property
-    def width(self) -> int:
+    def __init__(self, rows: Rows | IdRows, dtype: object, xp: Namespace) -> None:
+        self.rows, self.dtype, self.xp = rows, dtype, xp
+        self.outputs, N, S, _ = rows.output_grads.shape
+        k = rows.ids.shape[1] if isinstance(rows, IdRows) else 1
+        self.width = int(N * max(self.outputs * S * S, k * k))
         """Numbers held for each row of K."""
-        N, C, S, _ = self.g.shape
-        ids = 1 if self.ids is None else self.ids.shape[1]
-        return int(N * max(C * S * S, ids * ids))
 
-    def product(self, start: int, stop: int, xp: Namespace) -> Array:
-        """Return rows of K from start to stop, and columns up to stop."""
-        _, C, S, m = self.g.shape
+    def product(self, start: int, stop: int) -> Array:
+        """Return rows of K from start to stop, and columns from start on."""
+        xp, (C, N, S, m) = self.xp, self.rows.output_grads.shape
         first, last = start // C, stop // C
-        flat_g = xp.reshape(self.g[:last, ...], (-1, m))
-        if C == S == 1 and not start and self.ids is None:
-            flat_x = xp.reshape(self.x[:last, ...], (last, -1))
+        g = _by_residual(self.rows, self.dtype, xp)[first:, ...]
+        flat = xp.reshape(g, (-1, m))
+        if C == S == 1 and last - first == N and isinstance(self.rows, Rows):
+            x = self.rows.full_inputs(self.dtype, xp=xp)[:, 0, :]
             # SYRK: half the flops of the products below, whose rows and columns differ.
-            X, G = (_add_products(None, [a], xp).array for a in (flat_x, flat_g))
+            X, G = (_add_products(None, [a], xp).array for a in (x, flat))
             X *= G  # In place: another R^2 numbers take as long as their product.
             return X
-        G = xp.matmul(flat_g[first * C * S :, :], xp.matrix_transpose(flat_g))
-        X = self._inputs(first, last, xp)
-        if C == 1 and S == 1:
+        G = xp.matmul(flat[: (last - first) * C * S, :], xp.matrix_transpose(flat))
+        X = self._inputs(first, last)
+        if C == S == 1:
             X *= G
             return X
-        X = xp.reshape(X, (last - first, 1, S, last, 1, S))
-        G = xp.reshape(G, (last - first, C, S, last, C, S))
-        return xp.reshape(xp.sum(X * G, axis=(2, 5)), (stop - start, stop))
+        X = xp.reshape(X, (last - first, 1, S, N - first, 1, S))
+        G = xp.reshape(G, (last - first, C, S, N - first, C, S))
+        return xp.reshape(xp.sum(X * G, axis=(2, 5)), (stop - start, -1))
 
-    def _inputs(self, first: int, last: int, xp: Namespace) -> Array:
+    def _inputs(self, first: int, last: int) -> Array:
         """Return the Gram matrix of inputs; ids that are equal meet."""
-        if self.ids is None:
-            x = xp.reshape(self.x[:last, ...], (-1, self.x.shape[-1]))
-            S = self.x.shape[1]
-            return xp.matmul(x[first * S :, :], xp.matrix_transpose(x))
-        k = self.ids.shape[1]
-        ids = xp.reshape(self.ids[:last, ...], (-1,))
-        values = xp.reshape(self.x[:last, ...], (-1,))
+        xp, rows, count = self.xp, self.rows, last - first
+        if isinstance(rows, Rows):
+            x = rows.full_inputs(self.dtype, xp=xp)[first:, ...]
+            S, n = x.shape[1:]
+            x = xp.reshape(x, (-1, n))
+            return xp.matmul(x[: count * S, :], xp.matrix_transpose(x))
+        k = rows.ids.shape[1]
+        ids = xp.reshape(rows.ids[first:, :], (-1,))
+        values = xp.reshape(rows.values(self.dtype, xp=xp)[first:, :], (-1,))
         # The product of two one-hot rows is 1 where their ids are equal, and 0 elsewhere.
-        equal = ids[first * k :][:, None] == ids[None, :]
-        X = ns.cast(xp, equal, values.dtype) * values[first * k :][:, None] * values
-        if self.bag:
-            X = xp.sum(xp.reshape(X, (last - first, k, last, k)), axis=(1, 3))
+        equal = ids[: count * k][:, None] == ids
+        X = ns.cast(xp, equal, values.dtype) * values[: count * k][:, None] * values
+        if rows.bag:
+            X = xp.sum(xp.reshape(X, (count, k, -1, k)), axis=(1, 3))
         return X
 
 
 def _sum_of_products(
-    layers: Sequence[_Positions], R: int, bound: int, xp: Namespace
+    layers: Sequence[_Positions], R: int, bound: int
 ) -> SymmetricMatrix:
-    """Return the sum over layers, some rows of K at a time, below the diagonal."""
+    """Return the sum over layers, some columns of K at a time, from the diagonal down."""
     # A slice of K has whole examples of each layer, whose outputs may differ in number.
     step = math.lcm(*(layer.outputs for layer in layers))
     # The sum, and the two Gram matrices whose product is added to it.
     at_once = bound // (3 * max(layer.width for layer in layers))
-    at_once = max(step, at_once // step * step)
-    parts: list[Array] = []
+    at_once = min(R, max(step, at_once // step * step))
+    transposed: Any = None
     for start in range(0, R, at_once):
         stop = min(start + at_once, R)
-        part = layers[0].product(start, stop, xp)
+        part = layers[0].product(start, stop)
         for layer in layers[1:]:
-            part += layer.product(start, stop, xp)
-        if stop < R:
-            # Nothing is read above the diagonal.
-            zeros = xp.zeros(
-                (stop - start, R - stop), dtype=part.dtype, device=ns.device_of(part)
-            )
-            part = xp.concat([part, zeros], axis=1)
-        parts.append(part)
-    K = parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
-    return SymmetricMatrix(K, full_storage=False)
+            part += layer.product(start, stop)
+        if at_once == R:
+            return SymmetricMatrix(part, full_storage=False)
+        xp = layers[0].xp
+        if transposed is None:
+            device = ns.device_of(part)
+            transposed = xp.zeros((R, R), dtype=part.dtype, device=device)
+        transposed = set_block(transposed, part, row=start, column=start, xp=xp)
+    # In the order in which LAPACK reads a lower triangle.
+    return SymmetricMatrix(xp.matrix_transpose(transposed), full_storage=False)

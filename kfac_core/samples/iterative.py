@@ -55,13 +55,6 @@ class NystromKernel:
         xp = ns.own_namespace(self.eigenvalues)
         return xp.sum(self.eigenvalues)
 
-    def full(self) -> NoReturn:
-        """Raise `UnsupportedError`: what needs K itself, as its center does, is refused."""
-        raise errors.UnsupportedError(
-            "Iterations do not solve with a centered K. Compute K itself, by "
-            "sample_gram."
-        )
-
 
 @structure()
 class IterativeKernel:
@@ -81,14 +74,14 @@ class IterativeKernel:
     approximation: NystromKernel
     shift: Array
 
-    def multiply(self, v: Array, /, *, shifted: bool) -> Array:
-        """Return ``K v``, or ``(K + shift I) v``, for v of shape (R, 1)."""
+    def multiply(self, v: Array, /) -> Array:
+        """Return ``(K + shift I) v`` for v of shape (R, 1)."""
         J = self.jacobian
         xp = ns.own_namespace(v)
         c = xp.reshape(v, J.sample_shape)
         product = J.multiply(J.multiply_transposed(c))
         product = xp.reshape(ns.cast(xp, product, v.dtype), v.shape)
-        return product + self.shift * v if shifted else product
+        return product + self.shift * v
 
     def solve(self, right: Array, /) -> Array:
         """Return ``(K + shift I)^-1 r`` for r of shape (R, 1).
@@ -108,7 +101,7 @@ class IterativeKernel:
             # Not `<=`, so that NaN ends the loop, too.
             if not bool(best_norm > enough):
                 break
-            image = self.multiply(p, shifted=True)
+            image = self.multiply(p)
             step = rz / xp.sum(p * image)
             x, r = x + step * p, r - step * image
             z = self._preconditioned(r, xp)

@@ -27,6 +27,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
 from kfac_core.damping import require_damping
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
+from kfac_core.linalg.cholesky import restored_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.curvature import SampleCurvature, damped_kernel
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
@@ -104,6 +105,7 @@ def search_step(
     start: Evaluation,
     damping: Scalar,
     while_loop: Callable[..., Any] | None = None,
+    overwrite: bool = False,
 ) -> SearchedStep:
     """Search a damping whose accelerated Gauss-Newton step lowers the loss.
 
@@ -124,6 +126,8 @@ def search_step(
     while_loop : callable, optional
         ``jax.lax.while_loop``, with which the search can be traced.  By default a loop of
         Python, which reads whether the loss fell.
+    overwrite : bool
+        Whether factors may stand in the memory of K, which is then not to be used again.
 
     Returns
     -------
@@ -166,8 +170,16 @@ def search_step(
         _, lam, _, accepted, count, _ = trial
         return ~accepted & (count < TRIALS) & (lam <= most)
 
+    diagonal = None
+    if overwrite and isinstance(K, SymmetricMatrix):
+        diagonal = 1.0 * K.diagonal()
+
     def next_trial(trial: Trial) -> Trial:
-        return _next_trial(trial, J, K, c, evaluate, start, xp)
+        F = damped_kernel(J, K, damping=trial[1], check="status", overwrite=overwrite)
+        after = _next_trial(trial, F, c, evaluate, start, xp)
+        if diagonal is not None and truth_of(after[3], xp=xp) is not True:
+            _restore(K, diagonal, F, xp)
+        return after
 
     loop = _python_loop if while_loop is None else while_loop
     c, lam, loss, accepted, count, residual = loop(unfinished, next_trial, first)
@@ -175,6 +187,13 @@ def search_step(
     lam = xp.where(accepted | (lam <= most), lam, first_lam)
     step = J.multiply_transposed(c)
     return SearchedStep(step, lam, loss, accepted, count, residual)
+
+
+def _restore(K: Any, diagonal: Array, F: SampleCurvature, xp: Namespace) -> None:
+    """Bring K back where the factor of a trial stands in its memory."""
+    factor: Any = F.kernel
+    if factor.cholesky.lower is K.array:
+        restored_matrix(K, diagonal, xp=xp)
 
 
 def _python_loop(
@@ -187,8 +206,7 @@ def _python_loop(
 
 def _next_trial(
     trial: Trial,
-    J: Jacobian,
-    K: SymmetricMatrix | NystromKernel,
+    F: SampleCurvature,
     residuals: Array,
     evaluate: Callable[[Parameters], Evaluation],
     start: Evaluation,
@@ -197,7 +215,6 @@ def _next_trial(
     """Return the search after another damping."""
     nothing, lam, loss, no, count, residual = trial
     failed: Trial = nothing, lam * RAISE, loss, no, count + 1, residual
-    F = damped_kernel(J, K, damping=lam, check="status")
     # Skip what is known to be in vain; where the flag is traced, it is selected below.
     if truth_of(F.status() == 0, xp=xp) is False:
         return failed
@@ -207,7 +224,7 @@ def _next_trial(
     straight = straight & (residual <= RESIDUAL_LIMIT)
     if truth_of(straight, xp=xp) is False:
         return (*failed[:-1], residual)
-    reached = evaluate(J.multiply_transposed(c)).loss
+    reached = evaluate(F.jacobian.multiply_transposed(c)).loss
     accepted = (F.status() == 0) & straight & (reached < loss)
     return (
         xp.where(accepted, c, nothing),
@@ -223,7 +240,6 @@ def _residual(F: SampleCurvature, residuals: Array, w: Array) -> Array:
     """Return the residual of a factorization, or of a solution by iterations."""
     if isinstance(F.kernel, IterativeKernel):
         return F.residual(residuals, w)
-    assert F.kernel.cholesky is not None
     return F.kernel.cholesky.residual
 
 

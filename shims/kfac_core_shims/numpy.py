@@ -736,6 +736,7 @@ class GaussNewton:
                 rate=kc.integration.value_at(self.options.rate, self.steps),
                 last=self._last,
                 progress=self._progress,
+                overwrite=True,
             )
             step = result.step
         finally:

@@ -160,7 +160,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     A step costs a forward and a backward pass, ``R^2 (n + m)`` flops a layer and
     ``R^3 / 3`` for R residuals, and for each damping that is tried two forward passes and
     another ``R^3 / 3``.  It reads values of the loss, which synchronizes with the device.
-    Memory: the rows, and ``2 R^2`` numbers.
+    Memory: the rows, and ``R^2`` numbers; ``2 R^2`` where PyTorch computes on several
+    threads or a GPU.
 
     References
     ----------
@@ -284,12 +285,12 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             problem = self._problem(residuals)
         finally:
             self._finder.wants_statistics = False
-        for i, term in enumerate(problem.terms):
-            if not term.requires_grad:
-                raise kc.UnsupportedError(
-                    f"Term {i} of the loss does not depend on the model's parameters. "
-                    "Leave it out; or compute it with a graph, not in torch.no_grad()."
-                )
+        alone = [i for i, term in enumerate(problem.terms) if not term.requires_grad]
+        if alone:
+            raise kc.UnsupportedError(
+                f"Term {alone[0]} of the loss does not depend on the model's parameters. "
+                "Leave it out; or compute it with a graph, not in torch.no_grad()."
+            )
         samples, scales = self._scales(problem.terms)
         J = self._finder.jacobian(problem.terms, scales)
         with torch.no_grad():
@@ -305,8 +306,10 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                     f"Expected finite residuals, got a loss of {float(loss)}. Nothing was "
                     "changed; begin with smaller weights, or look at the data."
                 )
-            start = kc.samples.Evaluation(values, loss)
-            result = self._take(residuals, problem.root, scales, J, r, start)
+            start, root = kc.samples.Evaluation(values, loss), problem.root
+            # The graph, which holds the activations, is not needed beside K.
+            del problem
+            result = self._take(residuals, root, scales, J, r, start)
         last = self._report
         # NaN, which is unlike nothing here, where the last step did not evaluate it.
         before = float("nan") if last is None else last.reached
@@ -390,6 +393,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 rate=group["lr"] or 1.0,
                 last=last,
                 progress=progress,
+                overwrite=True,
             )
         except BaseException:
             for p, at_start in zip(parameters, theta, strict=True):
