@@ -147,7 +147,9 @@ METHODS: dict[str, Method] = {
     ),
     "soap-constant": Method(
         title="`SOAP`, constant rate",
-        make=lambda problem, rate: shims.SOAP(problem.network, 3e-3, anneal_after=None),
+        make=lambda problem, rate: shims.SOAP(
+            problem.network, 3e-3, anneal_after=None, gain=None
+        ),
     ),
     "kfac": Method(
         title="`KFAC(model)`",

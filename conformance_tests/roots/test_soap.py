@@ -6,6 +6,8 @@ from scipy.linalg import block_diag
 
 from kfac_core.roots import (
     adam_quotient,
+    adapted_share,
+    agreement,
     averaged_factor,
     bounded_gradient,
     carried_moments,
@@ -219,3 +221,35 @@ def test_adam_is_its_recursion(backend, rng):
 def test_blocks_of_sides(n, other, blocks):
     """Whole bases up to the other side and 128; a prime side whole, or without one."""
     assert side_blocks(n, other) == blocks
+
+
+@pytest.mark.parametrize("gain", [0.05, 3.0])
+def test_the_share_follows_the_cosine_of_all_coordinates(backend, dtype, rng, gain):
+    """Two arrays as one dense vector, with a coordinate that is roundoff."""
+    g, m = rng.normal(size=(2, 9))
+    v = rng.random(9) + 0.1
+    roundoff = 1e-4 * np.finfo(dtype).eps
+    g[4], m[4], v[4] = roundoff, roundoff, roundoff**2
+    g[5] = m[5] = v[5] = 0.0
+    parts = [slice(0, 3), slice(3, 9)]
+    arrays = [[backend.asarray(x[part], dtype) for x in (g, m, v)] for part in parts]
+
+    for sign in (1, -1):
+        sums = [agreement(sign * x, y, z) for x, y, z in arrays]
+        got = adapted_share(0.9, sums[0] + sums[1], gain=gain)
+
+        known = np.r_[0:4, 6:9]
+        a, b = (sign * x[known] / np.sqrt(v[known]) for x in (g, sign * m))
+        cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        expected = min(1.0, 0.9 * np.exp(gain * cosine))
+        assert_close(backend.to_numpy(got), expected, "product", dtype)
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
+def test_the_share_stays_without_a_cosine(backend, bad):
+    """Before the first step, and after an overflow."""
+    g, m = backend.asarray([1.0, bad, bad]), backend.asarray([0.0, 0.0, 0.0])
+    if bad:
+        m = m + 1
+    sums = agreement(g, m, backend.asarray([1.0, 1.0, 1.0]))
+    assert float(adapted_share(0.25, sums, gain=0.05)) == 0.25

@@ -11,7 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.jax import Network, soap  # noqa: E402
 
-RATE, BETAS, EPS, STEPS = 1e-2, (0.9, 0.95), 1e-8, 13
+RATE, BETAS, EPS, STEPS, FALL = 1e-1, (0.9, 0.95), 1e-8, 13, 400
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ class Naive:
         self.m, self.v, self.t = np.zeros(shape), np.zeros(shape), 0
         self.C, self.Q = [None, None], [np.eye(n) for n in shape]
 
-    def direction(self, V, rows):
+    def rotated(self, V, rows):
         self.t += 1
         if self.t <= 3 or self.t % 10 == 0:
             old = list(self.Q)
@@ -80,10 +80,12 @@ class Naive:
             S, T = ((a.T @ b) ** 2 for a, b in zip(old, self.Q, strict=True))
             self.v = S.T @ self.v @ T
         L, R = self.Q
-        V = L.T @ V @ R
-        if self.t > 5:
-            limit = 2 * np.sqrt(self.v / (1 - BETAS[1] ** (self.t - 1)))
-            V = np.where(limit > 0, np.clip(V, -limit, limit), V)
+        self.V, self.turned = L.T @ V @ R, L.T @ self.m @ R
+        return self.V, self.turned, self.v
+
+    def direction(self):
+        L, R = self.Q
+        V = bounded(self.V, self.v, self.t)
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
         self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
         m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
@@ -91,32 +93,56 @@ class Naive:
         return L @ d @ R.T
 
 
+def bounded(V, v, t):
+    limit = 1.5 * np.sqrt(v / (1 - BETAS[1] ** max(t - 1, 1)))
+    return np.where((limit > 0) & (t > 5), np.clip(V, -limit, limit), V)
+
+
 def test_steps_are_those_of_a_naive_program():
     """Two dense layers, a bias by Adam, and three changes of bases."""
     params, data = problem()
     got, state = trained(
-        soap(network_of(params, data[0][0])),
+        soap(network_of(params, data[0][0]), RATE),
         network_of(params, data[0][0]),
         params,
         data,
     )
     p = {name: x.copy() for name, x in params.items()}
     a, c = Naive((5, 6)), Naive((6, 3))
-    m, v = np.zeros(6), np.zeros(6)
+    m, v, share = np.zeros(6), np.zeros(6), 1.0
     for t, (x, y) in enumerate(data, start=1):
         h = np.tanh(x @ p["a"] + p["b"])
         g = (h @ p["c"] - y) / len(x)
         back = g @ p["c"].T * (1 - h * h)
-        m = BETAS[0] * m + (1 - BETAS[0]) * back.sum(0)
-        v = BETAS[1] * v + (1 - BETAS[1]) * back.sum(0) ** 2
+        parts = [
+            a.rotated(x.T @ back, (x, back)),
+            c.rotated(h.T @ g, (h, g)),
+            (back.sum(0), m, v),
+        ]
+        if t > 1:
+            W, D = (
+                np.concatenate(
+                    [
+                        (part[i] / np.sqrt(part[2] + 2.0**-78 * part[2].mean())).ravel()
+                        for part in parts
+                    ]
+                )
+                for i in range(2)
+            )
+            cosine = W @ D / np.linalg.norm(W) / np.linalg.norm(D)
+            share = min(1, share * np.exp(0.05 * cosine))
+        b = bounded(back.sum(0), v, t)
+        m = BETAS[0] * m + (1 - BETAS[0]) * b
+        v = BETAS[1] * v + (1 - BETAS[1]) * b**2
         root = np.sqrt(v / (1 - BETAS[1] ** t)) + EPS
         steps = {
-            "a": a.direction(x.T @ back, (x, back)),
+            "a": a.direction(),
             "b": m / (1 - BETAS[0] ** t) / root,
-            "c": c.direction(h.T @ g, (h, g)),
+            "c": c.direction(),
         }
         for name, d in steps.items():
-            p[name] -= RATE / (1 + (t - 1) / 100) ** 0.5 * d
+            p[name] -= share * RATE / (1 + (t - 1) / FALL) ** 0.5 * d
+    assert 0 < share < 1
     for name, x in p.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-8, atol=1e-10)
     assert int(state.steps) == STEPS

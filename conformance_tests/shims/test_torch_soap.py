@@ -1,6 +1,7 @@
 """`SOAP` against a naive float64 program, and as the optimizer that AdamW is."""
 
 import copy
+import math
 import pickle
 import warnings
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import SOAP  # noqa: E402
 
-RATE, BETAS, EPS = 1e-2, (0.9, 0.95), 1e-8
+RATE, BETAS, EPS, FALL = 1e-2, (0.9, 0.95), 1e-8, 400
 STEPS = 13
 
 
@@ -60,7 +61,8 @@ class Naive:
         self.v, self.t = self.m.clone(), 0
         self.C, self.Q = [None, None], [torch.eye(n).to(W) for n in self.m.shape]
 
-    def step(self, factors, decay, every):
+    def rotated(self, factors, decay, every):
+        """Return the gradient and both moments in the bases of this step."""
         self.t += 1
         V = self.W.grad.flatten(1)
         is_due = self.t <= 3 or self.t % 10 == 0
@@ -81,26 +83,56 @@ class Naive:
             S, T = ((a.T @ b) ** 2 for a, b in zip(old, self.Q, strict=True))
             self.v = S.T @ self.v @ T
         L, R = self.Q
-        V = L.T @ V @ R
-        if self.t > 5:
-            limit = 2 * (self.v / (1 - BETAS[1] ** (self.t - 1))).sqrt()
-            V = torch.where(limit > 0, torch.clamp(V, -limit, limit), V)
+        self.V = L.T @ V @ R
+        return self.V, L.T @ self.m @ R, self.v
+
+    def step(self, rate):
+        L, R = self.Q
+        V = bounded(self.V, self.v, self.t)
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
         self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
         m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
         d = m / ((self.v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
-        rate = RATE / (1 + (self.t - 1) / 100) ** 0.5
         self.W.data -= rate * (L @ d @ R.T).reshape(self.W.shape)
 
 
+class NaiveBias(Naive):
+    """The same without bases."""
+
+    def rotated(self, *_):
+        self.t += 1
+        self.V = self.W.grad[:, None]
+        return self.V, self.m, self.v
+
+
+def bounded(V, v, t):
+    """Return a gradient at step t with the bound of the second moments before it."""
+    if t <= 5:
+        return V
+    limit = 1.5 * (v / (1 - BETAS[1] ** (t - 1))).sqrt()
+    return torch.where(limit > 0, torch.clamp(V, -limit, limit), V)
+
+
+def cosine(parts):
+    """Return the cosine of gradients and first moments, each by the second's root."""
+    roots = [(v + 2.0**-78 * v.mean()).sqrt() for _, _, v in parts]
+    W, D = (
+        torch.cat(
+            [(p[i] / root).reshape(-1) for p, root in zip(parts, roots, strict=True)]
+        )
+        for i in range(2)
+    )
+    return (W @ D / W.norm() / D.norm()).item()
+
+
 def naively_trained(data, *, by_rows, classes=3):
-    """Train `network` with the naive program, and Adam for its biases."""
+    """Train `network` with the naive program."""
     model = network(classes)
     layers = [model[0], model[3], model[5]]
-    adam = torch.optim.Adam([m.bias for m in layers], lr=RATE, betas=BETAS, eps=EPS)
-    falls = torch.optim.lr_scheduler.LambdaLR(adam, lambda t: (1 + t / 100) ** -0.5)
     weights = [Naive(m.weight) for m in layers]
-    for x, y in data:
+    biases = [NaiveBias(m.bias) for m in layers]
+    share = 1.0
+    for t, (x, y) in enumerate(data, start=1):
         model.zero_grad()
         inputs, outputs = [], []
         for module in model:
@@ -111,8 +143,7 @@ def naively_trained(data, *, by_rows, classes=3):
                 x.retain_grad()
                 outputs.append(x)
         fn.cross_entropy(x, y).backward()
-        adam.step()
-        falls.step()
+        parts = [naive.rotated() for naive in biases]
         for naive, a, z in zip(weights, inputs, outputs, strict=True):
             g = z.grad
             if a.ndim == 3:
@@ -122,7 +153,12 @@ def naively_trained(data, *, by_rows, classes=3):
             def factors(V, a=a, g=g):
                 return (g.T @ g, a.T @ a) if by_rows else (V @ V.T, V.T @ V)
 
-            naive.step(factors, 0.8 if by_rows else BETAS[1], every=not by_rows)
+            decay = 0.8 if by_rows else BETAS[1]
+            parts.append(naive.rotated(factors, decay, not by_rows))
+        if t > 1:
+            share = min(1.0, share * math.exp(0.05 * cosine(parts)))
+        for naive in (*biases, *weights):
+            naive.step(share * RATE / (1 + (t - 1) / FALL) ** 0.5)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
@@ -150,7 +186,7 @@ def test_parameters_without_a_basis_take_adamw_steps():
     values = torch.randn(5), torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, 1)
     ours = [nn.Parameter(x.clone()) for x in values[:2]]
     theirs = [nn.Parameter(x.clone()) for x in values[:2]]
-    soap = SOAP(ours, lr=0.1, anneal_after=None)
+    soap = SOAP(ours, lr=0.1, anneal_after=None, gain=None)
     adamw = torch.optim.AdamW(
         theirs, lr=0.1, betas=BETAS, weight_decay=0.0, fused=False
     )
@@ -499,9 +535,9 @@ def test_parameters_whose_memory_is_exchanged():
 
 def test_groups_have_rates_of_their_own_and_schedulers_work():
     a, b = network(), network()
-    expected = trained(a, SOAP(a), batches(5))
+    expected = trained(a, SOAP(a, gain=None), batches(5))
     groups = [{"params": b[:3].parameters()}, {"params": b[3:].parameters(), "lr": 1.0}]
-    optimizer = SOAP(groups, rows_of=b)
+    optimizer = SOAP(groups, rows_of=b, gain=None)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, [lambda _: 1.0, lambda _: RATE]
     )

@@ -9,6 +9,8 @@ from kfac_core.roots.orthogonal_iteration import (
 from kfac_core.roots.roots import InverseRoot, inverse_root
 from kfac_core.roots.soap import (
     adam_quotient,
+    adapted_share,
+    agreement,
     annealed_rate,
     averaged_factor,
     bounded_gradient,
@@ -25,6 +27,8 @@ __all__ = [
     "InverseRoot",
     "OrderedBasis",
     "adam_quotient",
+    "adapted_share",
+    "agreement",
     "annealed_rate",
     "averaged_factor",
     "bounded_gradient",

@@ -29,6 +29,8 @@ from kfac_core.roots.orthogonal_iteration import ordered_basis
 
 __all__ = [
     "adam_quotient",
+    "adapted_share",
+    "agreement",
     "annealed_rate",
     "averaged_factor",
     "bounded_gradient",
@@ -367,6 +369,82 @@ def adam_quotient(
     v = beta2 * second + (1 - beta2) * gradient * gradient
     d = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
     return m, v, d
+
+
+def agreement(gradient: Array, first: Array, second: Array, /) -> Array:
+    r"""Return the sums of the cosine of a gradient and the direction before it.
+
+    .. math:: \left(g \cdot m, \; g \cdot g, \; m \cdot m\right)
+        \quad\text{with}\quad
+        a \cdot b = \textstyle\sum_i a_i b_i / (v_i + u^{3/2} \bar v)
+
+    with the mean of v and the unit roundoff u, so that a coordinate that is roundoff counts
+    for nothing.
+
+    Parameters
+    ----------
+    gradient : array, shape (...)
+        Gradient g of a new batch.
+    first, second : array, shape (...)
+        Adam's moments m and v of the steps before, in the same coordinates.
+
+    Returns
+    -------
+    array, shape (3,)
+        Sums, to be added over all parameters.
+    """
+    xp = ns.own_namespace(gradient)
+    number = xp.finfo(second.dtype)
+    g, m, v = (xp.reshape(x, (-1,)) for x in (gradient, first, second))
+    v = v + (xp.mean(v) * number.eps**1.5 + number.smallest_normal)
+    w = g / v
+    return xp.stack([w @ m, w @ g, (m / v) @ m])
+
+
+def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
+    r"""Return the share of its rate that an optimizer takes, after a gradient.
+
+    .. math:: s \leftarrow \min\left(1, \, s \, e^{\gamma \cos}\right), \qquad
+        \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
+
+    Where gradients go on in the direction of the steps, as in a classifier whose margins
+    grow, the rate stays; where they point back, because steps are longer than the loss's
+    valley is wide, it falls.
+
+    Parameters
+    ----------
+    share : float or 0-d array
+        Share s so far, at first 1.
+    sums : array, shape (3,)
+        Sums of `agreement`, over all parameters.
+    gain : float
+        Gain gamma.
+
+    Returns
+    -------
+    array, 0-d
+        New share; the old one where the cosine is not defined, as before the first step.
+
+    References
+    ----------
+    Almeida et al. (1998), "Parameter adaptation in stochastic optimization", and Baydin et
+    al. (2018), arXiv:1703.04782, for rates that follow the sign or size of ``g . m``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import adapted_share, agreement
+    >>> g, v = np.array([1.0, 1.0]), np.ones(2)
+    >>> float(adapted_share(1.0, agreement(g, -g, v), gain=0.05).round(3))
+    0.951
+    """
+    xp = ns.own_namespace(sums)
+    norm = sums[1] ** 0.5 * sums[2] ** 0.5
+    # Zero before the first step, infinite in a pass that a gradient scaler leaves out.
+    is_defined = (norm > 0) & xp.isfinite(norm)
+    one = xp.ones_like(norm)
+    cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
+    return xp.minimum(share * xp.exp(gain * cosine), one)
 
 
 def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Scalar:

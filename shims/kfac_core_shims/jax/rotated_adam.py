@@ -27,6 +27,8 @@ class SOAPState(NamedTuple):
     ----------
     steps : array, 0-d int32
         Number of steps taken.
+    share : array, 0-d
+        Share of the rate, at most 1.
     first, second : pytree
         Adam's moments, in the structure of the parameters and in the bases.
     factors, bases : dict of str to tuple of array or None
@@ -37,6 +39,7 @@ class SOAPState(NamedTuple):
     """
 
     steps: Any
+    share: Any
     first: Any
     second: Any
     factors: Sides
@@ -51,8 +54,9 @@ def soap(
     *,
     weight_decay: float = 0.0,
     update_every: int = 10,
-    anneal_after: float | None = 100.0,
-    gradient_bound: float | None = 2.0,
+    anneal_after: float | None = 400.0,
+    gradient_bound: float | None = 1.5,
+    gain: float | None = 0.05,
     eps: float = 1e-8,
     decay: float = 0.8,
     block: int = 1024,
@@ -85,7 +89,10 @@ def soap(
         beside its schedule; None for the rate as it is.
     gradient_bound : float, optional
         Multiple of the root of its second moment that a gradient's coordinate is bounded
-        by, in weights with two bases, after five steps; None for no bound.
+        by, in vectors and weights with two bases, after five steps; None for no bound.
+    gain : float, optional
+        The share of the rate, at most 1, is multiplied by ``exp(gain * cosine)`` after
+        each gradient, with its cosine to the direction before it; None for the whole rate.
     eps : float
         Added to the root of the second moment.
     decay : float
@@ -152,13 +159,15 @@ def soap(
     positive_or_none = constraints.optional(constraints.POSITIVE)
     constraints.require_range("anneal_after", anneal_after, positive_or_none)
     constraints.require_range("gradient_bound", gradient_bound, positive_or_none)
+    constraints.require_range("gain", gain, positive_or_none)
     constraints.require_range("block", block, constraints.COUNT)
     basis = _Bases(network, block, decay, axis_name)
 
     def init(params: Any) -> SOAPState:
         zeros = jax.tree.map(jnp.zeros_like, params)
         factors, bases, residual = basis.initial(params)
-        return SOAPState(jnp.int32(0), zeros, zeros, factors, bases, residual)
+        share = jnp.ones(())
+        return SOAPState(jnp.int32(0), share, zeros, zeros, factors, bases, residual)
 
     def update(
         updates: Any,
@@ -178,7 +187,27 @@ def soap(
             due, lambda: basis.renewed(state, captured.batches), lambda: state
         )
         V = basis.rotated(updates, state.bases, back=False)
-        V = basis.bounded(V, state, betas[1], gradient_bound)
+        dense = jax.tree.map(lambda x: x > 0, basis.dense(V))
+        share = state.share
+        if gain is not None:
+            sums = jax.tree.map(
+                lambda is_dense, g, m, v: kc.roots.agreement(
+                    jnp.where(is_dense, g, 0), jnp.where(is_dense, m, 0), v
+                ),
+                *(dense, V, state.first, state.second),
+            )
+            total = sum(jax.tree.leaves(sums))
+            share = kc.roots.adapted_share(share, total, gain=gain).astype(share.dtype)
+        V = jax.tree.map(
+            lambda is_dense, g, v: jnp.where(
+                is_dense,
+                kc.roots.bounded_gradient(
+                    g, v, steps=state.steps, decay=betas[1], bound=gradient_bound
+                ),
+                g,
+            ),
+            *(dense, V, state.second),
+        )
         moments = jax.tree.map(
             lambda m, v, g: kc.roots.adam_quotient(
                 m, v, g, step=step, betas=betas, eps=eps
@@ -194,9 +223,9 @@ def soap(
         if weight_decay:
             d = jax.tree.map(lambda x, p: x + weight_decay * p, d, params)
         rate = kc.integration.value_at(learning_rate, state.steps)
-        rate = kc.roots.annealed_rate(rate, state.steps, after=anneal_after)
+        rate = share * kc.roots.annealed_rate(rate, state.steps, after=anneal_after)
         d = jax.tree.map(lambda x: (-rate * x).astype(x.dtype), d)
-        return d, state._replace(steps=step, first=first, second=second)
+        return d, state._replace(steps=step, share=share, first=first, second=second)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -259,24 +288,15 @@ class _Bases:
 
         return self._mapped(tree, one)
 
-    def bounded(
-        self, V: Any, state: SOAPState, decay: float, bound: float | None
-    ) -> Any:
-        """Return gradients in the bases, with coordinates of weights with two bounded."""
-        second = self._leaves.vectors(state.second, self._wiring)
+    def dense(self, tree: Any) -> Any:
+        """Return ones where gradients are rarely zero: vectors, weights with two bases."""
+        vectors = jax.tree.map(lambda x: jnp.full_like(x, x.ndim < 2), tree)
 
-        def one(name: str, g: Any) -> Any:
+        def one(name: str, x: Any) -> Any:
             # The rows of rare tokens are usually zero: an embedding has one basis.
-            if None in self._sides[name]:
-                return g
-            v = self.layers[name].parameters_to_matrix(
-                {"weight": second[name]["weight"]}
-            )
-            return kc.roots.bounded_gradient(
-                g, v, steps=state.steps, decay=decay, bound=bound
-            )
+            return jnp.full_like(x, None not in self._sides[name])
 
-        return self._mapped(V, one)
+        return self._mapped(vectors, one)
 
     def renewed(self, state: SOAPState, batches: Any) -> SOAPState:
         """Return the state with new factors and bases, and moments that follow them."""
@@ -298,7 +318,9 @@ class _Bases:
 
         first = self._mapped(state.first, lambda n, m: carried(n, m, m)[0])
         second = self._mapped(state.second, lambda n, v: carried(n, v, v)[1])
-        return SOAPState(state.steps, first, second, factors, bases, residual)
+        return SOAPState(
+            state.steps, state.share, first, second, factors, bases, residual
+        )
 
     def _side(self, gram: Any, first_time: Any, C: Any, Q: Any) -> Any:
         if C is None:

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 import kfac_core as kc
 from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.soap_rows import RowRecorder
-from kfac_core_shims.torch.soap_stacks import Side, Stack, Weight
+from kfac_core_shims.torch.soap_stacks import Side, Stack, Vectors, Weight, real
 
 __all__ = ["SOAP"]
 
@@ -31,7 +31,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
 
     .. math:: W \leftarrow (1 - \eta_t \lambda) W - \eta_t \, Q_G \,
         \mathrm{Adam}\left(Q_G^T V Q_A\right) Q_A^T, \qquad
-        \eta_t = \eta / \sqrt{1 + t / \tau}
+        \eta_t = s_t \, \eta / \sqrt{1 + t / \tau}
+
+    The share :math:`s_t \le 1` of the rate follows the cosine of each gradient and the
+    direction before it: ``s *= exp(gain * cosine)``.
 
     Parameters
     ----------
@@ -48,10 +51,13 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         Steps between new bases, after three at the first three steps.
     anneal_after : float, optional
         Steps tau after which the rate falls by itself, beside any scheduler's factor; None
-        for the rate as it stands in ``param_groups``.
+        for a rate that does not fall with the steps.
     gradient_bound : float, optional
         Multiple of the root of its second moment that a gradient's coordinate is bounded
-        by, in weights with two bases, after five steps; None for no bound.
+        by, in vectors and weights with two bases, after five steps; None for no bound.
+    gain : float, optional
+        Change of the logarithm of the share of the rate, for a cosine of one; None for
+        the whole rate.
     rows_of : torch.nn.Module, optional
         Model whose rows are used, where `model` is its parameters in groups.
     eps : float
@@ -125,8 +131,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         *,
         weight_decay: float = 0.0,
         update_every: int = 10,
-        anneal_after: float | None = 100.0,
-        gradient_bound: float | None = 2.0,
+        anneal_after: float | None = 400.0,
+        gradient_bound: float | None = 1.5,
+        gain: float | None = 0.05,
         rows_of: torch.nn.Module | None = None,
         eps: float = 1e-8,
         decay: float = 0.8,
@@ -139,6 +146,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         positive_or_none = kc.constraints.optional(kc.constraints.POSITIVE)
         require("anneal_after", anneal_after, positive_or_none)
         require("gradient_bound", gradient_bound, positive_or_none)
+        require("gain", gain, positive_or_none)
         require("decay", decay, kc.constraints.DECAY)
         require("block", block, kc.constraints.COUNT)
         require("max_rows", max_rows, kc.constraints.COUNT)
@@ -154,6 +162,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             "update_every": update_every,
             "anneal_after": anneal_after,
             "gradient_bound": gradient_bound,
+            "gain": gain,
             "decay": decay,
             "block": block,
             "max_rows": max_rows,
@@ -165,6 +174,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             "eps": eps,
             "weight_decay": weight_decay,
             "steps": 0,
+            "share": 1.0,
         }
         self._begin()
         super().__init__(parameters, defaults)
@@ -180,7 +190,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 constraints.require_range(name, group[name], constraints.NOT_NEGATIVE)
         for beta in group["betas"]:
             constraints.require_range("betas", beta, constraints.DECAY)
-        group["steps"] = self.param_groups[0]["steps"]
+        for name in ("steps", "share"):
+            group[name] = self.param_groups[0][name]
         for p in group["params"]:
             if hasattr(p, "placements"):
                 raise kc.UnsupportedError(
@@ -243,16 +254,19 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plain = self._arrange()
+        self._arrange()
         for group, stacks in zip(self.param_groups, self._stacks, strict=True):
             for stack in stacks:
                 stack.average(decay=group["betas"][1])
         if self._is_due(self.param_groups[0]["steps"] + 1):
             self._renew()
-        for group, stacks, vectors in zip(
-            self.param_groups, self._stacks, plain, strict=True
+        grads = [[part.gradients() for part in parts] for parts in self._parts]
+        self._adapt(grads)
+        for group, parts, gradients in zip(
+            self.param_groups, self._parts, grads, strict=True
         ):
-            self._step(group, stacks, vectors)
+            if parts:
+                self._step(group, parts, gradients)
             group["steps"] += 1
         self._record_next()
         return loss
@@ -291,6 +305,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._weights: dict[Any, list[Weight]] = {}
         self._key = None
         self._stacks: list[list[Stack]] = []
+        self._parts: list[list[Stack | Vectors]] = []
         self._warned = False
         self._recorder: RowRecorder | None = None
         if self._model is not None:
@@ -373,8 +388,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         count, size = blocks
         return Side(count=count, size=size, layer=layer, is_input=is_input)
 
-    def _arrange(self) -> list[list[Any]]:
-        """Stack the weights that have gradients; return the other parameters by group."""
+    def _arrange(self) -> None:
+        """Stack the weights that have gradients, and join the other parameters."""
         present = [
             [p for p in group["params"] if p.grad is not None]
             for group in self.param_groups
@@ -382,9 +397,12 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         key = [[id(p) for p in ps] for ps in present]
         if key != self._key:
             self._stacks = [self._stacked(ps) for ps in present]
-            self._plain = [[p for p in ps if not self._weights_of(p)] for ps in present]
+            vectors = [[p for p in ps if not self._weights_of(p)] for ps in present]
+            self._parts = [
+                [*self._joined(ps), *stacks]
+                for ps, stacks in zip(vectors, self._stacks, strict=True)
+            ]
             self._key = key
-        return self._plain
 
     def _stacked(self, parameters: list[Any]) -> list[Stack]:
         alike: dict[Any, list[tuple[Weight, Any]]] = {}
@@ -413,50 +431,50 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 steps = float(state[f"{w.part}step"])
                 form = (w.shape, blocks, dtype, p.device, steps)
                 alike.setdefault(form, []).append((w, state))
-            if not weights and "step" not in state:
-                real = _real(p)
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"] = torch.zeros_like(real, dtype=_wide(real))
-                state["exp_avg_sq"] = torch.zeros_like(real, dtype=_wide(real))
         return [Stack(*zip(*pairs, strict=True)) for pairs in alike.values()]
 
-    def _step(self, group: dict[str, Any], stacks: list[Stack], plain: Any) -> None:
+    def _joined(self, parameters: list[Any]) -> list[Vectors]:
+        alike: dict[Any, list[tuple[Any, Any]]] = {}
+        for p in parameters:
+            state = self.state[p]
+            if "step" not in state:
+                zero = torch.zeros_like(real(p), dtype=_wide(real(p)))
+                state["step"] = zero.new_zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = zero, zero.clone()
+            x = state["exp_avg"]
+            form = (x.dtype, x.device, p.ndim < 2, float(state["step"]))
+            alike.setdefault(form, []).append((p, state))
+        return [Vectors(*zip(*pairs, strict=True)) for pairs in alike.values()]
+
+    def _step(self, group: dict[str, Any], parts: list[Any], grads: list[Any]) -> None:
         """Update the parameters of a group: AdamW, on stacks in their bases."""
-        rate = kc.roots.annealed_rate(
+        rate = group["share"] * kc.roots.annealed_rate(
             group["lr"], group["steps"], after=self._options["anneal_after"]
         )
-        decay = group["weight_decay"]
-        states = [self.state[p] for p in plain]
-        arguments: list[Any] = [_real(p) for p in plain]
-        grads = [_real(p.grad) for p in plain]
-        # A narrow parameter takes its step from float32, as a stack does.
-        narrow = [i for i, x in enumerate(arguments) if x.dtype != _wide(x)]
-        targets = [arguments[i] for i in narrow]
-        for i in narrow:
-            grads[i] = grads[i].to(_wide(grads[i]))
-            arguments[i] = torch.zeros_like(grads[i])
-        steps = [arguments[i] for i in narrow]
-        for stack in stacks:
-            V = stack.gradients(
-                decay=group["betas"][1], bound=self._options["gradient_bound"]
-            )
-            grads.append(V)
-            arguments.append(torch.zeros_like(V))
-        if decay != 0:
-            every = list(plain) + [x for s in stacks for x in s.targets]
-            # Not by `adamw` below, whose arguments for stacks are steps from zero, with
-            # nothing to decay.
-            private.multiply_each(every, 1 - rate * decay)
-        if not arguments:
-            return
-        moments = [*states, *(vars(stack) for stack in stacks)]
+        for i, part in enumerate(parts):
+            if part.is_dense:
+                # Reading a number synchronizes a GPU; on a CPU it saves operations.
+                on_host = part.step.device.type == "cpu"
+                grads[i] = kc.roots.bounded_gradient(
+                    grads[i],
+                    part.exp_avg_sq,
+                    steps=float(part.step) if on_host else part.step,
+                    decay=group["betas"][1],
+                    bound=self._options["gradient_bound"],
+                )
+        targets = [x for part in parts for x in part.targets]
+        if group["weight_decay"] != 0:
+            # Not by `adamw` below, whose arguments are steps from zero, with nothing to
+            # decay.
+            private.multiply_each(targets, 1 - rate * group["weight_decay"])
+        arguments = [torch.zeros_like(V) for V in grads]
         adamw(
             arguments,
             grads,
-            [s["exp_avg"] for s in moments],
-            [s["exp_avg_sq"] for s in moments],
+            [part.exp_avg for part in parts],
+            [part.exp_avg_sq for part in parts],
             [],
-            [s["step"] for s in moments],
+            [part.step for part in parts],
             fused=all(x.device.type in ("cpu", "cuda") for x in arguments),
             amsgrad=False,
             beta1=group["betas"][0],
@@ -466,11 +484,29 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             eps=group["eps"],
             maximize=False,
         )
-        for stack, d in zip(stacks, arguments[len(plain) :], strict=True):
-            targets += stack.targets
-            steps += stack.directions(d)
-        if targets:
-            private.add_to_each(targets, steps)
+        pairs = zip(parts, arguments, strict=True)
+        steps = [x for part, d in pairs for x in part.directions(d)]
+        private.add_to_each(targets, steps)
+
+    def _adapt(self, grads: list[list[Any]]) -> None:
+        """Set the share of all rates, after the gradients in the bases."""
+        gain = self._options["gain"]
+        if gain is None:
+            return
+        sums = [
+            kc.roots.agreement(V, part.exp_avg, part.exp_avg_sq)
+            for parts, gradients in zip(self._parts, grads, strict=True)
+            for part, V in zip(parts, gradients, strict=True)
+            if part.is_dense
+        ]
+        if not sums:
+            return
+        total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
+        share = kc.roots.adapted_share(self.param_groups[0]["share"], total, gain=gain)
+        # Reading a number synchronizes a GPU.
+        share = float(share) if share.device.type == "cpu" else share
+        for group in self.param_groups:
+            group["share"] = share
 
     def _renew(self) -> None:
         """Average the factors with the rows of this step, and renew the bases."""
@@ -635,10 +671,6 @@ def _gradient_gram(w: Weight, name: str, side: Side) -> Any:
     V = V.to(_wide(V))
     rows = V if name == "right" else V.mT
     return kc.roots.diagonal_blocks(rows, side.count)
-
-
-def _real(x: Any) -> Any:
-    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _wide(x: Any) -> Any:

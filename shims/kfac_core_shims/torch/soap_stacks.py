@@ -1,4 +1,4 @@
-"""Weights of equal shapes as one stack: their gradients and moments in their bases."""
+"""Weights of equal shapes as one stack, and vectors as one: gradients and moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import kfac_core as kc
 
-__all__ = ["Side", "Stack", "Weight"]
+__all__ = ["Side", "Stack", "Vectors", "Weight"]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -83,6 +83,8 @@ class Stack:
         Bases of the sides that have one, shape (k, c, b, b).
     factors : dict of str to torch.Tensor
         Factors of the gradients' own, of sides without rows, likewise.
+    is_dense : bool
+        Whether coordinates are rarely zero: these have a bound, and decide on the rate.
     """
 
     def __init__(self, weights: Sequence[Weight], states: Sequence[Any]) -> None:
@@ -99,6 +101,8 @@ class Stack:
             s[f"{w.part}exp_avg_sq"] = self.exp_avg_sq[i]
         self.bases = self._of_states("basis")
         sides = weights[0].sides
+        # The rows of rare tokens are usually zero: an embedding has one basis.
+        self.is_dense = len(sides) == 2
         self._graded = [name for name, side in sides.items() if side.layer is None]
         factors = self._of_states("factor")
         self.factors = {name: factors[name] for name in self._graded if name in factors}
@@ -132,26 +136,10 @@ class Stack:
             self.factors[name] = kc.roots.averaged_factor(C, X @ X.mT, decay=decay)
         self._share_factors()
 
-    def gradients(self, *, decay: float, bound: float | None) -> Any:
-        """Return the gradients of a step in the bases, shape (k, n, m).
-
-        Parameters
-        ----------
-        decay : float
-            Decay of the second moments.
-        bound : float or None
-            Multiple of their roots that coordinates are bounded by.
-        """
-        left, right = self.bases.get("left"), self.bases.get("right")
-        V = kc.roots.in_basis(self._gradients(), left, right)
-        # The rows of rare tokens are usually zero: an embedding has one basis.
-        if left is None or right is None:
-            return V
-        # Reading a number synchronizes a GPU; on a CPU it saves operations.
-        steps = float(self.step) if self.step.device.type == "cpu" else self.step
-        return kc.roots.bounded_gradient(
-            V, self.exp_avg_sq, steps=steps, decay=decay, bound=bound
-        )
+    def gradients(self) -> Any:
+        """Return the gradients in the bases, shape (k, n, m)."""
+        bases = self.bases.get("left"), self.bases.get("right")
+        return kc.roots.in_basis(self._gradients(), *bases)
 
     def directions(self, d: Any) -> list[Any]:
         """Return what is in the bases in the coordinates of each weight."""
@@ -188,3 +176,62 @@ class Stack:
             if each[0] is not None:
                 stacks[side] = torch.stack(each)
         return stacks
+
+
+class Vectors:
+    """Parameters without a basis as one vector: one call for all of them.
+
+    Parameters
+    ----------
+    parameters : sequence of torch.nn.Parameter
+        The parameters, of one dtype and device and as many steps.
+    states : sequence of dict
+        State of each; its moments become parts of the vector.
+
+    Attributes
+    ----------
+    step, exp_avg, exp_avg_sq : torch.Tensor
+        Number of steps, 0-d; Adam's moments, 1-d.
+    is_dense : bool
+        Whether coordinates are rarely zero: these have a bound, and decide on the rate.
+    """
+
+    def __init__(self, parameters: Sequence[Any], states: Sequence[Any]) -> None:
+        self._parameters = list(parameters)
+        self._shapes = [real(p).shape for p in parameters]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self.step = states[0]["step"].clone()
+        self.exp_avg, self.exp_avg_sq = (
+            torch.cat([s[name].reshape(-1) for s in states])
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        self.is_dense = all(p.ndim < 2 for p in self._parameters)
+        # Views: the states, and so `state_dict`, see what is updated in the vector.
+        for name in ("exp_avg", "exp_avg_sq"):
+            for s, x in zip(states, self._parts(vars(self)[name]), strict=True):
+                s[name] = x
+        for s in states:
+            s["step"] = self.step
+
+    @property
+    def targets(self) -> list[Any]:
+        """The parameters, real."""
+        return [real(p.detach()) for p in self._parameters]
+
+    def gradients(self) -> Any:
+        """Return the gradients, shape (n,)."""
+        grads = [real(p.grad).reshape(-1) for p in self._parameters]
+        return torch.cat(grads).to(self.exp_avg.dtype)
+
+    def directions(self, d: Any) -> list[Any]:
+        """Return the parameters' parts of a vector."""
+        return self._parts(d)
+
+    def _parts(self, x: Any) -> list[Any]:
+        pairs = zip(x.split(self._sizes), self._shapes, strict=True)
+        return [part.view(shape) for part, shape in pairs]
+
+
+def real(x: Any) -> Any:
+    """Return a tensor, or the real and imaginary parts of a complex one."""
+    return torch.view_as_real(x) if x.is_complex() else x
