@@ -399,6 +399,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", "docs/words.py")
     strict = ["-nTW", "--keep-going", "-j", "auto", "-b", "html"]
     session.run("sphinx-build", *strict, "docs", "docs/_build/html", *session.posargs)
+    session.run("python", "docs/links.py", "docs/_build/html")
 
 
 @nox.session(venv_backend="virtualenv")

@@ -191,6 +191,17 @@ def use_navigation_of_group(
     context["toctree"] = toctree
 
 
+_TO_NAME = re.compile(r'(href="(?:\.\./)+api/((?:\w+\.)*(\w+))\.html)#[\w.]*?\b\3\b')
+
+
+def link_to_public_names(
+    app: Any, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Link from sources to the public names, where viewcode takes one package for all."""
+    if page.startswith("_modules/"):
+        context["body"] = _TO_NAME.sub(r"\1#\2", context["body"])
+
+
 def _group_of(page: str) -> str | None:
     """Return the group of the page of a name, such as ``api/kfac_core.Kronecker``."""
     folder, _, path = page.partition("/")
@@ -214,4 +225,5 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_transform(LinkNames)
     app.connect("doctree-resolved", leave_glossary_to_its_pages)
     app.connect("html-page-context", use_navigation_of_group, priority=400)
+    app.connect("html-page-context", link_to_public_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
