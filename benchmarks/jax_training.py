@@ -267,6 +267,9 @@ def _kfac_core(problem: Problem) -> Callable[[], float]:
         x,
         likelihood=problem.likelihood,
         damping=DAMPING,
+        # kfac-jax's schedule, whatever the defaults are.
+        update_every=1,
+        refresh_every=PERIOD,
     )
     held = [problem.params, optimizer.init(problem.params), jax.random.key(0)]
 
