@@ -36,4 +36,4 @@ DECAY = 0.95
 MODEL_DAMPING = 1e-2
 MODEL_DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored"
 MODEL_UPDATE_EVERY = 5
-MODEL_REFRESH_EVERY = 25
+MODEL_REFRESH_EVERY = 5
