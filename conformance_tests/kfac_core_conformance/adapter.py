@@ -229,11 +229,11 @@ def load_adapter(spec: str, /) -> Adapter:
             f"expected `--adapter` as MODULE:OBJECT or FILE.py:OBJECT, got {spec!r}."
         )
     try:
-        found = getattr(_module(where), name)
-        if (callable(found) and not hasattr(found, "capabilities")) or isinstance(
-            found, type
+        loaded = getattr(_module(where), name)
+        if (callable(loaded) and not hasattr(loaded, "capabilities")) or isinstance(
+            loaded, type
         ):
-            found = found()
+            loaded = loaded()
     except Exception as error:
         # The module is foreign: whatever it raises is reported as the reason.
         reason = f"{type(error).__name__}: {error}"
@@ -241,20 +241,20 @@ def load_adapter(spec: str, /) -> Adapter:
     missing = [
         wanted
         for wanted in ("name", "version", "capabilities", "blocks")
-        if not hasattr(found, wanted)
+        if not hasattr(loaded, wanted)
     ]
     if missing:
         raise AdapterError(
             f"{spec} is not an adapter: it has no {', '.join(missing)}; see "
             "kfac_core_conformance.Adapter."
         )
-    if not isinstance(found.capabilities, Capabilities):
+    if not isinstance(loaded.capabilities, Capabilities):
         raise AdapterError(
             f"{spec} is not an adapter: expected `capabilities` to be a "
             "kfac_core_conformance.Capabilities, got "
-            f"{type(found.capabilities).__name__}."
+            f"{type(loaded.capabilities).__name__}."
         )
-    adapter: Adapter = found
+    adapter: Adapter = loaded
     return adapter
 
 

@@ -151,7 +151,7 @@ def run_check(adapter: Adapter, check: Check, /) -> Outcome:
 
 def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray]:
     """Return a matrix for each layer, in the kit's order and in float64."""
-    layers, own = problem.network.layers, adapter.capabilities
+    layers, declared = problem.network.layers, adapter.capabilities
     if check.operation == "block":
         blocks = list(adapter.blocks(problem))
         _require_count(blocks, len(layers))
@@ -162,13 +162,13 @@ def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray
                 raise ValueError(
                     f"expected a block of shape {(P, P)}, got {values.shape}"
                 )
-            order = layer.order(own.weight_layout, own.bias_position)
+            order = layer.order(declared.weight_layout, declared.bias_position)
             ordered = np.empty_like(values)
             ordered[np.ix_(order, order)] = values
             matrices.append(ordered)
         return matrices
     vectors = [
-        layer.parameters(V.astype(problem.dtype), own.weight_layout)
+        layer.parameters(V.astype(problem.dtype), declared.weight_layout)
         for layer, V in zip(layers, check.vectors, strict=True)
     ]
     products: list[Any]
@@ -183,7 +183,7 @@ def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray
         )
     _require_count(products, len(layers))
     return [
-        layer.matrix_of(parameters, own.weight_layout)
+        layer.matrix_of(parameters, declared.weight_layout)
         for layer, parameters in zip(layers, products, strict=True)
     ]
 

@@ -146,10 +146,10 @@ def approximate_blocks(problem: Problem, /) -> list[HostArray]:
     """
     factors = kronecker_factors(problem)
     if problem.approximation == "kronecker":
-        return [found.block() for found in factors]
+        return [pair.block() for pair in factors]
     [data] = problem.updates
     blocks = []
-    for (X, grads), found in zip(_rows(problem, data), factors, strict=True):
+    for (X, grads), pair in zip(_rows(problem, data), factors, strict=True):
         D = np.einsum("nsi,mnso->mnio", X, grads)
         D /= np.sqrt(len(X) * _averaged(problem, grads))
         flat = D.reshape(-1, X.shape[-1] * grads.shape[-1])
@@ -163,7 +163,7 @@ def approximate_blocks(problem: Problem, /) -> list[HostArray]:
             G = np.einsum("mnio,mnip->op", D, D)
             blocks.append(np.kron(A, G) / np.trace(A))
         else:
-            bases = (np.linalg.eigh(x)[1] for x in (found.input, found.output))
+            bases = (np.linalg.eigh(x)[1] for x in (pair.input, pair.output))
             Q = np.kron(*bases)
             blocks.append((Q * np.einsum("pi,pq,qi->i", Q, full, Q)) @ Q.T)
     return blocks
@@ -172,7 +172,7 @@ def approximate_blocks(problem: Problem, /) -> list[HostArray]:
 def damped_blocks(problem: Problem, /, *, damping: float, rule: str) -> list[HostArray]:
     """Return each layer's damped block; the rule applies to ``kronecker`` blocks only."""
     if problem.approximation == "kronecker":
-        return [found.damped(damping, rule) for found in kronecker_factors(problem)]
+        return [pair.damped(damping, rule) for pair in kronecker_factors(problem)]
     return [
         block + damping * np.eye(len(block)) for block in approximate_blocks(problem)
     ]

@@ -88,10 +88,10 @@ class LinearLayer:
             ``"weight"`` and, if the layer has one, ``"bias"``.
         """
         weight = matrix[:-1] if self.bias else matrix
-        found = {"weight": self._shaped(weight, weight_layout).copy()}
+        parameters = {"weight": self._shaped(weight, weight_layout).copy()}
         if self.bias:
-            found["bias"] = matrix[-1].copy()
-        return found
+            parameters["bias"] = matrix[-1].copy()
+        return parameters
 
     def matrix_of(
         self, parameters: Mapping[str, Any], weight_layout: WeightLayout, /

@@ -114,8 +114,8 @@ class Network:
 def softmax(z: HostArray, /) -> HostArray:
     """Return the probabilities of logits, which may be complex."""
     e = np.exp(z - np.max(z.real, axis=-1, keepdims=True))
-    found: HostArray = e / np.sum(e, axis=-1, keepdims=True)
-    return found
+    probabilities: HostArray = e / np.sum(e, axis=-1, keepdims=True)
+    return probabilities
 
 
 def losses(loss: Loss, outputs: HostArray, targets: HostArray, /) -> HostArray:
@@ -125,8 +125,8 @@ def losses(loss: Loss, outputs: HostArray, targets: HostArray, /) -> HostArray:
     else:
         logits = np.sum(outputs * targets, axis=-1)
         each = np.log(np.sum(np.exp(outputs), axis=-1)) - logits
-    found: HostArray = each.reshape(len(outputs), -1).sum(axis=1)
-    return found
+    by_example: HostArray = each.reshape(len(outputs), -1).sum(axis=1)
+    return by_example
 
 
 def loss_gradient(loss: Loss, outputs: HostArray, targets: HostArray, /) -> HostArray:

@@ -167,7 +167,7 @@ class Own:
         self, problem: Problem, updated: list[tuple[kc.Block, kc.Statistics]]
     ) -> list[tuple[kc.Block, kc.Statistics]]:
         """Recompute all second moments in the eigenbases of the last factors."""
-        found = []
+        corrected = []
         for k, (block, statistics) in enumerate(updated):
             approximation: Any = block.approximation
             statistics = kc.rebase_block(block, statistics, "zero")
@@ -182,8 +182,8 @@ class Own:
                     decay=problem.decay,
                     weight=1.0,
                 )
-            found.append((block, statistics))
-        return found
+            corrected.append((block, statistics))
+        return corrected
 
     def _batch(self, rows: Rows) -> kc.Batch:
         inputs, grads = map(self._asarray, rows[:2])
@@ -213,12 +213,12 @@ def _layer(layer: LinearLayer) -> kc.Layer:
 
 
 def _approximation(problem: Problem) -> kc.Approximation:
-    made: dict[str, Any] = {
+    approximations: dict[str, Any] = {
         "kronecker": lambda: kc.Kronecker(sharing=problem.sharing),
         "eigen": lambda: kc.EKFAC(sharing=problem.sharing),
         "tnt": kc.TNT,
         "full": kc.Full,
         "diagonal": kc.Diagonal,
     }
-    approximation: kc.Approximation = made[problem.approximation]()
+    approximation: kc.Approximation = approximations[problem.approximation]()
     return approximation

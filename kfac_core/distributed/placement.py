@@ -316,20 +316,20 @@ def block_loads(network: Network, /) -> dict[str, BlockLoad]:
         if costs is None:
             flops, basis = float(n * m), sum(x.size for _, x in leaves(empty.bases))
             operator = n * m + basis
-            kept = statistics + operator
-            loads[name] = BlockLoad(flops, statistics, operator, n * m, kept, flops)
+            resident = statistics + operator
+            loads[name] = BlockLoad(flops, statistics, operator, n * m, resident, flops)
             continue
         triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
         way = "eigenbasis" if network.damping_rule == "exact" else "inverse"
         # A factor, where it is kept, and its inverse or its eigenvectors.
         operator = triangles * (1 + network.refreshing.keep_matrices)
-        kept = statistics + 2 * operator
+        resident = statistics + 2 * operator
         if way == "eigenbasis":
             vectors = costs.groups * sum(k * k for k in costs.sizes)
             operator = triangles + vectors
-            kept = statistics + 2 * triangles + vectors
+            resident = statistics + 2 * triangles + vectors
         loads[name] = BlockLoad(
-            *(costs.refresh[way], statistics, operator, n * m, kept),
+            *(costs.refresh[way], statistics, operator, n * m, resident),
             costs.precondition["inverse"],
             max(n, m) if _is_divisible(block) else 0,
         )

@@ -260,23 +260,23 @@ def _batch(seen: Seen, place: Place) -> Batch | GradientBatch:
     )
 
 
-def _factor(made: Recomputation, check: Factor) -> HostArray:
+def _factor(recomputation: Recomputation, check: Factor) -> HostArray:
     """Return an averaged statistic as a plain array."""
-    which, place = check.factor, made.place
-    averages = made.statistics.averages
+    which, place = check.factor, recomputation.place
+    averages = recomputation.statistics.averages
     if which not in averages:
         raise UnsupportedError(f"this block keeps no statistic {which!r}")
-    value = averages[which].value(debias=made.record.document.ema.debias)
+    value = averages[which].value(debias=recomputation.record.document.ema.debias)
     if isinstance(value, SymmetricMatrix):
         return place.host(value.full())
     if is_structure(value):
         # A structured factor, such as moments; the operator has it as a matrix.
-        operator: Any = made.operator(check)
+        operator: Any = recomputation.operator(check)
         return place.host(getattr(operator, which).dense(shifted=False))
     values = place.host(value)
     if values.ndim == 1 and which == "block":
-        return _unflattened(values, made.recorded)
-    if which == "block" and made.statistics.bases:
+        return _unflattened(values, recomputation.recorded)
+    if which == "block" and recomputation.statistics.bases:
         # The format orders eigenvalues ascending, the library descending.
         return np.flip(values, axis=(-2, -1))
     return values
@@ -289,28 +289,32 @@ def _unflattened(values: HostArray, recorded: RecordedBlock) -> HostArray:
     return values
 
 
-def _damping_split(made: Recomputation, check: Check) -> HostArray:
+def _damping_split(recomputation: Recomputation, check: Check) -> HostArray:
     """Return what is added to the diagonals of both factors, groups first."""
-    operator: Any = made.operator(check)
-    shifts = [made.place.host(f.shift) for f in (operator.input, operator.output)]
+    operator: Any = recomputation.operator(check)
+    shifts = [
+        recomputation.place.host(f.shift) for f in (operator.input, operator.output)
+    ]
     return np.stack(np.broadcast_arrays(*shifts), axis=-1)
 
 
-def _to_dense(made: Recomputation, check: ToDense) -> HostArray:
-    operator = made.operator(check)
-    return made.place.host(operator.to_dense(damped=check.damped))
+def _to_dense(recomputation: Recomputation, check: ToDense) -> HostArray:
+    operator = recomputation.operator(check)
+    return recomputation.place.host(operator.to_dense(damped=check.damped))
 
 
-def _logdet(made: Recomputation, check: Check) -> HostArray:
-    return made.place.host(made.operator(check).logdet())
+def _logdet(recomputation: Recomputation, check: Check) -> HostArray:
+    return recomputation.place.host(recomputation.operator(check).logdet())
 
 
-def _trace(made: Recomputation, check: Check) -> HostArray:
-    return made.place.host(made.operator(check).trace(damped=False))
+def _trace(recomputation: Recomputation, check: Check) -> HostArray:
+    return recomputation.place.host(recomputation.operator(check).trace(damped=False))
 
 
-def _eigenvalues(made: Recomputation, check: Check) -> HostArray:
-    return made.place.host(made.operator(check).eigenvalues(damped=False))
+def _eigenvalues(recomputation: Recomputation, check: Check) -> HostArray:
+    return recomputation.place.host(
+        recomputation.operator(check).eigenvalues(damped=False)
+    )
 
 
 _MATRICES: Mapping[str, Callable[[Recomputation, Any], HostArray]] = {

@@ -88,8 +88,10 @@ class BlockDescription(Part, frozen=True):
             options["steps"] = positions
         try:
             layer = getattr(kfac_core, type(self.layer).__name__)(**fields)
-            made = getattr(kfac_core, type(self.approximation).__name__)(**options)
-            return kfac_core.Block(layer, made)
+            approximation = getattr(kfac_core, type(self.approximation).__name__)(
+                **options
+            )
+            return kfac_core.Block(layer, approximation)
         except KFACError as error:
             raise RecordError(f"{self.layer.tag()}: {error}") from None
 

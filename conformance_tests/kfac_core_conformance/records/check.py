@@ -195,9 +195,9 @@ def _verdict(
     got: Answer | None = None
     try:
         with np.errstate(all="ignore"):
-            found = recomputation.answer(index)
-            error = _relative_error(found, expected)
-            got = found
+            answer = recomputation.answer(index)
+            error = _relative_error(answer, expected)
+            got = answer
     except _FAILURES as failure:
         problem = one_line(f"{failure}" or type(failure).__name__)
     damping, rule = damping_key(check) if check.needs_damping else (None, None)

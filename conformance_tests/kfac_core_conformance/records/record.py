@@ -204,8 +204,8 @@ class _BlockReader:
         )
         require_affordable(self.name, self.description, block, checks, shapes, limit)
         seen = [
-            self._update(prefix, found)
-            for prefix, found in zip(prefixes, shapes, strict=True)
+            self._update(prefix, shape)
+            for prefix, shape in zip(prefixes, shapes, strict=True)
         ]
         return RecordedBlock(self.description, block, tuple(seen))
 

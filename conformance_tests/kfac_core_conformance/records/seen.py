@@ -53,7 +53,7 @@ def tensors_of(
     rows: Any = layer.rows(batch)
     require_known_rows(rows, conventions.reduction)
     scale = conventions.outer_product_scale(
-        examples=rows.examples, rows=_kept(batch, rows), sources=rows.sources
+        examples=rows.examples, rows=_counted(batch, rows), sources=rows.sources
     )
     factor = math.sqrt(scale)
     if isinstance(batch, GradientBatch):
@@ -91,7 +91,7 @@ def _gradients(batch: GradientBatch, factor: float) -> dict[str, HostArray]:
     return {**arrays, "batch_size": np.asarray(batch.batch_size, np.int64)}
 
 
-def _kept(batch: Batch | GradientBatch, rows: Any) -> float:
+def _counted(batch: Batch | GradientBatch, rows: Any) -> float:
     """Return the number of rows that are not masked."""
     if isinstance(batch, GradientBatch):
         return float(batch.batch_size)

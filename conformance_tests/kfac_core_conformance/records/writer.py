@@ -103,7 +103,7 @@ class RecordWriter:
             "note": note,
             "blocks": {name: describe(block) for name, block in self._blocks.items()},
             "ema": {"decay": decay, "weight": weight, "debias": debias},
-            **_given(damping=damping, damping_rule=damping_rule),
+            **_without_none(damping=damping, damping_rule=damping_rule),
         }
 
     def update(self, batches: Mapping[str, Batch | GradientBatch], /) -> None:
@@ -127,12 +127,12 @@ class RecordWriter:
                 f"Expected a batch for each of the blocks {sorted(self._blocks)}, got "
                 f"{sorted(batches)}."
             )
-        found: dict[str, HostArray] = {}
+        tensors: dict[str, HostArray] = {}
         for name, batch in batches.items():
             parts = tensors_of(batch, self._blocks[name].layer, self._conventions)
             prefix = f"update.{self._updates}.{name}."
-            found.update({prefix + part: values for part, values in parts.items()})
-        self._tensors.update(found)
+            tensors.update({prefix + part: values for part, values in parts.items()})
+        self._tensors.update(tensors)
         self._updates += 1
 
     def check(
@@ -193,9 +193,11 @@ class RecordWriter:
             )
         index = len(self._checks)
         check = {"block": block, "op": operation, "expected": f"r{index}"}
-        fields = _given(factor=factor, exp=exp, transpose=transpose, damped=damped)
-        overrides = _given(damping=damping, damping_rule=damping_rule)
-        tolerances = _given(rtol=rtol, atol=atol)
+        fields = _without_none(
+            factor=factor, exp=exp, transpose=transpose, damped=damped
+        )
+        overrides = _without_none(damping=damping, damping_rule=damping_rule)
+        tolerances = _without_none(rtol=rtol, atol=atol)
         if vector is not None:
             check["vector"] = f"v{index}"
             self._put(f"vector.v{index}", vector)
@@ -271,6 +273,6 @@ class RecordWriter:
         return tensors
 
 
-def _given(**fields: Any) -> dict[str, Any]:
+def _without_none(**fields: Any) -> dict[str, Any]:
     """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
