@@ -25,3 +25,24 @@ def test_the_sdist_holds_the_named_files(name):
 
     assert named - included - {".venv", ".nox"} == set()
     assert "README.md" in included
+
+
+def test_the_conda_recipe_has_the_dependencies_of_the_project():
+    """Those of the core and of the extra `scipy`, and the build's."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"]
+    run = project["dependencies"] + project["optional-dependencies"]["scipy"]
+    recipe = (ROOT / "recipe" / "meta.yaml").read_text()
+    sections = dict(re.findall(r"^  (host|run):\n((?:    - .*\n)+)", recipe, re.M))
+    listed = {
+        name: {
+            line.removeprefix("    - ").replace(" ", "") for line in text.splitlines()
+        }
+        for name, text in sections.items()
+    }
+
+    assert listed["run"] == {*run, f"python{project['requires-python']}"}
+    assert listed["host"] - {"pip", "python3.11.*"} == {
+        *settings["build-system"]["requires"]
+    }
+    assert f'version = "{project["version"]}"' in recipe
