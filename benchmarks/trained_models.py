@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
+import os
 import resource
 import tempfile
 import time
@@ -340,7 +342,13 @@ def memory() -> None:
     Run it with the variables of `benchmarks.memory.MEMORY_ENVIRONMENT`, or it measures what
     the system's allocator keeps.
     """
+    import jax
+
+    from kfac_core_shims import jax as kj
+
     resident = Resident()
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
 
     def peak_of(run: Any) -> int:
         before = resident.settled()
@@ -348,10 +356,10 @@ def memory() -> None:
         run()
         return resident.peak() - before
 
-    def networks(widths: list[int]) -> tuple[Any, Any]:
+    def networks(widths: list[int], dtype: Any) -> tuple[Any, Any]:
         pairs = [*itertools.pairwise(widths)]
-        model = nn.Sequential(*(nn.Linear(n, m) for n, m in pairs)).eval()
-        return model, [torch.randn(64, widths[0]) for _ in range(3)]
+        model = nn.Sequential(*(nn.Linear(n, m) for n, m in pairs)).eval().to(dtype)
+        return model, [torch.randn(64, widths[0], dtype=dtype) for _ in range(3)]
 
     def differentiate(model: Any, data: Any) -> None:
         for x in data:
@@ -363,21 +371,62 @@ def memory() -> None:
             options: Any = {"likelihood": "gaussian", "max_elements": 1}
             collect(model, data, path=path, ekfac=ekfac, **options)
 
-    written(*networks([300, 300, 300]), True)  # Whatever is loaded once.
-    for ekfac in (False, True):
+    def apply(params: Any, x: Any) -> Any:
+        for layer in params:
+            x = x @ layer["w"] + layer["b"]
+        return x
+
+    def in_jax(model: Any, data: Any, ekfac: bool) -> tuple[Any, Any]:
+        params = [
+            {"w": jax.numpy.asarray(layer.weight.detach().numpy().T),
+             "b": jax.numpy.asarray(layer.bias.detach().numpy())}
+            for layer in model
+        ]  # fmt: skip
+        batches = [jax.numpy.asarray(x.numpy()) for x in data]
+        network = kj.Network(apply, params, batches[0])
+
+        def gradient() -> None:
+            f = jax.jit(jax.grad(lambda p, x: (apply(p, x) ** 2).sum()))
+            for x in batches:
+                jax.block_until_ready(f(params, x)[0]["b"])
+
+        def run() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                kj.collect(
+                    network, params, batches,
+                    likelihood=kc.losses.Gaussian(variance=1.0), max_elements=1,
+                    path=Path(folder) / "factors.npz", ekfac=ekfac,
+                )  # fmt: skip
+
+        return gradient, run
+
+    small = networks([300, 300, 300], torch.float32)
+    written(*small, True)  # Whatever is loaded once.
+    for f in in_jax(*small, True):
+        f()
+    kinds = [
+        ("float32", torch.float32),
+        ("float64", torch.float64),
+        ("JAX", torch.float32),
+    ]
+    for (kind, dtype), ekfac in itertools.product(kinds, (False, True)):
         for widths in ([2048, 2048, 2048], [2048, 512, 2048]):
-            model, data = networks(widths)
-            passes = peak_of(lambda m=model, d=data: differentiate(m, d))
-            peak = peak_of(lambda m=model, d=data, e=ekfac: written(m, d, e))
+            model, data = networks(widths, dtype)
+            first = functools.partial(differentiate, model, data)
+            run = functools.partial(written, model, data, ekfac)
+            if kind == "JAX":
+                first, run = in_jax(model, data, ekfac)
+                run()  # What XLA and LAPACK keep after their first call.
+            passes, peak = peak_of(first), peak_of(run)
             sizes = []
             for n, m in itertools.pairwise(widths):
                 sides = (n + 1) ** 2 + m**2
                 sizes.append(2 * sides + (n + 1) * m if ekfac else sides)
-            kind = "EKFAC" if ekfac else "K-FAC"
+            name = "EKFAC" if ekfac else "K-FAC"
             print(
-                f"{kind} of {widths}: {(peak - passes) / 2**20:.1f} MiB beyond "
-                f"the {passes / 2**20:.1f} of passes, "
-                f"{(peak - passes) / 4 / max(sizes):.2f} of the largest layer's numbers"
+                f"{kind}, {name} of {widths}: {(peak - passes) / 2**20:.1f} MiB beyond "
+                f"the {passes / 2**20:.1f} of passes, of the largest layer's numbers "
+                f"{(peak - passes) / dtype.itemsize / max(sizes):.2f}"
             )
 
 

@@ -110,6 +110,11 @@ def _gram_by_panels(rows: Any) -> Any:
     return jnp.concatenate(panels)
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _added_in_place(total: Any, product: Any, decay: Any, scale: Any) -> Any:
+    return total * decay + product * scale
+
+
 def gram_update(
     total: Any,
     rows: Any,
@@ -129,6 +134,8 @@ def gram_update(
         rows = jnp.concatenate([rows, tail[..., None]], axis=-1)
     by_panels = rows.ndim == 2 and rows.shape[1] >= _BLOCKS_FROM
     product = _gram_by_panels(rows) if by_panels else rows.mT @ rows
+    if overwrite and total is not None and not isinstance(product, jax.core.Tracer):
+        return _added_in_place(total.array, product, decay, scale), False
     updated = product * scale
     return updated if total is None else updated + total.array * decay, False
 

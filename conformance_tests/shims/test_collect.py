@@ -234,6 +234,30 @@ def test_an_expert_has_the_curvature_of_all_examples():
         torch.testing.assert_close(spectra[name].to_dense(), expected)
 
 
+def test_an_expert_of_one_process_has_the_curvature_of_all_examples(tmp_path):
+    """The other process has no rows of it; one without any batch is an error on both."""
+    torch.manual_seed(0)
+    models = [Mixture().double().eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(20, 3, dtype=torch.float64)
+    parts = x[x[:, 0] > 0], x[x[:, 0] <= 0]
+    options = {"likelihood": "gaussian", "fisher": "exact"}
+
+    def run(communicator, shares):
+        share = shares[communicator.rank]
+        one = models[communicator.rank]
+        factors = collect(one, share, communicator=communicator, **options)
+        return spectral_blocks(*_both(factors))
+
+    expected = spectral_blocks(*_both(collect(models[0], parts, **options)))
+    shares = [[part] for part in parts]
+    for spectra in kc.distributed.run_ranks(2, functools.partial(run, shares=shares)):
+        for name, operator in spectra.items():
+            torch.testing.assert_close(operator.spectrum, expected[name].spectrum)
+    with pytest.raises(kc.NotReadyError, match="no batch on 1 process"):
+        kc.distributed.run_ranks(2, functools.partial(run, shares=[[x], []]))
+
+
 class StackedExperts(nn.Module):
     """Three experts whose weights are one tensor, read by one product."""
 
@@ -299,6 +323,58 @@ def test_models_in_half_precision_have_statistics_in_single(half):
     data = [x.to(half) for x, _ in batches()]
     factors = collect(model, data)
     assert all(s.dtype == torch.float32 for s in factors.statistics.values())
+
+
+def test_models_run_in_evaluation_mode():
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(12, 3).split(5)
+    expected = collect(model, x).statistics["3"].averages["block"].value(debias=True)
+    model.train()
+    model[2].eval()
+    found = collect(model, x).statistics["3"].averages["block"].value(debias=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
+    assert [module.training for module in model] == [True, True, False, True]
+
+
+def test_loaders_that_would_give_wrong_sums_are_refused(tmp_path):
+    model, data = classifier(), batches()
+    with pytest.raises(kc.ConventionError, match="got 0 examples after 23"):
+        collect(model, iter(data))
+    with pytest.raises(kc.NotReadyError, match="no batch"):
+        collect(model, [])
+    dataset = torch.utils.data.TensorDataset(torch.cat([x for x, _ in data]))
+    shuffled = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)
+    with pytest.raises(kc.ConventionError, match="shuffle=False"):
+        collect(model, shuffled, path=tmp_path / "factors.npz", save_every=1)
+
+
+def test_rows_that_do_not_count_are_asked_for():
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, -100, 1])
+    with pytest.raises(kc.ConventionError, match="labels are -100"):
+        collect(nn.Linear(3, 2), [(x, y)])
+
+    class Tokens(nn.Sequential):
+        def forward(self, input, attention_mask):
+            return super().forward(input)
+
+    batch = {
+        "input": torch.randn(2, 2, 3),
+        "attention_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
+    with pytest.raises(kc.ConventionError, match="padding"):
+        collect(Tokens(nn.Linear(3, 2)), [batch])
+
+
+def test_unfinished_files_are_told_from_others(tmp_path):
+    model, data, path = classifier(), batches(), tmp_path / "factors.npz"
+    with pytest.raises(KilledError):
+        collect(model, data, path=path, max_elements=1, progress=stopping(15))
+    with pytest.raises(kc.StateError, match="not finished"):
+        read_factors(model, tmp_path / "factors.npz.part0.2")
+    with pytest.raises(kc.StateError, match="unfinished run of other options"):
+        collect(model, data, path=path, max_elements=10**6)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

@@ -15,6 +15,8 @@ REQUIRED = "KFAC_CORE_TEST_CONSUMERS" in os.environ
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
+from kfac_core_shims import torch as kfac_torch  # noqa: E402
+
 
 @pytest.fixture
 def shim():
@@ -181,6 +183,37 @@ def test_the_backends_factors_are_exact_for_one_linear_layer(shim):
     F = np.zeros((8, 8))
     F[:6, :6], F[6:, 6:] = np.kron(np.eye(2), X.T @ X), 5.0 * np.eye(2)
     np.testing.assert_allclose(kron.to_matrix().numpy(), F, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_a_posterior_of_a_model_is_that_of_laplace_torch(shim, subset):
+    """Without biases, which laplace-torch takes apart from their weights."""
+    shim("laplace")
+    library = importlib.import_module("laplace")
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)]
+    model = nn.Sequential(*layers).double().eval()
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,))
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, y), batch_size=7
+    )
+    expected = library.Laplace(
+        model, "classification", subset_of_weights=subset, hessian_structure="kron",
+        prior_precision=2.0,
+    )  # fmt: skip
+    expected.fit(data)
+    found = kfac_torch.Posterior(
+        model, data, prior_precision=2.0, last_layer=subset == "last_layer",
+        ekfac=False, fisher="exact",
+    )  # fmt: skip
+    tolerances = {"rtol": 1e-8, "atol": 1e-10}
+    torch.testing.assert_close(
+        found.log_marginal_likelihood(),
+        expected.log_marginal_likelihood(),
+        **tolerances,
+    )
+    probabilities = expected(x[:5], link_approx="probit")
+    torch.testing.assert_close(found.probabilities(x[:5]), probabilities, **tolerances)
 
 
 @pytest.mark.parametrize("subset", ["all", "last_layer"])

@@ -11,7 +11,12 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
-from kfac_core_shims.torch import collect, influence, self_influence  # noqa: E402
+from kfac_core_shims.torch import (  # noqa: E402
+    Posterior,
+    collect,
+    influence,
+    self_influence,
+)
 
 
 class Sequences(nn.Module):
@@ -135,6 +140,51 @@ def test_scores_of_tokens_and_layers_add_up(solver):
         assert tokens[name].shape == (4, 9, 5)
         torch.testing.assert_close(tokens[name].sum(-1), scores)
     torch.testing.assert_close(sum(layers.values()), whole.scores)
+
+
+class Positions(nn.Module):
+    """Tokens and an embedding of positions, which all sequences share."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, ids):
+        """Return logits (N, T, 7)."""
+        places = torch.arange(ids.shape[1])[None]
+        return self.head(torch.tanh(self.embed(ids) + self.place(places)))
+
+
+def test_embeddings_of_positions_are_left_out(tmp_path):
+    """By name, of scores and posteriors; other layers' scores are those of autograd."""
+    _, data, _ = sequences()
+    model = Positions().double()
+    factors = collect(model, data, path=tmp_path / "factors.npz")
+    result = influence(
+        model, losses_of_sequences, data, data[:1], factors=tmp_path / "factors.npz",
+        damping=0.1, by_layer=True,
+    )  # fmt: skip
+    assert [*result.skipped] == ["place"]
+    assert sorted(result.scores) == ["embed", "head"]
+    D = gradient_rows(model, losses_of_sequences, data, [model.embed.weight])
+    F = spectral_blocks(factors.blocks, factors.statistics)["embed"].to_dense()
+    F = F + 0.1 * torch.eye(len(F), dtype=F.dtype)
+    expected = D[:4] @ torch.linalg.solve(F, D.T)
+    torch.testing.assert_close(result.scores["embed"], expected)
+    posterior = Posterior(model, data, factors=factors)
+    assert [*posterior.skipped] == ["place"]
+    variance = posterior.variance(data[0])
+    diagonal = posterior.covariance(data[0]).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(variance, diagonal.reshape(4, 5, 7))
+
+
+def test_scores_have_the_order_of_the_data():
+    model, data = classifier()
+    dataset = torch.utils.data.TensorDataset(*data[0])
+    shuffled = torch.utils.data.DataLoader(dataset, shuffle=True)
+    with pytest.raises(kc.ConventionError, match="`train`"):
+        self_influence(model, losses, shuffled, factors=collect(model, data))
 
 
 def test_rows_are_the_gradients_of_autograd():

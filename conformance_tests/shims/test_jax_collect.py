@@ -26,8 +26,7 @@ def problem(rng):
         k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()
     }
     x = jnp.asarray(rng.normal(size=(21, 4)), jnp.float32)
-    network = Network(apply, params, x, approximation=lambda name, layer: kc.EKFAC())
-    return network, params, x
+    return Network(apply, params, x), params, x
 
 
 def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis(rng):

@@ -50,6 +50,15 @@ def test_operators_are_the_dense_blocks_in_the_models_order():
     np.testing.assert_allclose(scipy_operator(factors, damping=0.1) @ v, F @ v)
 
 
+def test_operators_of_half_precision_are_in_single():
+    half = nn.Linear(3, 2).bfloat16()
+    factors = collect(half, [torch.randn(8, 3, dtype=torch.bfloat16)])
+    F = spectral_blocks(factors.blocks, factors.statistics)[""].to_dense()
+    operator = scipy_operator(factors) @ np.eye(8)
+    assert operator.dtype == np.float32
+    np.testing.assert_allclose(np.trace(operator), float(torch.trace(F)), rtol=1e-5)
+
+
 def test_a_merged_model_solves_the_system_of_its_layers(tmp_path):
     models, files = [model(1), model(2)], []
     for number, one in enumerate(models):

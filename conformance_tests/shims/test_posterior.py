@@ -73,6 +73,24 @@ def test_the_evidence_is_that_of_dense_matrices():
         torch.testing.assert_close(one.log_marginal_likelihood(), expected.detach())
 
 
+def test_rows_that_do_not_count_are_no_evidence():
+    model, _ = problem()
+    x, y = torch.randn(14, 2, 4, dtype=torch.float64), torch.randint(3, (14, 2))
+    y[::3, 1] = -100
+
+    def forward(model, batch):
+        return model(batch[0]), (batch[1] >= 0).double()
+
+    posterior = Posterior(model, [(x, y)], prior_precision=2.0, forward=forward)
+    log_p = -nn.functional.cross_entropy(model(x).mT, y, reduction="sum")
+    values = posterior.factors.parameters()
+    mode = {name: values[name] for name in posterior.posterior.blocks}
+    terms = posterior.posterior.evidence(log_p.detach(), mode, prior_mean=0.0)
+    torch.testing.assert_close(
+        posterior.log_marginal_likelihood(), terms.log_marginal_likelihood
+    )
+
+
 def test_samples_have_the_posteriors_covariance():
     model, data = problem()
     likelihood = kc.losses.Gaussian(variance=0.5)

@@ -1,7 +1,11 @@
 """Building blocks for the integration of frameworks."""
 
 from kfac_core.integration import defaults as defaults
-from kfac_core.integration.collection import Collected, collect_statistics
+from kfac_core.integration.collection import (
+    Collected,
+    collect_statistics,
+    with_moments,
+)
 from kfac_core.integration.coverage import coverage_table
 from kfac_core.integration.estimation import EstimatorOptions, require_estimation
 from kfac_core.integration.framework_conv import framework_conv
@@ -54,4 +58,5 @@ __all__ = [
     "row_loss",
     "usual_approximation",
     "value_at",
+    "with_moments",
 ]

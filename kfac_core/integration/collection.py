@@ -9,6 +9,7 @@ second moments in their bases.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -39,7 +40,7 @@ from kfac_core.layers.layer import Layer
 from kfac_core.stages import rebase_block, update_block
 from kfac_core.state import BlockState, NetworkState
 
-__all__ = ["Capture", "Collected", "collect_statistics"]
+__all__ = ["Capture", "Collected", "collect_statistics", "with_moments"]
 
 Blocks: TypeAlias = Mapping[str, Block]
 
@@ -107,7 +108,13 @@ class Collected:
             For a file that was not collected, or that is of other layers.
         """
         document = read_header(path)["document"]
-        examples = (document.get("about") or {}).get("examples")
+        about = document.get("about") or {}
+        examples = about.get("examples")
+        if "collected" in about:
+            raise errors.StateError(
+                f"{path}: a part of a run that was not finished. Call `collect` again with "
+                "the path and the options of that run."
+            )
         state = document["state"]
         missing = state["blocks"].keys() - layers.keys()
         if examples is None or missing:
@@ -136,6 +143,26 @@ class Collected:
             load_checkpoint(self.path, self.estimator, backend=self.backend)
         state = self.estimator.state
         return {name: state[name].known_statistics(name) for name in self.blocks}
+
+
+def with_moments(block: Block, /) -> Block:
+    """Return a block of `EKFAC` with the factors of a block of `Kronecker`.
+
+    Parameters
+    ----------
+    block : Block
+        Block of any approximation; of others than `Kronecker` it stays as it is.
+
+    Returns
+    -------
+    Block
+        The block whose second moments are taken too.
+    """
+    kind = block.approximation
+    if not isinstance(kind, Kronecker):
+        return block
+    options: dict[str, Any] = dataclasses.asdict(kind)
+    return Block(block.layer, EKFAC(**options))
 
 
 def collect_statistics(
@@ -189,11 +216,12 @@ def collect_statistics(
     Raises
     ------
     ConventionError
-        For several parts, or `save_every`, without a `path`.
+        For several parts, or `save_every`, without a `path`; for a loader that gives other
+        batches the second time.
     NotReadyError
-        If a block saw no example, on any process.
+        If a block saw no example, or a process no batch; on all processes.
     StateError
-        For a file at `path` of other blocks.
+        For a file at `path` of other blocks, or an unfinished run of other options.
     """
     for name, number in (("max_elements", max_elements), ("save_every", save_every)):
         optional = constraints.optional(constraints.COUNT)
@@ -214,7 +242,9 @@ def collect_statistics(
         )
     stages = [2 if any(map(_has_moments, part.values())) else 1 for part in parts]
     length = len(loader) if isinstance(loader, Sized) else 0
-    runs = []
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    runs: list[_Run] = []
     for number, part in enumerate(parts):
         file = None
         if target is not None:
@@ -225,6 +255,8 @@ def collect_statistics(
         if progress is not None:
             run.progress = _Offset(progress, sum(stages[:number]), sum(stages), length)
         run.finish()
+        if runs:
+            _require_same_examples(run.examples, runs[0].examples)
         if target is not None:
             run.statistics = {}  # In the file; the next part needs the memory.
         runs.append(run)
@@ -250,6 +282,15 @@ def _elements_of(block: Block, /) -> int:
     full = [k for side, k in sides.items() if getattr(kind, side, "") == "full"]
     factors = block.layer.groups * sum(k * k for k in full) + n + m
     return 2 * factors + n * m if kind.has_bases else factors
+
+
+def _require_same_examples(count: int, expected: int) -> None:
+    if count != expected:
+        raise errors.ConventionError(
+            f"Expected a loader that gives the same batches each time, got {count} "
+            f"examples after {expected}. Give a list or a DataLoader that does not "
+            "shuffle, not an iterator."
+        )
 
 
 @dataclass
@@ -282,6 +323,7 @@ class _Run:
     progress: Callable[[int, int], None] | None = None
     stage: int = 0
     batches: int = 0
+    counted: int = 0  # Examples that this process has seen in this stage.
     examples: int = 0
 
     def __post_init__(self) -> None:
@@ -292,10 +334,11 @@ class _Run:
         self._resume()
         moving = {n: b for n, b in self.blocks.items() if _has_moments(b)}
         if self.stage == 0:
-            self._take(self._stage_blocks(), frozenset())
-            self._finish_sums(self.blocks, {"input", "output", "repeats", "block"})
+            blocks = self._stage_blocks()
+            self._take(blocks, frozenset())
+            self._finish_sums(blocks, {"input", "output", "repeats", "block"})
             self.statistics = self._rebased()
-            self.stage, self.batches = 1, 0
+            self.stage, self.batches, self.counted = 1, 0, 0
             if moving:
                 self._save_stage()
         if self.stage == 1:
@@ -355,8 +398,7 @@ class _Run:
                         self._add(name, blocks[name], part[name], options)
                 del parts
                 self.batches = k + 1
-                if self.stage == 0:
-                    self.examples += count
+                self.counted += count
                 if self.save_every is not None and self.batches % self.save_every == 0:
                     self._save()
                 if self.progress is not None:
@@ -379,27 +421,44 @@ class _Run:
 
         A layer may see more or fewer examples than the network: tokens of an expert.
         """
+        count = self._count()
         if self.stage == 0:
-            like = next((s.like for s in self.statistics.values()), None)
-            if like is not None:
-                # As an array of the statistics' library, since a communicator sends
-                # arrays only.
-                self.examples = int(self._total(like * 0 + self.examples))
-        for name in blocks:
-            if name not in self.statistics:
-                raise errors.NotReadyError(
-                    f"Block {name!r} saw no example: the data is empty, or nothing in it "
-                    "reaches this layer. Leave the layer out, or give other data."
-                )
-            statistics = self.statistics[name]
-            averages = dict(statistics.averages)
-            for key in names & averages.keys():
+            self.examples = count
+        _require_same_examples(count, self.examples)
+        like = next(s.like for s in self.statistics.values())
+        for name, block in blocks.items():
+            # Another process may have seen rows of a layer that this one has not.
+            statistics = self.statistics.get(name)
+            if statistics is None:
+                statistics = block.initial(like)
+            averages, rows = dict(statistics.averages), 0.0
+            # Sorted, as the order of a set differs between processes.
+            for key in sorted(names & averages.keys()):
                 total: Average = map_structure(self._total, averages[key])
+                rows = max(rows, float(total.weight))
                 if key in ("repeats", "block"):
                     examples = total.weight * 0 + self.examples
                     total = replaced(total, weight=examples)
                 averages[key] = total
+            if not rows:
+                raise errors.NotReadyError(
+                    f"Block {name!r} saw no example: nothing in the data reaches this "
+                    "layer. Leave the layer out, or give other data."
+                )
             self.statistics[name] = replaced(statistics, averages=averages)
+
+    def _count(self) -> int:
+        """Return how many examples all processes have seen in this stage."""
+        # In two digits, since float32 has no odd numbers above 2^24.
+        digits = [*divmod(self.counted, 2**20), not self.counted]
+        counts = asarray(np.asarray(digits, np.float32), backend=self.backend)
+        high, low, empty = (int(k) for k in self._total(counts))
+        if empty and not self.stage:
+            raise errors.NotReadyError(
+                f"The loader gave no batch on {empty} process(es): it is empty, or an "
+                "iterator that was read before."
+            )
+        return high * 2**20 + low
 
     def _total(self, x: Any) -> Any:
         """Return the sum of an array over processes."""
@@ -434,7 +493,8 @@ class _Run:
         about = {
             "stage": self.stage,
             "batches": self.batches,
-            "collected": self.examples,
+            "collected": self.counted,
+            "of": self.examples,
         }
         path = self.saved(self.stage)
         save_checkpoint(path, self.holding(), parts="statistics", about=about)
@@ -464,9 +524,15 @@ class _Run:
             return
         about = read_header(path)["document"]["about"]
         self.stage, self.batches = about["stage"], about["batches"]
-        self.examples = about["collected"]
+        self.counted, self.examples = about["collected"], about["of"]
         estimator = self.estimator(self._stage_blocks())
-        load_checkpoint(path, estimator, backend=self.backend)
+        try:
+            load_checkpoint(path, estimator, backend=self.backend)
+        except errors.StateError as error:
+            raise errors.StateError(
+                f"{error} The file is of an unfinished run of other options, or of another "
+                "model: call `collect` as it was called then, or remove the file."
+            ) from None
         self.statistics = {
             name: block.statistics
             for name, block in estimator.state.blocks.items()

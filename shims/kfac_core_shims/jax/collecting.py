@@ -26,6 +26,7 @@ def collect(
     fisher: kc.losses.EstimationMode = "gradients",
     samples: int = 1,
     positions: kc.losses.Positions = "signs",
+    ekfac: bool = True,
     max_elements: int | None = None,
     save_every: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -36,8 +37,7 @@ def collect(
     Parameters
     ----------
     network : Network
-        Its blocks say which statistics are taken: for EKFAC make it with
-        ``approximation=lambda name, layer: kc.EKFAC()``.
+        Its blocks say which statistics are taken.
     params : pytree
         Trained parameters.
     loader : iterable
@@ -53,6 +53,9 @@ def collect(
         Labels drawn for each row.
     positions : {"signs", "separate", "together"}
         See `kfac_core.losses.drawn_vectors`.
+    ekfac : bool
+        Whether the second moments in the bases of `kfac_core.Kronecker` factors are taken
+        too, as of `kfac_core.EKFAC`, by going through the data once more.
 
     Returns
     -------
@@ -101,8 +104,14 @@ def collect(
 
         yield passes
 
+    blocks = {
+        name: kc.integration.with_moments(block)
+        if ekfac and name not in network.tied
+        else block
+        for name, block in network.blocks.items()
+    }
     return kc.integration.collect_statistics(
-        network.blocks,
+        blocks,
         capture,
         loader,
         estimator=functools.partial(

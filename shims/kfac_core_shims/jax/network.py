@@ -59,6 +59,8 @@ class Network:
         Blocks, named by the place of their weights in `params`.
     uncovered : dict of str to str
         Parameters of no block, and why they are in none.
+    tied : set of str
+        Blocks of a weight that both embeds ids and makes logits.
 
     Raises
     ------
@@ -106,12 +108,12 @@ class Network:
         layers, axes, trace, batch = self._layers(params, inputs)
         self.leaves = Leaves(params, layers)
         used = self.leaves.use(layers.sites, axes, batch, trace)
-        tied = {
+        self.tied = {
             name for site in used if site.tied for name, *_ in self.leaves.uses([site])
         }
 
         def chosen(name: str, layer: kc.Layer) -> Any:
-            if name not in tied:
+            if name not in self.tied:
                 return approximation(name, layer)
             return _of_tied(name, layer, approximation)
 

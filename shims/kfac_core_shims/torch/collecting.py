@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,16 @@ from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["Factors", "collect", "outputs_of", "read_factors"]
+__all__ = [
+    "Factors",
+    "collect",
+    "evaluated",
+    "example_losses",
+    "factors_from",
+    "outputs_of",
+    "read_factors",
+    "require_order",
+]
 
 
 @dataclass
@@ -102,8 +110,8 @@ def collect(
     Parameters
     ----------
     model : torch.nn.Module
-        Trained model, in the mode that it is used in (``model.eval()``), of any floating
-        dtype; statistics are in float32 or wider.  Frozen parameters are left out.
+        Trained model of any floating dtype, which is run in evaluation mode; statistics are
+        in float32 or wider.  Frozen parameters are left out.
     loader : iterable
         Batches: ``(inputs, ...)``, or mappings as of Hugging Face's tokenizers.  It is gone
         through twice for each part of layers (once without EKFAC), so give the same batches
@@ -119,8 +127,8 @@ def collect(
     samples, positions
         As of `KFAC`.
     forward : callable, optional
-        ``(model, batch) -> outputs`` or ``(outputs, weights of rows)``; by default the
-        model of the batch's inputs, and its ``logits`` if it has any.
+        ``(model, batch) -> outputs`` or ``(outputs, weights of rows)``; by default
+        `outputs_of`.
     loss : callable, optional
         ``(model, batch) -> losses`` of the examples, (N,), for ``fisher="empirical"``.
     ekfac : bool
@@ -147,9 +155,10 @@ def collect(
     Raises
     ------
     kfac_core.ConventionError
-        For options that do not fit, such as several parts without a `path`.
+        For options that do not fit, such as several parts without a `path`; for a loader
+        that gives other batches the second time.
     kfac_core.NotReadyError
-        If a layer saw no example.
+        If a layer saw no example, or a process no batch.
     kfac_core.NotFiniteError
         For a row that is not finite.
 
@@ -182,19 +191,22 @@ def collect(
         per_example = loss
 
         def forward(model: Any, batch: Any) -> Any:
-            return per_example(model, batch)[:, None]
+            return example_losses(per_example, model, batch)[:, None]
 
         # The exact vector of half the square of one output is 1: the loss's own gradient.
         fisher, likelihood = "exact", "gaussian"
     run = outputs_of if forward is None else forward
+    if save_every is not None:
+        require_order("loader", loader)
     model_blocks = find_sites(plain, skip_layers=skip_layers)
     blocks = {}
     for name, kind in choose(plain, model_blocks, approximations or {}).items():
         site = model_blocks.sites[name]
-        if ekfac and isinstance(kind, kc.Kronecker) and not site.part.tied:
-            same: dict[str, Any] = dataclasses.asdict(kind)
-            kind = kc.EKFAC(**same)
-        blocks[name] = kc.Block(site.layer, kind)
+        block = kc.Block(site.layer, kind)
+        tied = site.part.tied
+        blocks[name] = (
+            kc.integration.with_moments(block) if ekfac and not tied else block
+        )
 
     @contextmanager
     def capture(taken: Mapping[str, kc.Block]) -> Iterator[Any]:
@@ -221,7 +233,8 @@ def collect(
             return kfac.batches(outputs, weight, seed=seed), len(outputs)
 
         try:
-            yield passes
+            with evaluated(plain):
+                yield passes
         finally:
             kfac.remove()
 
@@ -275,6 +288,11 @@ def read_factors(model: Any, path: str | os.PathLike[str], /) -> Factors:
     return Factors(plain, sites, collected, dict(model_blocks.reasons))
 
 
+def factors_from(model: Any, factors: Factors | str | os.PathLike[str], /) -> Factors:
+    """Return factors, which are read if their file is given."""
+    return factors if isinstance(factors, Factors) else read_factors(model, factors)
+
+
 def outputs_of(model: Any, batch: Any, /) -> Any:
     """Return the outputs of a model for a batch, which goes to the model's device.
 
@@ -289,15 +307,69 @@ def outputs_of(model: Any, batch: Any, /) -> Any:
     -------
     torch.Tensor
         What the model returns, or its ``logits``.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For rows that do not count: labels of -100, or padding of sequences whose outputs
+        are by position.
     """
     device = next(model.parameters()).device
+    mask, labels = None, None
     if isinstance(batch, Mapping):
         inputs = {k: x.to(device) for k, x in batch.items() if k != "labels"}
         outputs = model(**inputs)
+        mask, labels = batch.get("attention_mask"), batch.get("labels")
     else:
-        x = batch[0] if isinstance(batch, list | tuple) else batch
-        outputs = model(x.to(device))
-    return getattr(outputs, "logits", outputs)
+        several = isinstance(batch, list | tuple)
+        outputs = model((batch[0] if several else batch).to(device))
+        labels = batch[1] if several and len(batch) > 1 else None
+    outputs = getattr(outputs, "logits", outputs)
+    ignored = isinstance(labels, torch.Tensor) and bool((labels == -100).any())
+    padded = mask is not None and outputs.shape[:-1] == mask.shape and not mask.all()
+    if ignored or padded:
+        why = "labels are -100" if ignored else "positions are padding"
+        raise kc.ConventionError(
+            f"Some {why}, so that some rows of the outputs do not count. Say which do by "
+            "`forward`, (model, batch) -> (outputs, weights of their rows)."
+        )
+    return outputs
+
+
+def example_losses(
+    loss: Callable[[Any, Any], Any], model: Any, batch: Any, /
+) -> torch.Tensor:
+    """Return ``loss(model, batch)``, the loss of each example, of shape (N,)."""
+    with torch.enable_grad():
+        losses = loss(model, batch)
+    if losses.ndim != 1:
+        raise kc.ShapeError(
+            "Expected `loss` to return the losses of the examples, shape (N,), got "
+            f"{tuple(losses.shape)}. Sum over tokens, not over examples."
+        )
+    return losses
+
+
+@contextmanager
+def evaluated(model: Any, /) -> Iterator[None]:
+    """Run a model in evaluation mode, and put back the mode of each module."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def require_order(name: str, loader: Any, /) -> None:
+    """Raise for a loader that shuffles, where the order of its examples counts."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, torch.utils.data.RandomSampler):
+        raise kc.ConventionError(
+            f"Expected a `{name}` that gives its examples in one order, got a DataLoader "
+            "that shuffles. Say shuffle=False."
+        )
 
 
 def _backend(model: Any) -> str:

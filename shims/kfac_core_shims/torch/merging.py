@@ -169,13 +169,15 @@ def scipy_operator(
     shapes = [p.shape for p in products.parameters]
     like = products.parameters[0]
     sizes = [shape.numel() for shape in shapes]
+    # NumPy has no bfloat16, and factors of half precision are in float32.
+    dtype = torch.promote_types(like.dtype, torch.float32)
 
     def matmat(X: Any) -> Any:
-        columns = torch.as_tensor(X).T.to(like.device)
+        columns = torch.as_tensor(X).T.to(like.device, dtype)
         parts = columns.split(sizes, dim=1)
         vectors = [x.reshape(len(x), *s) for x, s in zip(parts, shapes, strict=True)]
         flat = [x.flatten(1) for x in products(vectors)]
-        return torch.cat(flat, dim=1).T.cpu().numpy()
+        return torch.cat(flat, dim=1).T.to(dtype).cpu().numpy()
 
     total = sum(sizes)
     return LinearOperator(
@@ -184,5 +186,5 @@ def scipy_operator(
         rmatvec=lambda x: matmat(x.reshape(-1, 1))[:, 0],
         matmat=matmat,
         rmatmat=matmat,
-        dtype=str(like.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
     )

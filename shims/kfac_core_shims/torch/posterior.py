@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch.collecting import Factors, collect, outputs_of
+from kfac_core_shims.torch.collecting import (
+    Factors,
+    collect,
+    evaluated,
+    factors_from,
+    outputs_of,
+)
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.likelihoods import criterion_of
-from kfac_core_shims.torch.scoring import covered_blocks, output_rows
+from kfac_core_shims.torch.scoring import (
+    output_rows,
+    scored_blocks,
+    skipped_parameters,
+)
 
 __all__ = ["Posterior"]
 
@@ -28,8 +39,8 @@ class Posterior:
     Parameters
     ----------
     model : torch.nn.Module
-        Trained model, in the mode that it is used in (``model.eval()``).
-    loader : iterable
+        Trained model, which is run in evaluation mode.
+    loader : list or DataLoader
         Batches ``(inputs, targets)``, or mappings with ``labels``.
     likelihood : str, kfac_core.losses.Loss or torch.nn.Module
         As of `KFAC`; of a Gaussian with a variance, ``kfac_core.losses.Gaussian``.
@@ -37,8 +48,8 @@ class Posterior:
         tau, of all layers or of each; the weight decay of the summed loss.
     last_layer : bool or str
         Whether the posterior is of the last layer alone; or the layer's name.
-    factors : Factors, optional
-        Curvature that was collected before.
+    factors : Factors or path-like, optional
+        Curvature that was collected before, or its file.
     **options
         Of `collect`, such as ``fisher="exact"``, ``ekfac=False`` or ``path``.
 
@@ -48,15 +59,16 @@ class Posterior:
         The curvature.
     posterior : kfac_core.Posterior
         The posterior of the blocks.
+    skipped : dict of str to str
+        Parameters without a width, with the reason: normalizations, embeddings of
+        positions, and weights that embed and make logits too.
 
     Raises
     ------
     KFACError
         As `collect`.
-
-    Notes
-    -----
-    Normalizations and weights that embed and make logits too have no width.
+    kfac_core.ConventionError
+        For a loader that can be read once.
 
     References
     ----------
@@ -81,25 +93,40 @@ class Posterior:
         likelihood: Any = "categorical",
         prior_precision: float | Mapping[str, float] = 1.0,
         last_layer: bool | str = False,
-        factors: Factors | None = None,
+        factors: Factors | str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
+        if iter(loader) is loader:
+            raise kc.ConventionError(
+                "A posterior reads `loader` several times, and an iterator can be read "
+                "once: give a list or a DataLoader."
+            )
         self.model, self.loader = model, loader
         self.likelihood = criterion_of(likelihood, None).row.likelihood
         self.forward = options.get("forward") or outputs_of
         if factors is None:
             if last_layer:
-                names = [*find_sites(model).sites]
-                name = names[-1] if last_layer is True else last_layer
+                sites = find_sites(model).sites
+                name = [*sites][-1] if last_layer is True else last_layer
+                kc.constraints.require_one_of("last_layer", name, tuple(sites))
+                if sites[name].layer.kind != "dense" or sites[name].part.tied:
+                    raise kc.UnsupportedError(
+                        f"The last layer {name!r} is not a linear layer of its own weight. "
+                        "Say last_layer=name of a linear layer, or last_layer=False."
+                    )
                 only = {name: kc.Kronecker()}
-                options["approximations"] = {**dict.fromkeys(names), **only}
+                options["approximations"] = {**dict.fromkeys(sites), **only}
             factors = collect(model, loader, likelihood=likelihood, **options)
-        self.factors = factors
-        blocks = covered_blocks(factors)
+        self.factors = factors_from(model, factors)
+        first = next(iter(loader))
+        blocks = scored_blocks(
+            self.factors, lambda: _flat(self._outputs(first)[0])[:, :1]
+        )
+        self.skipped = skipped_parameters(self.factors, blocks)
         self.posterior = kc.Posterior.of_statistics(
             blocks,
-            {name: factors.statistics[name] for name in blocks},
-            examples=factors.examples,
+            {name: self.factors.statistics[name] for name in blocks},
+            examples=self.factors.examples,
             prior_precision=prior_precision,
         )
         self._log_likelihood: Any = None
@@ -120,10 +147,13 @@ class Posterior:
             for batch in self.loader:
                 mapping = isinstance(batch, Mapping)
                 targets = batch["labels"] if mapping else batch[1]
-                with torch.no_grad():
-                    z = self._outputs(batch)
-                targets = targets.to(z.device)
-                total = total + self.likelihood.log_probability(z, targets).sum()
+                with torch.no_grad(), evaluated(self.factors.model):
+                    z, weight = self._outputs(batch)
+                log_p = self.likelihood.log_probability(z, targets.to(z.device))
+                if weight is not None:
+                    # Rows that do not count may have targets that are none.
+                    log_p = torch.where(weight > 0, weight * log_p, 0.0)
+                total = total + log_p.sum()
             self._log_likelihood = total
         values = self.factors.parameters()
         mode = {name: values[name] for name in self.posterior.blocks}
@@ -131,7 +161,7 @@ class Posterior:
         return terms.log_marginal_likelihood
 
     def variance(self, batch: Any, /, *, outputs_at_a_time: int = 64) -> Any:
-        """Return the variance of each output of the linearized model, shape (N, C).
+        """Return the variance of each output of the linearized model, shape (N, ..., C).
 
         Parameters
         ----------
@@ -143,7 +173,7 @@ class Posterior:
 
         Returns
         -------
-        torch.Tensor, shape (N, C)
+        torch.Tensor, shape (N, ..., C)
             Without observation noise.
         """
         parts = []
@@ -151,26 +181,27 @@ class Posterior:
         with output_rows(self.factors, self.posterior.blocks) as rows:
             while start < count:
                 with torch.enable_grad():
-                    z = self._outputs(batch)
+                    z, _ = self._outputs(batch)
+                    shape, z = z.shape, _flat(z)
                 count, stop = z.shape[1], start + outputs_at_a_time
                 J = rows(z[:, start:stop])
                 parts.append(self.posterior.functional_variance(J))
                 start = stop
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1).reshape(shape)
 
     def covariance(self, batch: Any, /) -> Any:
-        """Return the covariance of the outputs of each example, shape (N, C, C)."""
+        """Return the covariance of an example's C outputs of all rows, (N, C, C)."""
         with output_rows(self.factors, self.posterior.blocks) as rows:
             with torch.enable_grad():
-                z = self._outputs(batch)
+                z = _flat(self._outputs(batch)[0])
             return self.posterior.functional_covariance(rows(z))
 
     def probabilities(self, batch: Any, /) -> Any:
-        """Return predictive class probabilities, by the probit approximation, (N, C)."""
-        with torch.no_grad():
-            z = self._outputs(batch)
+        """Return class probabilities by the probit approximation, shape (N, ..., C)."""
+        with torch.no_grad(), evaluated(self.factors.model):
+            z, _ = self._outputs(batch)
         kappa = 1.0 / torch.sqrt(1.0 + torch.pi / 8.0 * self.variance(batch))
-        return torch.softmax(kappa.to(z.dtype) * z, dim=1)
+        return torch.softmax(kappa.to(z.dtype) * z, dim=-1)
 
     def samples(self, count: int, /, *, seed: int = 0) -> Iterator[dict[str, Any]]:
         """Yield parameters by name, for ``torch.func.functional_call(model, sample, x)``.
@@ -208,6 +239,11 @@ class Posterior:
                 self.factors.sites[name].place(parts, targets)
             yield {name: targets[p] for name, p in named.items()}
 
-    def _outputs(self, batch: Any) -> Any:
+    def _outputs(self, batch: Any) -> tuple[Any, Any]:
+        """Return outputs, and weights of their rows or None."""
         z = self.forward(self.model, batch)
-        return z[0] if isinstance(z, tuple) else z
+        return z if isinstance(z, tuple) else (z, None)
+
+
+def _flat(z: Any) -> Any:
+    return z.reshape(len(z), -1)

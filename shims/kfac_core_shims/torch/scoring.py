@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -15,12 +16,26 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
-from kfac_core_shims.torch.collecting import Factors, outputs_of
+from kfac_core_shims.torch.collecting import (
+    Factors,
+    evaluated,
+    example_losses,
+    factors_from,
+    outputs_of,
+    require_order,
+)
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.likelihoods import criterion_of
 from kfac_core_shims.torch.stacks import ParameterStacks
 
-__all__ = ["Scores", "covered_blocks", "influence", "output_rows", "self_influence"]
+__all__ = [
+    "Scores",
+    "influence",
+    "output_rows",
+    "scored_blocks",
+    "self_influence",
+    "skipped_parameters",
+]
 
 Losses = Callable[[Any, Any], Any]
 """``(model, batch) -> losses`` of the batch's examples, shape (N,)."""
@@ -54,7 +69,7 @@ def influence(
     train: Iterable[Any],
     queries: Iterable[Any],
     *,
-    factors: Factors,
+    factors: Factors | str | os.PathLike[str],
     damping: float | None = None,
     damping_fraction: float | None = None,
     solver: Literal["factors", "cg"] = "factors",
@@ -86,9 +101,9 @@ def influence(
         ``(model, batch) -> losses`` of each example, shape (N,), of training examples and
         queries; a sequence's is the sum over its tokens.
     train, queries : iterable
-        Batches.
-    factors : Factors
-        From `collect`, EKFAC by default.
+        Batches, in the order of the scores (``shuffle=False``).
+    factors : Factors or path-like
+        From `collect`, EKFAC by default; or its file.
     damping : float, optional
         lambda of all layers.
     damping_fraction : float, optional
@@ -124,14 +139,17 @@ def influence(
     Raises
     ------
     kfac_core.ConventionError
-        For two dampings; for low ranks or a folder together with ``solver="cg"``.
+        For two dampings; for low ranks or a folder together with ``solver="cg"``; for a
+        loader that shuffles, or is an iterator where it is read several times.
     kfac_core.UnsupportedError
-        For a layer that sees other rows than those of the loss's examples.
+        For a layer that sees other rows than those of the loss's examples, but not in the
+        first training batch.
 
     Notes
     -----
-    Covered are linear layers, convolutions and embeddings of `factors`; normalizations,
-    whose rows are positions, are not.  By factors ``2 n m`` flops for each query, example
+    The model runs in evaluation mode.  Covered are linear layers, convolutions and
+    embeddings of `factors`; normalizations and embeddings of positions, whose rows are not
+    those of one example, are not.  By factors ``2 n m`` flops for each query, example
     and layer; each iteration of conjugate gradients goes through the training data.
 
     References
@@ -157,8 +175,14 @@ def influence(
             "`rank` and `folder` are of solver='factors': conjugate gradients keep all "
             "queries' solutions in memory."
         )
-    inverse = _inverse(factors, damping, damping_fraction)
-    taken = _Taken(model, loss, factors, inverse)
+    if solver == "cg" and iter(train) is train:
+        raise kc.ConventionError(
+            "Conjugate gradients read `train` many times, and an iterator can be read "
+            "once: give a list or a DataLoader."
+        )
+    require_order("queries", queries)
+    taken, train = _taken(model, loss, train, factors, damping, damping_fraction)
+    inverse = taken.inverse
     if storage is None:
         wide = all(F.dtype == torch.float64 for F in inverse.curvatures.values())
         storage = "float64" if wide else "float32"
@@ -219,7 +243,7 @@ def self_influence(
     loss: Losses,
     train: Iterable[Any],
     *,
-    factors: Factors,
+    factors: Factors | str | os.PathLike[str],
     damping: float | None = None,
     damping_fraction: float | None = None,
     max_elements: int = 2**27,
@@ -236,10 +260,10 @@ def self_influence(
     torch.Tensor, shape (N,)
         ``g_n^T (F + lambda I)^-1 g_n``; large for mislabeled and rare examples.
     """
-    inverse = _inverse(factors, damping, damping_fraction)
-    with _Taken(model, loss, factors, inverse).gradients() as gradients:
+    taken, train = _taken(model, loss, train, factors, damping, damping_fraction)
+    with taken.gradients() as gradients:
         parts = [
-            inverse.self_scores(
+            taken.inverse.self_scores(
                 gradients(batch), reduction="sum", max_elements=max_elements
             )
             for batch in train
@@ -247,14 +271,30 @@ def self_influence(
     return torch.cat(parts)
 
 
-def _inverse(factors: Factors, damping: Any, fraction: Any) -> kc.influence.Influence:
+def _taken(
+    model: Any,
+    loss: Losses,
+    train: Iterable[Any],
+    factors: Factors | str | os.PathLike[str],
+    damping: float | None,
+    fraction: float | None,
+) -> tuple[_Taken, Iterable[Any]]:
+    """Return the gradients of examples, and the training data with its first batch."""
+    require_order("train", train)
+    factors = factors_from(model, factors)
     if damping is None and fraction is None:
         fraction = 0.1
-    blocks = covered_blocks(factors)
+    first = next(iter(train), None)
+    if first is None:
+        raise kc.ConventionError("Expected batches in `train`, got none.")
+    if iter(train) is train:
+        train = itertools.chain([first], train)
+    blocks = scored_blocks(factors, lambda: example_losses(loss, model, first)[:, None])
     statistics = {name: factors.statistics[name] for name in blocks}
-    return kc.influence.Influence.of_statistics(
+    inverse = kc.influence.Influence.of_statistics(
         blocks, statistics, damping=damping, damping_fraction=fraction
     )
+    return _Taken(model, loss, factors, inverse), train
 
 
 @dataclass
@@ -269,9 +309,7 @@ class _Taken:
     @property
     def skipped(self) -> dict[str, str]:
         """Parameters that the scores leave out."""
-        why = "its layer is a normalization, or tied, and has no rows of one example"
-        others = self.factors.blocks.keys() - self.inverse.blocks.keys()
-        return self.factors.skipped | dict.fromkeys(sorted(others), why)
+        return skipped_parameters(self.factors, self.inverse.blocks)
 
     @contextmanager
     def gradients(self) -> Iterator[Callable[[Any], dict[str, kc.Batch]]]:
@@ -279,13 +317,7 @@ class _Taken:
         with output_rows(self.factors, self.inverse.blocks) as rows:
 
             def gradients(batch: Any) -> dict[str, kc.Batch]:
-                with torch.enable_grad():
-                    losses = self.loss(self.model, batch)
-                if losses.ndim != 1:
-                    raise kc.ShapeError(
-                        "Expected `loss` to return the losses of the examples, shape (N,), "
-                        f"got {tuple(losses.shape)}. Sum over tokens."
-                    )
+                losses = example_losses(self.loss, self.model, batch)
                 return {
                     name: replace(b, output_grads=b.output_grads[0], sources=None)
                     for name, b in rows(losses[:, None]).items()
@@ -295,8 +327,7 @@ class _Taken:
 
     def matrices(self, batch: Any) -> dict[str, Any]:
         """Return the gradients of a batch's examples as matrices, by block."""
-        with torch.enable_grad():
-            losses = self.loss(self.model, batch)
+        losses = example_losses(self.loss, self.model, batch)
         rows = [
             torch.autograd.grad(
                 x, self.stacks.parameters, retain_graph=True, allow_unused=True
@@ -365,7 +396,7 @@ def output_rows(
     Parameters
     ----------
     factors : Factors
-        Of the model.
+        Of the model, which is in evaluation mode meanwhile.
     blocks : mapping of str to Block
         Blocks that the rows are of.
 
@@ -379,6 +410,70 @@ def output_rows(
     kfac_core.UnsupportedError
         From the callable, for a layer that does not have N groups of rows.
     """
+    with _uses(factors, blocks) as uses_of:
+
+        def rows(outputs: Any) -> dict[str, kc.Batch]:
+            uses = uses_of(outputs)
+            for name in blocks:
+                if not _is_by_example(uses[name], len(outputs)):
+                    raise kc.UnsupportedError(
+                        f"Layer {name!r} does not see one group of rows for each example: "
+                        f"it is called {len(uses[name])} times, or merges examples. Leave "
+                        f"it out, collect(..., skip_layers=[{name!r}])."
+                    )
+            return {name: uses[name][0] for name in blocks}
+
+        yield rows
+
+
+def scored_blocks(
+    factors: Factors, outputs: Callable[[], Any], /
+) -> dict[str, kc.Block]:
+    """Return the blocks whose rows belong to one example each.
+
+    Parameters
+    ----------
+    factors : Factors
+        Of the model.
+    outputs : callable
+        Runs the model for a batch, and returns outputs (N, C).
+
+    Returns
+    -------
+    dict of str to Block
+        The blocks, without normalizations, tied weights, and layers whose rows in this
+        batch are of other things than examples, such as embeddings of positions.
+    """
+    blocks = {
+        name: block
+        for name, block in factors.blocks.items()
+        if block.layer.kind != "scale_shift" and not factors.sites[name].part.tied
+    }
+    with _uses(factors, blocks) as uses_of:
+        z = outputs()
+        uses = uses_of(z)
+    # A layer that this batch does not reach may be reached by another.
+    return {
+        name: block
+        for name, block in blocks.items()
+        if not uses[name] or _is_by_example(uses[name], len(z))
+    }
+
+
+def skipped_parameters(
+    factors: Factors, blocks: Mapping[str, kc.Block], /
+) -> dict[str, str]:
+    """Return what is not in some of the blocks of `scored_blocks`, with the reason."""
+    why = "its layer is a normalization, or tied, or has no rows of one example"
+    others = factors.blocks.keys() - blocks.keys()
+    return factors.skipped | dict.fromkeys(sorted(others), why)
+
+
+@contextmanager
+def _uses(
+    factors: Factors, blocks: Mapping[str, kc.Block]
+) -> Iterator[Callable[[Any], dict[str, list[kc.Batch]]]]:
+    """Give a function of outputs (N, C), to the batches of each layer's uses."""
     kfac = KFAC(
         factors.model,
         # The exact vectors of half the squared error are the unit vectors.
@@ -395,31 +490,19 @@ def output_rows(
         communicator="alone",
     )
 
-    def rows(outputs: Any) -> dict[str, kc.Batch]:
-        first, *others = kfac.batches(outputs)
-        for name in blocks:
-            uses = first.get(name)
-            if others or uses is None or len(uses.inputs) != len(outputs):
-                raise kc.UnsupportedError(
-                    f"Layer {name!r} does not see one group of rows for each example: it "
-                    "is called several times, or not at all. Leave it out of the factors, "
-                    "collect(..., approximations={name: None})."
-                )
-        return {name: first[name] for name in blocks}
+    def uses_of(outputs: Any) -> dict[str, list[kc.Batch]]:
+        parts = kfac.batches(outputs)
+        return {name: [part[name] for part in parts if name in part] for name in blocks}
 
     try:
-        yield rows
+        with evaluated(factors.model):
+            yield uses_of
     finally:
         kfac.remove()
 
 
-def covered_blocks(factors: Factors, /) -> dict[str, kc.Block]:
-    """Return the blocks whose rows belong to one example each."""
-    return {
-        name: block
-        for name, block in factors.blocks.items()
-        if block.layer.kind != "scale_shift" and not factors.sites[name].part.tied
-    }
+def _is_by_example(uses: list[kc.Batch], examples: int) -> bool:
+    return len(uses) == 1 and len(uses[0].inputs) == examples
 
 
 def _forward_products(z: Any, parameters: list[Any], V: list[Any]) -> Any:
