@@ -79,9 +79,12 @@ def run(args: argparse.Namespace, /) -> int:
         return _refuse(
             f"runs on {', '.join(_PROBLEMS)}, and KFAC_CORE_BACKEND chose {name}"
         )
-    for module in ("sklearn", "matplotlib", *(["optax"] if name == "jax" else [])):
+    needed = {"sklearn": "demo", "matplotlib": "demo"}
+    if name == "jax":
+        needed["optax"] = "flax"
+    for module, extra in needed.items():
         if importlib.util.find_spec(module) is None:
-            hint = "pip install 'kfac-core[demo]' (in a checkout: '.[demo]')"
+            hint = f"pip install 'kfac-core[{extra}]' (in a checkout: '.[{extra}]')"
             return _refuse(f"needs {module}: {hint}")
     args.output.mkdir(parents=True, exist_ok=True)
     # NumPy and SciPy have threads that wait in a busy loop; equal time needs one each.
