@@ -238,6 +238,7 @@ class GaussNewton:
         if not self.options.minibatch:
             damping = jnp.full_like(wide, self.options.damping)
             return GaussNewtonState(damping, None, jnp.zeros((), jnp.int32))
+        # A zero direction adds nothing, and keeps the form of the state from the start.
         last = jax.tree.map(jnp.zeros_like, params)
         progress = kc.samples.BatchProgress.start(wide)
         return GaussNewtonState(wide, last, jnp.zeros((), jnp.int32), progress)
@@ -272,6 +273,7 @@ class GaussNewton:
         kfac_core.NotFiniteError
             For residuals that are not finite.
         """
+        # A second pass forms the derivatives of leaves whose rows mix examples.
         while True:
             new, next_state, progress = self._compiled(
                 self._mixed, params, state, *data
@@ -317,6 +319,8 @@ class GaussNewton:
         r = _joined(problem.residuals, scales)
         options = self.options
         loss = jnp.mean(r) if options.centered else self._loss(r, problem.root)
+        # A traced step cannot raise: it leaves everything as it was, and `step` sees
+        # why.
         good = jnp.isfinite(loss) & ~jnp.any(unlike)
 
         def evaluate(step: Any) -> kc.samples.Evaluation:
@@ -421,6 +425,7 @@ class GaussNewton:
             self.options.likelihood, terms[0], targets
         )
         if root is not None:
+            # The Hessian's root stays that of the step's start, for which J was formed.
             here = here._replace(root=root.root)
         return _Problem(terms, [here.residuals], here)
 
@@ -456,6 +461,7 @@ def _as_matrices(returned: Any) -> list[Any]:
 def _scales(terms: Sequence[Any]) -> list[float]:
     """Return the root of R over the examples of each term."""
     samples = sum(term.size for term in terms)
+    # So that 1/(2R) |r|^2 of all rows is the sum of the terms' half means.
     return [(samples / len(term)) ** 0.5 for term in terms]
 
 

@@ -142,6 +142,8 @@ class JacobianFinder:
             pulls.append(pull)
             terms.append(_pieces(network, pull(_sources(vectors[i])), vectors[i]))
             reasons |= _missing(network, terms[-1])
+        # A weight that several terms use is one layer of the Jacobian, with rows of
+        # all.
         groups = _groups(terms, reasons)
         sizes = [v.shape[:2] for v in vectors]
         samples = sum(math.prod(size) for size in sizes)
@@ -161,6 +163,7 @@ class JacobianFinder:
             def compare() -> Any:
                 return _unlike(by_rows, of_layers, pulls, vectors, scales, params)
 
+            # At run time only in steps that compare: both branches are compiled.
             unlike = jax.lax.cond(compared, compare, lambda: unlike)
         formed = [i for i in _trained(leaves) if i in reasons]
         for i, D in self._formed(params, data, formed, vectors, scales).items():
@@ -180,6 +183,8 @@ class JacobianFinder:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data)
         leaves, structure = jax.tree.flatten((shapes, forms))
+        # Finding layers traces the residuals, so it is done once for each form of the
+        # data.
         key = structure, tuple((x.shape, x.dtype) for x in leaves)
         if key not in self._networks:
             count = len(jax.eval_shape(self.terms, shapes, *forms))
@@ -214,12 +219,14 @@ class JacobianFinder:
             )
 
         chosen = [leaves[i] for i in numbers]
+        # Whichever takes fewer passes: one for each number, or one for each row.
         values = _by_columns(rows, chosen) or _by_rows(rows, chosen)
         return dict(zip(numbers, values, strict=True))
 
 
 def _by_rows(rows: Callable[[Any], Any], chosen: list[Any]) -> list[Any]:
     """Return the Jacobian by a backward pass for each row, some rows at a time."""
+    # Some rows at a time: a single `vmap` would hold all R graphs at once.
     values, pull = jax.vjp(rows, chosen)
     eye = jnp.eye(values.size, dtype=values.dtype)
     derivatives: list[Any] = jax.lax.map(lambda c: pull(c)[0], eye, batch_size=CHUNK)
@@ -282,6 +289,7 @@ def _pieces(network: Network, captured: Any, vectors: Any) -> dict[Any, _Piece]:
         except kc.KFACError:
             continue
         rows = J.layers[name].rows
+        # Rows of other numbers, such as those of embedded positions, are of no example.
         if (rows.examples, rows.sources) not in ((N, C), (N * C, 1)):
             continue
         slots = _slots(network, name)
@@ -320,6 +328,7 @@ def _groups(
     """
     groups: dict[Any, _Piece] = {}
     for key, piece in (item for term in terms for item in term.items()):
+        # A term in derivatives of the network has no bias, the term of values has one.
         if key not in groups or len(piece.slots) > len(groups[key].slots):
             groups[key] = piece
     for key, piece in (item for term in terms for item in term.items()):

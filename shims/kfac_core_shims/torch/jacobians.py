@@ -103,6 +103,7 @@ class JacobianFinder:
         J = _flat_jacobian(layers, derivatives, samples) if layers else None
         for name in self._mixing(J, residuals, scales) if J is not None else ():
             reasons[name] = "the residuals mix examples, as batch norm in training does"
+            # Their derivatives are formed below, one backward pass for each residual.
             del layers[name], derivatives[name]
         covered = {
             id(p)
@@ -173,6 +174,7 @@ class JacobianFinder:
         if not sites:
             return {}, {}
         outputs = get_gradient_edge(r)
+        # Empty calls are kept: on several processes one may have no examples.
         reached, reasons = calls_below(
             outputs.node, token=id(self), sites=sites, keep_empty=True
         )
@@ -207,6 +209,7 @@ class JacobianFinder:
             (name, getattr(jacobian.rows, "positions", 0))
             for name, jacobian in J.layers.items()
         )
+        # Batch norm mixes examples in training, and not in evaluation.
         modes = tuple(module.training for module in self.model.modules())
         key: Any = forms, modes
         # Processes compare at the same steps, whatever the sizes of their shares.
@@ -214,6 +217,7 @@ class JacobianFinder:
             key = *key, tuple(tuple(r.shape) for r in residuals)
         steps, names = self._compared.get(key, (0, []))
         steps += 1
+        # True for powers of two: comparing costs a backward pass, which becomes rare.
         if steps & (steps - 1) == 0:
             names = self._of_any_process(self._unlike_autograd(residuals, scales, J), J)
         self._compared[key] = steps, names
@@ -239,6 +243,7 @@ class JacobianFinder:
         examples would count for the wrong ones; for an uneven c the two then differ.
         """
         first = residuals[0]
+        # An uneven c: equal coefficients hide a residual that counts for another one.
         c = torch.arange(J.samples, dtype=first.dtype, device=first.device).cos()
         pieces = c.split([r.numel() for r in residuals])
         gradients = torch.autograd.grad(
@@ -254,6 +259,7 @@ class JacobianFinder:
         by_autograd = dict(zip(self.parameters, gradients, strict=True))
         by_rows = J.multiply_transposed(c)
         expected = self.vectors(by_autograd, J)
+        # Roundoff is near eps, and rows of other examples differ by about one.
         limit = torch.finfo(first.dtype).eps ** 0.5
         return [
             name
@@ -282,6 +288,7 @@ class JacobianFinder:
                     is_grads_batched=True,
                 )
             for (name, p), g in zip(uncovered.items(), gradients, strict=True):
+                # A parameter that this term does not depend on still has R zero rows.
                 if g is None:
                     g = p.new_zeros(r.numel(), *p.shape)
                 parts[name].append(g.detach())
@@ -332,6 +339,8 @@ def _joined_terms(
     shared = len(known) == len(calls) and len(outputs) == 1
     C = residuals[0].shape[1]
     if not shared or any(len(call.output_grads) < C for call in known):
+        # Inputs that differ between the outputs of an example make each output an
+        # example.
         C = 1
     parts = [
         None if call is None else _part(call, r, scale, C)
@@ -401,6 +410,7 @@ def _padded(parts: Sequence[Any], residuals: Sequence[Any]) -> list[kc.Batch]:
             S = _positions(part)
             x[:, :S] = part.inputs.reshape(R, S, x.shape[-1])
             g[:, :, :S] = part.output_grads.reshape(len(g), R, S, g.shape[-1])
+            # Padded positions are uses that add no bias.
             bias[:, :S] = True if part.bias is None else part.bias.reshape(R, S)
         # Where g is zero a bias adds nothing either.
         every_bias = all(other.bias is None for other in known)

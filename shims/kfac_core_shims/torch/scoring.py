@@ -187,6 +187,7 @@ def influence(
         wide = all(F.dtype == torch.float64 for F in inverse.curvatures.values())
         storage = "float64" if wide else "float32"
     options: dict[str, Any] = {"reduction": "sum", "max_elements": max_elements}
+    # Queries are preconditioned once, before the training data are read.
     residuals, iterations, stored = None, 0, []
     with taken.gradients() as gradients:
         if solver == "factors":
@@ -211,6 +212,7 @@ def influence(
                 )
             ]
         pieces: dict[str, list[Any]] = {}
+        # Scores of layers add up, since factors have no curvature between layers.
         names: list[tuple[str, ...]] = (
             [(name,) for name in inverse.blocks] if by_layer else [()]
         )
@@ -288,6 +290,7 @@ def _taken(
     if first is None:
         raise kc.ConventionError("Expected batches in `train`, got none.")
     if iter(train) is train:
+        # The first batch was taken off an iterator to see which layers have rows.
         train = itertools.chain([first], train)
     blocks = scored_blocks(factors, lambda: example_losses(loss, model, first)[:, None])
     statistics = {name: factors.statistics[name] for name in blocks}
@@ -361,6 +364,7 @@ class _Taken:
                     self.stacks.parameters, self.stacks.stacks(matrices), strict=True
                 )
             ]
+            # J^T H J v by two passes: forward by the double trick, then backward.
             total, examples = [torch.zeros_like(v) for v in V], 0
             for batch in train:
                 # Fused attention has no second derivative.
@@ -507,6 +511,7 @@ def _is_by_example(uses: list[kc.Batch], examples: int) -> bool:
 
 def _forward_products(z: Any, parameters: list[Any], V: list[Any]) -> Any:
     """Return ``J v`` for each v, by differentiating ``J^T u`` by u."""
+    # J^T u is linear in u, so its derivative by u along v is J v, whatever u is.
     u = torch.zeros_like(z, requires_grad=True)
     with torch.enable_grad():
         g = torch.autograd.grad(
