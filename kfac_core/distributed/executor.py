@@ -428,7 +428,8 @@ class DistributedExecutor(Executor):
                 moments, error = moments_of(names)
             parts = {}
             for name in names:
-                part = moments.get(name) or self._empty(name, tasks[name][1])
+                # Full matrices are freed as soon as they are packed.
+                part = moments.pop(name, None) or self._empty(name, tasks[name][1])
                 flags[name] = int(part.status)
                 averages = transport.packed_matrices(part.averages)
                 parts[name] = replaced(part, averages=averages)
