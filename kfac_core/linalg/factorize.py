@@ -423,14 +423,16 @@ def _smallest_eigenvalue(
     inverse: symmetric.SymmetricMatrix, z: Array, xp: Namespace
 ) -> Array:
     """Estimate the smallest eigenvalue of M by the power method for its inverse."""
-    largest = xp.zeros_like(inverse.array[..., 0, 0])
-    # Four steps give the order of magnitude, which is all that the limit needs.
+    largest = xp.max(inverse.diagonal(), axis=-1)
+    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+    before = z
+    # Four steps give the order of magnitude, which is all that the limit needs.  In units
+    # of the largest entry, which is on the diagonal, they stay between 1 and ``n^4``.
     for _ in range(4):
-        image = symmetric.multiply_symmetric(inverse, z, xp=xp)
-        top = xp.max(xp.abs(image), axis=(-2, -1), keepdims=True)
-        z = image / xp.where(top > 0, top, xp.ones_like(top))
-        largest = top[..., 0, 0]
-    return 1.0 / largest
+        scaled = z / unit[..., None, None]
+        before, z = z, symmetric.multiply_symmetric(inverse, scaled, xp=xp)
+    top, bottom = (xp.max(xp.abs(x), axis=(-2, -1)) for x in (before, z))
+    return top / bottom / unit
 
 
 def _lower(

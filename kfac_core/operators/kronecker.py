@@ -216,9 +216,10 @@ class FactoredKronecker(CurvatureOperator):
         right = self.output.solve(ns.transposed(V, xp=xp))
         both = self.input.solve(ns.transposed(right, xp=xp), overwrite=True)
         # Without shared positions S is 1, which saves a pass over the vector.
-        return (
-            both if finite.known_true(self.scale == 1, xp=xp) else both / self._scale()
-        )
+        scale = finite.plain_number(self.scale, xp=xp)
+        if scale is None and finite.known_true(self.scale == 1, xp=xp):
+            scale = 1.0
+        return both if scale == 1 else both / self._scale()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)
