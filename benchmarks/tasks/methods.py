@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import kfac_core as kc
 import kfac_core_shims.torch as shims
 from benchmarks.tasks.problems import Problem, Task
 
@@ -76,7 +77,8 @@ class _Muon:
     """`torch.optim.Muon` for hidden matrices, and AdamW for the rest."""
 
     def __init__(self, network: Any, rate: float) -> None:
-        hidden, others = [], []
+        hidden: list[Any] = []
+        others: list[Any] = []
         names = [n for n, p in network.named_parameters() if p.ndim == 2]
         for name, p in network.named_parameters():
             # As its authors have it: not embeddings, nor the last layer.
@@ -102,9 +104,9 @@ def _sgd(problem: Problem, rate: float) -> Any:
     return torch.optim.SGD(problem.network.parameters(), lr=rate, momentum=0.9)
 
 
-def kfac(problem: Problem, rate: float = 0.1, **options: Any) -> Preconditioned:
-    """Return ``KFAC(network, lr=optimizer)`` with SGD at 0.1 and momentum 0.9."""
-    sgd = _sgd(problem, rate or 0.1)
+def kfac(problem: Problem, rate: float = 0.0, **options: Any) -> Preconditioned:
+    """Return ``KFAC(network, lr=optimizer)``, by default with SGD at 1 and momentum 0.9."""
+    sgd = _sgd(problem, rate or kc.integration.defaults.LEARNING_RATE)
     preconditioner = shims.KFAC(
         problem.network, likelihood=problem.likelihood, lr=sgd, **options
     )

@@ -19,7 +19,7 @@ from torch.nn import functional as fn
 
 __all__ = ["TASKS", "Problem", "Task"]
 
-CONTEXT, WIDTH = 32, 64
+CONTEXT = 32
 
 
 @dataclass(kw_only=True)
@@ -88,7 +88,8 @@ class Task:
     kind : str
         "classifier", "transformer", "fit" or "equation": what a recipe is chosen by.
     build : callable
-        ``build() -> Problem``, after the seed of PyTorch was set.
+        ``build(width) -> Problem``, after the seed of PyTorch was set; the width of hidden
+        layers, or of the first convolution, has a default.
     seconds : float
         CPU seconds of training.
     useful : float
@@ -103,7 +104,7 @@ class Task:
 
     title: str
     kind: str
-    build: Callable[[], Problem]
+    build: Callable[..., Problem]
     seconds: float = 1.0
     useful: float = 0.01
     aside: bool = False
@@ -157,21 +158,21 @@ def _classifier(network: Any, *, batch: int = 128, data: Any = None) -> Problem:
     )
 
 
-def dense() -> Problem:
+def dense(width: int = 128) -> Problem:
     """Build three hidden layers of tanh."""
-    return _classifier(nn.Sequential(nn.Flatten(), *_dense(64, 128, 128, 128, 10)))
+    return _classifier(nn.Sequential(nn.Flatten(), *_dense(64, *3 * (width,), 10)))
 
 
-def convolutions() -> Problem:
+def convolutions(width: int = 16) -> Problem:
     """Build two convolutions and a linear layer."""
     network = nn.Sequential(
         nn.Unflatten(1, (1, 8)),
-        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Conv2d(1, width, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(512, 10),
+        nn.Linear(32 * width, 10),
     )
     return _classifier(network)
 
@@ -194,18 +195,18 @@ class _Residual(nn.Module):
         return fn.relu(x + self.inner(x))
 
 
-def residual() -> Problem:
+def residual(width: int = 16) -> Problem:
     """Build two residual blocks with batch norm."""
     network = nn.Sequential(
         nn.Unflatten(1, (1, 8)),
-        nn.Conv2d(1, 16, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(16),
+        nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(),
-        _Residual(16),
-        _Residual(16),
+        _Residual(width),
+        _Residual(width),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
-        nn.Linear(64, 10),
+        nn.Linear(4 * width, 10),
     )
     return _classifier(network)
 
@@ -251,12 +252,12 @@ class _Transformer(nn.Module):
         return self.head(h if self.causal else h.mean(1))
 
 
-def encoder() -> Problem:
+def encoder(width: int = 32) -> Problem:
     """Build a transformer encoder over the rows of a digit."""
-    return _classifier(_Transformer(nn.Linear(8, 32), 8, 32, 10, causal=False))
+    return _classifier(_Transformer(nn.Linear(8, width), 8, width, 10, causal=False))
 
 
-def characters() -> Problem:
+def characters(width: int = 64) -> Problem:
     """Build a GPT over the characters of Python's help texts."""
     from pydoc_data.topics import topics
 
@@ -266,8 +267,8 @@ def characters() -> Problem:
     train, test = _halves(
         ids[:-1].reshape(-1, CONTEXT), ids[1:].reshape(-1, CONTEXT), 300
     )
-    embed = nn.Embedding(len(alphabet), WIDTH)
-    network = _Transformer(embed, CONTEXT, WIDTH, len(alphabet), causal=True)
+    embed = nn.Embedding(len(alphabet), width)
+    network = _Transformer(embed, CONTEXT, width, len(alphabet), causal=True)
 
     def loss(network: Any, x: Any, y: Any) -> Any:
         return fn.cross_entropy(network(x).flatten(0, 1), y.flatten())
@@ -284,10 +285,11 @@ def characters() -> Problem:
     )
 
 
-def _autoencoder(likelihood: Any, *, logits: bool) -> Problem:
+def _autoencoder(likelihood: Any, width: int, *, logits: bool) -> Problem:
     (x, _), (x_test, _) = _digits()
     x, x_test = x.flatten(1), x_test.flatten(1)
-    widths = 64, 128, 64, 32, 8, 32, 64, 128, 64
+    half = width, width // 2, width // 4
+    widths = 64, *half, 8, *half[::-1], 64
     network = nn.Sequential(*_dense(*widths), *([] if logits else [nn.Sigmoid()]))
 
     def loss(network: Any, x: Any, y: Any) -> Any:
@@ -307,14 +309,14 @@ def _autoencoder(likelihood: Any, *, logits: bool) -> Problem:
     )
 
 
-def autoencoder() -> Problem:
+def autoencoder(width: int = 128) -> Problem:
     """Build a deep autoencoder, with the mean squared error."""
-    return _autoencoder(nn.MSELoss(), logits=False)
+    return _autoencoder(nn.MSELoss(), width, logits=False)
 
 
-def autoencoder_logits() -> Problem:
+def autoencoder_logits(width: int = 128) -> Problem:
     """Build the same with the cross-entropy of pixels."""
-    return _autoencoder(nn.BCEWithLogitsLoss(), logits=True)
+    return _autoencoder(nn.BCEWithLogitsLoss(), width, logits=True)
 
 
 def _fit(
@@ -337,7 +339,7 @@ def _fit(
     )
 
 
-def regression() -> Problem:
+def regression(width: int = 64) -> Problem:
     """Build a smooth function of six numbers."""
     x = np.random.default_rng(1).uniform(-1, 1, (2000, 6))
     y = (
@@ -345,17 +347,17 @@ def regression() -> Problem:
         + x[:, 2] ** 2 * x[:, 3]
         + np.cos(2 * x[:, 4:].sum(1))
     )
-    return _fit(nn.Sequential(*_dense(6, 64, 64, 1)), x, y[:, None])
+    return _fit(nn.Sequential(*_dense(6, width, width, 1)), x, y[:, None])
 
 
-def multilabel() -> Problem:
+def multilabel(width: int = 128) -> Problem:
     """Build twelve labels of an example, each there or not."""
     from sklearn.datasets import make_multilabel_classification
 
     x, y = make_multilabel_classification(
         1600, 40, n_classes=12, n_labels=4, random_state=0
     )
-    network = nn.Sequential(*_dense(40, 128, 128, 12, activation=nn.ReLU))
+    network = nn.Sequential(*_dense(40, width, width, 12, activation=nn.ReLU))
     return _fit(network, x / 4.0, y, likelihood=nn.BCEWithLogitsLoss())
 
 
@@ -394,14 +396,14 @@ class _Jets(nn.Module):
         return (inside + edge * (jet[:, 0] - wanted) * 2)[:, None]
 
 
-def poisson() -> Problem:
+def poisson(width: int = 48) -> Problem:
     """Build Poisson's equation on the unit square, at fixed points."""
     rng = np.random.default_rng(2)
     points = np.c_[rng.uniform(size=(1200, 2)), np.zeros(1200)]
     edge = rng.integers(4, size=300)
     points[:300, 2] = 1.0
     points[np.arange(300), edge % 2] = edge // 2
-    problem = _fit(_Jets(2, 48, 48, 1), points, np.zeros((1200, 1)), batch=900)
+    problem = _fit(_Jets(2, width, width, 1), points, np.zeros((1200, 1)), batch=900)
 
     def relative_error(network: Any, x: Any, y: Any) -> Any:
         wanted = torch.sin(math.pi * x[:, :2]).prod(1)
@@ -423,31 +425,31 @@ class _Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
-def recurrent() -> Problem:
+def recurrent(width: int = 48) -> Problem:
     """Build an LSTM that reads a digit row by row."""
-    return _classifier(_Recurrent(48))
+    return _classifier(_Recurrent(width))
 
 
-def cancer() -> Problem:
+def cancer(width: int = 64) -> Problem:
     """Build a small table of measurements, two classes, small batches."""
     from sklearn.datasets import load_breast_cancer
 
     x, y = load_breast_cancer(return_X_y=True)
     x = ((x - x.mean(0)) / x.std(0)).astype(np.float32)
     data = _halves(x, y.astype(np.int64), 120)
-    network = nn.Sequential(*_dense(30, 64, 64, 2, activation=nn.ReLU))
+    network = nn.Sequential(*_dense(30, width, width, 2, activation=nn.ReLU))
     return _classifier(network, batch=32, data=data)
 
 
-def wide() -> Problem:
+def wide(width: int = 256) -> Problem:
     """Build a wide network of ReLU with layer normalization."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for inputs in (64, 256, 256):
-        layers += [nn.Linear(inputs, 256), nn.LayerNorm(256), nn.ReLU()]
-    return _classifier(nn.Sequential(*layers, nn.Linear(256, 10)), batch=256)
+    for inputs in (64, width, width):
+        layers += [nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU()]
+    return _classifier(nn.Sequential(*layers, nn.Linear(width, 10)), batch=256)
 
 
-def teacher() -> Problem:
+def teacher(width: int = 128) -> Problem:
     """Build a network that is fitted to another one, of ReLU."""
     generator = torch.Generator().manual_seed(3)
     other = nn.Sequential(*_dense(20, 40, 40, 5, activation=nn.ReLU))
@@ -456,22 +458,22 @@ def teacher() -> Problem:
             p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
         x = torch.randn(3000, 20, generator=generator)
         y = other(x)
-    network = nn.Sequential(*_dense(20, 128, 128, 5, activation=nn.ReLU))
+    network = nn.Sequential(*_dense(20, width, width, 5, activation=nn.ReLU))
     return _fit(network, x.numpy(), y.numpy())
 
 
-def denoising() -> Problem:
+def denoising(width: int = 12) -> Problem:
     """Build a convolutional autoencoder of noisy digits."""
     (x, _), _ = _digits()
     noisy = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
     network = nn.Sequential(
         nn.Unflatten(1, (1, 8)),
-        nn.Conv2d(1, 12, 3, stride=2, padding=1),
+        nn.Conv2d(1, width, 3, stride=2, padding=1),
         nn.Tanh(),
-        nn.Conv2d(12, 24, 3, stride=2, padding=1),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
         nn.Tanh(),
         nn.Flatten(),
-        nn.Linear(96, 64),
+        nn.Linear(8 * width, 64),
     )
     return _fit(network, noisy.numpy(), x.flatten(1).numpy())
 
@@ -538,7 +540,6 @@ TASKS: dict[str, Task] = {
         kind="classifier",
         build=cancer,
         seconds=0.7,
-        aside=True,
     ),
     "wide": Task(
         title="digits, ReLU and layer norm",

@@ -22,7 +22,7 @@ from benchmarks.tasks.methods import METHODS, Method, set_share
 from benchmarks.tasks.problems import TASKS, Problem
 from kfac_core import KFACError
 
-__all__ = ["SHARES", "price_of_work", "reference_of", "run"]
+__all__ = ["SHARES", "one_step", "price_of_work", "reference_of", "run"]
 
 SHARES = 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0
 """When the loss on all training data is measured, as shares of the budget."""
@@ -111,7 +111,7 @@ def run(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                loss = float(_step(problem, of_method, optimizer, x, y))
+                loss = float(one_step(problem, of_method, optimizer, x, y))
         except (KFACError, RuntimeError):  # The numbers left their range.
             break
         spent += time.process_time() - started
@@ -142,7 +142,7 @@ def _record(
     }
 
 
-def _step(problem: Problem, method: Method, optimizer: Any, x: Any, y: Any) -> Any:
+def one_step(problem: Problem, method: Method, optimizer: Any, x: Any, y: Any) -> Any:
     """Take a step, and return the batch's loss before it."""
     network = problem.network
     if method.uses == "residuals":

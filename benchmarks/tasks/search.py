@@ -35,8 +35,11 @@ def _soap(problem: Problem, rate: float, **setting: Any) -> Any:
 
 
 def _kfac(problem: Problem, rate: float, **setting: Any) -> Any:
+    falling = kc.integration.Falling
     first, after = setting.pop("clip"), setting.pop("after")
-    setting["kl_clip"] = kc.integration.Falling(first, after=after)
+    setting["kl_clip"] = falling(first, after=after, power=setting.pop("power"))
+    damping, after = setting.pop("damping"), setting.pop("damped")
+    setting["damping"] = damping if after is None else falling(damping, after=after)
     return kfac(problem, setting.pop("rate"), **setting)
 
 
@@ -58,12 +61,14 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
         _kfac,
         "preconditioner",
         {
-            "rate": (0.05, 0.1, 0.2, 0.4),
+            "rate": (0.1, 0.3, 1.0, 3.0),
             "clip": (3e-4, 1e-3, 3e-3, 1e-2),
-            "after": (50.0, 200.0, 1000.0),
-            "damping": (1e-3, 3e-3, 5e-3, 1e-2, 3e-2),
-            "update_every": (5, 10, 20),
-            "refresh_every": (20, 50, 100),
+            "after": (60.0, 120.0, 250.0, 1000.0),
+            "power": (1.0, 1.5, 2.0),
+            "damping": (2e-3, 5e-3, 1e-2, 2e-2, 5e-2),
+            "damped": (30.0, 50.0, 100.0, 300.0, None),
+            "update_every": (5, 10, 20, 40),
+            "refresh_every": (20, 60, 120),
         },
     ),
 }

@@ -280,12 +280,13 @@ class ScheduledSteps:
     def _snapshot(self) -> tuple[Any, ...]:
         estimator = self.estimator
         options = estimator.damping, estimator.decay
-        return estimator.state, *options, self.clip, self.loss_factor
+        others = self.clip, self.loss_factor, self.damping_schedule
+        return estimator.state, *options, *others
 
     def _restore(self, before: tuple[Any, ...]) -> None:
         estimator = self.estimator
         estimator.state, estimator.damping, estimator.decay, *others = before
-        self.clip, self.loss_factor = others
+        self.clip, self.loss_factor, self.damping_schedule = others
 
 
 def require_finite(gradients: Vector, /) -> None:

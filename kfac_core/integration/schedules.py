@@ -34,9 +34,9 @@ Interval: TypeAlias = int | Callable[[int], int]
 
 @dataclass(frozen=True)
 class Falling:
-    r"""A schedule that falls like one over the steps, :math:`f / (1 + t / \tau)`.
+    r"""A schedule that falls with the steps, :math:`f / (1 + (t / \tau)^p)`.
 
-    As a KL clip it shortens steps like :math:`1 / \sqrt{t}`.  Steps of constant length jump
+    As a KL clip it shortens steps like :math:`t^{-p/2}`.  Steps of constant length jump
     out of narrow minima late in a run.
 
     Attributes
@@ -45,6 +45,8 @@ class Falling:
         Value f of the first step.
     after : float
         Steps tau after which the half is left.
+    power : float
+        Power p.
 
     Examples
     --------
@@ -56,10 +58,11 @@ class Falling:
 
     first: float
     after: float = 100.0
+    power: float = 1.0
 
     def __call__(self, step: Any, /) -> Any:
         """Return the value after a number of steps."""
-        return self.first / (1.0 + step / self.after)
+        return self.first / (1.0 + (step / self.after) ** self.power)
 
 
 def value_at(schedule: Schedule, step: int, /) -> Any:

@@ -145,7 +145,7 @@ class KFAC(kc.integration.ScheduledSteps):
         parameters: Vector,
         *,
         likelihood: str | kc.losses.Loss | kc.integration.RowLoss | None = None,
-        learning_rate: kc.integration.Schedule = 0.1,
+        learning_rate: kc.integration.Schedule = _DEFAULTS.LEARNING_RATE,
         damping: kc.integration.Schedule = _DEFAULTS.DAMPING,
         update_every: kc.integration.Interval = _DEFAULTS.UPDATE_EVERY,
         refresh_every: kc.integration.Interval = _DEFAULTS.REFRESH_EVERY,
@@ -395,10 +395,10 @@ class KFAC(kc.integration.ScheduledSteps):
         self._require(gradients, "gradients")
         for name, arrays in self.parameters.items():
             _refuse_read_only(name, arrays)
-        if loss is not None and (curvature is None or self.damping_schedule):
+        if loss is not None and curvature is None:
             raise kc.ConventionError(
-                "Expected `curvature` beside `loss`, and a number as `damping`: the loss "
-                "is compared with the quadratic model, and the damping follows."
+                "Expected `curvature` beside `loss`, which is compared with the quadratic "
+                "model."
             )
         rate = float(kc.integration.value_at(self.learning_rate, self.steps))
         if not math.isfinite(rate):
@@ -406,6 +406,9 @@ class KFAC(kc.integration.ScheduledSteps):
         gradients = self._of_likelihood(gradients, rows)
         # Also after what `curvature` and `loss` raise, which the caller wrote.
         with self.undone_on_error():
+            if loss is not None:
+                # From here on the damping adapts, and no longer follows a schedule.
+                self.damping_schedule = None
             self._accumulate()
             ratio = math.nan
             if curvature is None:

@@ -41,16 +41,16 @@ class KFAC:
     reduction : {"sum", "mean", "mean_rows"}
         Reduction of the loss of the output gradients: ``"sum"`` for vectors of
         `kfac_core.losses.vectors`, else as given to `Network.vjp`.
-    damping : float or mapping of str to float
-        Damping of the operators, unless a step gives another.
+    damping : float, mapping of str to float, or callable of int
+        Damping of the operators, unless a step gives another.  A callable, here and below,
+        takes the number of updates so far.
     refresh_every : int
         Number of updates between refreshes, at least 1; the first update refreshes.
     kl_clip : float or callable of int, optional
         Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
         model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
     learning_rate : float or callable of int
-        What the direction will be multiplied by, eta; read by the KL clip alone.  A
-        callable takes the number of updates so far.
+        What the direction will be multiplied by, eta; read by the KL clip alone.
 
     Other Parameters
     ----------------
@@ -111,10 +111,11 @@ class KFAC:
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = _DEFAULTS.DAMPING,
+        damping: kc.integration.Schedule
+        | Mapping[str, kc.array.Scalar] = _DEFAULTS.DAMPING,
         refresh_every: int = 25,
         kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
-        learning_rate: kc.integration.Schedule = 0.1,
+        learning_rate: kc.integration.Schedule = _DEFAULTS.LEARNING_RATE,
         damping_rule: kc.damping.DampingRule = _DEFAULTS.DAMPING_RULE,
         decay: float = _DEFAULTS.DECAY,
         bases_every: int = 100,
@@ -134,7 +135,7 @@ class KFAC:
             kc.Estimator,
             network.blocks,
             reduction=reduction,
-            damping=damping,
+            damping=kc.integration.value_at(damping, 0),
             damping_rule=damping_rule,
             decay=decay,
             sources=sources,
@@ -144,7 +145,8 @@ class KFAC:
         estimator = self._new_estimator()
         self.network, self.curvature = network, estimator.network
         self.axis_name = axis_name
-        self.damping, self.decay = estimator.damping, estimator.decay
+        self.damping = damping if callable(damping) else estimator.damping
+        self.decay = estimator.decay
         self.refresh_every, self.bases_every = refresh_every, bases_every
         self.moments = moments
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
@@ -165,7 +167,9 @@ class KFAC:
         dtype = floating[0] if floating else self.network.leaves.dtype
         wide = jnp.promote_types(dtype, jnp.float32)
         # In the form that a step has it, for which the refresh is then traced already.
-        damping = jax.tree.map(lambda x: jnp.asarray(x, wide), self.damping)
+        damping = jax.tree.map(
+            lambda x: jnp.asarray(x, wide), kc.integration.value_at(self.damping, 0)
+        )
         like = jnp.zeros((), dtype)
         return self.curvature.initial(like, damping=damping, executor=traced_once)
 
@@ -295,7 +299,10 @@ class KFAC:
             New state.
         """
         self._require_axes()
-        damping = self.damping if damping is None else damping
+        # The count before this update, so that the first one refreshes.
+        updates = next(iter(state.blocks.values())).updates
+        if damping is None:
+            damping = kc.integration.value_at(self.damping, updates)
         network = self.curvature
         network.layers.require_damping(damping)
         promised = network.conventions
@@ -306,8 +313,6 @@ class KFAC:
                 f"reduction={captured.reduction!r}, sources={captured.sources!r}. Say the "
                 "same in both."
             )
-        # The count before this update, so that the first one refreshes.
-        updates = next(iter(state.blocks.values())).updates
         executor: kc.execution.Executor = traced_once
         if self.axis_name:
             executor = summed_over(self.axis_name, traced_once)

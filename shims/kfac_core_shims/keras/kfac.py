@@ -51,7 +51,7 @@ class KFAC(kc.integration.NaturalGradient):
         read them.  Needed by a model with a ``compute_loss`` or ``train_step`` of its own.
     damping : float or callable of int
         Damping of the next refresh.  A callable, here and below, takes the number of steps
-        so far (not in ``fit`` on JAX).
+        so far, which is traced in ``fit`` on JAX (there intervals are numbers).
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations.
     kl_clip : float or callable of int, optional
@@ -544,17 +544,14 @@ class KFAC(kc.integration.NaturalGradient):
             self._make_variables()
 
     def _require_numbers(self) -> None:
-        """Refuse schedules, which the step that Keras compiles would not follow."""
-        options = {"damping": self.damping_schedule, "decay": self.decay_schedule}
+        """Refuse intervals that the step that Keras compiles would not follow."""
         for name in ("update_every", "refresh_every"):
-            options[name] = getattr(self, name)
-        schedules = [name for name, value in options.items() if callable(value)]
-        if schedules:
-            raise kc.UnsupportedError(
-                f"`{schedules[0]}` is a function of the step, and Keras compiles the "
-                "step on JAX. Pass a number; or write the loop, with a model that is "
-                "not compiled."
-            )
+            if callable(getattr(self, name)):
+                raise kc.UnsupportedError(
+                    f"`{name}` is a function of the step, and Keras compiles the step on "
+                    "JAX. Pass a number; or write the loop, with a model that is not "
+                    "compiled."
+                )
 
     def _optimizer(self) -> Any:
         """Return the optimizer that is given unscaled gradients, of finite ones."""
@@ -655,11 +652,15 @@ class KFAC(kc.integration.NaturalGradient):
             # A number, known when this is traced.
             calls, rows, divisor = self._captured(x, y, weight, values, steps)
             batches = kc.integration.batches_of_calls(calls, rows=rows)
-            decay = self.estimator.decay
+            decay = kc.integration.value_at(
+                self.decay_schedule or self.estimator.decay, steps
+            )
             return in_form(network.update(state, batches, decay=decay, check="status"))
 
         def refreshed(state: Any) -> Any:
-            damping = self.estimator.damping
+            damping = kc.integration.value_at(
+                self.damping_schedule or self.estimator.damping, steps
+            )
             return in_form(network.refresh(state, damping=damping, check="status"))
 
         def unchanged(state: Any) -> Any:
