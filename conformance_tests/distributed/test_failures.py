@@ -372,7 +372,7 @@ def test_a_part_of_a_state_is_refused_where_all_rows_are_meant():
             lambda: alone.absorb({}),
         )
         for call in calls:
-            with pytest.raises(StateError, match=r"rank . of 2 .* that of all rows"):
+            with pytest.raises(StateError, match=r"rank . of 2 .* all rows"):
                 call()
         assert alone.state is state
 
@@ -386,6 +386,4 @@ def test_a_part_of_a_state_is_refused_where_all_rows_are_meant():
 
     for rank, error in enumerate(caught(2, whole)):
         assert isinstance(error, StateError)
-        assert f"that of all rows, and the call is that of rank {rank} of 2" in str(
-            error
-        )
+        assert f"to all rows, and the call to rank {rank} of 2" in str(error)
