@@ -11,8 +11,6 @@ import numpy as np
 from digits import Digits, loss_and_gradients
 
 import kfac_core as kc
-from kfac_core.roots.gradient_side import GradientFactors
-from kfac_core.roots.roots import inverse_root
 
 LEARNING_RATE, DAMPING, DECAY, REFRESH = 0.02, 1e-3, 0.9, 2
 
@@ -27,7 +25,7 @@ def train(steps):
     """Train for a number of steps; return the loss on all digits before and after."""
     task = Digits()
     weights = task.weights
-    factors = [GradientFactors(shape=tuple(W.shape)) for W in weights]
+    factors = [kc.roots.GradientFactors(shape=tuple(W.shape)) for W in weights]
     statistics = [f.initial(W) for f, W in zip(factors, weights, strict=True)]
     roots = [()] * len(weights)
     before, _ = loss_and_gradients(weights, *task.all())
@@ -42,7 +40,7 @@ def train(steps):
             )
             if step % REFRESH == 0:
                 roots[i] = [
-                    inverse_root(F, damping=DAMPING, degree=2).matrix.full()
+                    kc.roots.inverse_root(F, damping=DAMPING, degree=2).matrix.full()
                     for F in factors[i].values(statistics[i], debias=True)
                 ]
             direction = kc.linalg.kronecker_multiply(roots[i], V)

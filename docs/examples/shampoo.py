@@ -9,8 +9,6 @@ Gupta, Koren and Singer (2018), arXiv:1802.09568, algorithm 1.  Run it by
 from digits import Digits, loss_and_gradients
 
 import kfac_core as kc
-from kfac_core.roots.gradient_side import GradientFactors
-from kfac_core.roots.roots import inverse_root
 
 LEARNING_RATE, DAMPING, REFRESH = 0.1, 1e-3, 5
 
@@ -19,7 +17,7 @@ def train(steps):
     """Train for a number of steps; return the loss on all digits before and after."""
     task = Digits()
     weights = task.weights
-    factors = [GradientFactors(shape=tuple(W.shape)) for W in weights]
+    factors = [kc.roots.GradientFactors(shape=tuple(W.shape)) for W in weights]
     statistics = [f.initial(W) for f, W in zip(factors, weights, strict=True)]
     roots = [()] * len(weights)
     before, _ = loss_and_gradients(weights, *task.all())
@@ -30,7 +28,7 @@ def train(steps):
             statistics[i] = factors[i].updated(statistics[i], V, decay=1.0)
             if step % REFRESH == 0:
                 roots[i] = [
-                    inverse_root(F, damping=DAMPING, degree=4).matrix.full()
+                    kc.roots.inverse_root(F, damping=DAMPING, degree=4).matrix.full()
                     for F in factors[i].values(statistics[i], debias=False)
                 ]
             direction = kc.linalg.kronecker_multiply(roots[i], V)
