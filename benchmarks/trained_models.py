@@ -491,9 +491,18 @@ def scores(subsets: int = 50) -> None:
         losses,
         {
             **_scored(model, example_losses, train, queries, {"damping": 1e-3}),
-            "kronfluence": lambda: _kronfluence_scores(
-                model, example_losses, drawn_losses, (x, y), (new_x, new_y), ["0", "2"]
-            ),
+            **{
+                f"kronfluence, {name}": functools.partial(
+                    _kronfluence_scores,
+                    model,
+                    example_losses,
+                    drawn,
+                    (x, y),
+                    (new_x, new_y),
+                    ["0", "2"],
+                )
+                for name, drawn in (("drawn", drawn_losses), ("empirical", None))
+            },
         },
     )
 

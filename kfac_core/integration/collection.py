@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import array_api_compat
 import numpy as np
 
 from kfac_core import constraints, errors
@@ -41,6 +43,9 @@ from kfac_core.stages import rebase_block, update_block
 from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["Capture", "Collected", "collect_statistics", "with_moments"]
+
+_SLICE = 2**20
+"""Numbers of a sum that processes exchange at a time."""
 
 Blocks: TypeAlias = Mapping[str, Block]
 
@@ -460,13 +465,27 @@ class _Run:
             )
         return high * 2**20 + low
 
-    def _total(self, x: Any) -> Any:
-        """Return the sum of an array over processes."""
+    def _total(self, x: Any, share: int = 1) -> Any:
+        """Return the sum over processes of `share` times an array, whose memory it takes.
+
+        In slices, or a copy of each sum would be in memory beside it.
+        """
         if self.communicator is None:
             return x
+        if x.ndim < 2 or not array_api_compat.is_writeable_array(x):
+            return self._reduced(x, share)
+        step = max(1, _SLICE // max(1, math.prod(x.shape[1:])))
+        for start in range(0, x.shape[0], step):
+            x[start : start + step, ...] = self._reduced(
+                x[start : start + step, ...], share
+            )
+        return x
+
+    def _reduced(self, x: Any, share: int) -> Any:
+        assert self.communicator is not None, "there are several processes"
         xp = ns.own_namespace(x)
-        flat = self.communicator.all_reduce(xp.reshape(x, (-1,))).wait()
-        return xp.reshape(flat, x.shape)
+        flat = xp.reshape(x if share == 1 else x * share, (-1,))
+        return xp.reshape(self.communicator.all_reduce(flat).wait(), x.shape)
 
     def _rebased(self) -> dict[str, Statistics]:
         """Return the statistics with the bases of their factors, and zero moments."""
@@ -481,7 +500,7 @@ class _Run:
                     # Libraries may return bases of equal matrices with other signs.
                     first = 1 if self.communicator.rank == 0 else 0
                     bases = map_structure(
-                        lambda x, c=first: self._total(x * c), statistics.bases
+                        lambda x, c=first: self._total(x, c), statistics.bases
                     )
                     statistics = replaced(statistics, bases=bases)
             by_block[name] = statistics
