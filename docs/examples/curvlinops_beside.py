@@ -62,8 +62,10 @@ def main() -> dict[str, float]:
     differences = {}
     for what, (operator, rule, product, options) in questions.items():
         expected = torch.cat([part.ravel() for part in operator @ vector])
-        found = estimators[rule].apply(product, ours, **options)
-        parts = [found[name][p].ravel() for name in layers for p in ("weight", "bias")]
+        products = estimators[rule].apply(product, ours, **options)
+        parts = [
+            products[name][p].ravel() for name in layers for p in ("weight", "bias")
+        ]
         error = torch.linalg.norm(torch.cat(parts) - expected)
         differences[what] = float(error / torch.linalg.norm(expected))
         print(f"{what:28}{differences[what]:.1e}")
@@ -75,8 +77,8 @@ def fed(model, layers, x, rule):
     inputs, outputs, hooks = {}, {}, []
     for name, layer in layers.items():
 
-        def remember(_module, given, made, name=name):
-            inputs[name], outputs[name] = given[0], made
+        def remember(_module, args, output, name=name):
+            inputs[name], outputs[name] = args[0], output
 
         hooks.append(layer.register_forward_hook(remember))
     logits = model(x)

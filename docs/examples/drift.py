@@ -44,39 +44,40 @@ def inverse_error(A, Q, damping):
     A, Q = A.astype(np.float64), Q.astype(np.float64)
     shift = damping * np.linalg.eigvalsh(A)[-1]
     exact = np.linalg.inv(A + shift * np.eye(SIZE))
-    found = (Q / (np.diag(Q.T @ A @ Q) + shift)) @ Q.T
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    inverse = (Q / (np.diag(Q.T @ A @ Q) + shift)) @ Q.T
+    return np.linalg.norm(inverse - exact) / np.linalg.norm(exact)
 
 
 def measured(power, share):
     """Return the columns of the table, and how many refreshes were refused."""
-    first, *rest = averages(power, share)
+    first, *later = averages(power, share)
     basis, refused = ordered_basis(first), 0
     ascending = np.linalg.eigh(first)[1]
     before, after, wrong, wrong_errors = [], [], [], []
     errors = {damping: [] for damping in DAMPINGS}
-    for A in rest:
+    for A in later:
         before.append(ratio(A, basis.eigenvectors))
         basis = refreshed_basis(basis, A)
         refused += int(basis.refused)
         after.append(ratio(A, basis.eigenvectors))
-        for damping, found in errors.items():
-            found.append(inverse_error(A, basis.eigenvectors, damping))
+        for damping, of_damping in errors.items():
+            of_damping.append(inverse_error(A, basis.eigenvectors, damping))
         ascending = np.linalg.qr(A @ ascending)[0]
         ascending = ascending[:, np.argsort(np.diag(ascending.T @ A @ ascending))]
         wrong.append(ratio(A, ascending))
         wrong_errors.append(inverse_error(A, ascending, 0.01))
     means = [np.mean(values[-LAST:]) for values in (before, after, wrong, wrong_errors)]
-    return means, {damping: max(found) for damping, found in errors.items()}, refused
+    largest = {damping: max(values) for damping, values in errors.items()}
+    return means, largest, refused
 
 
 def rows():
     """Return the cells of a row for each stream, and all refused refreshes."""
-    found, refused = [], 0
+    table, refused = [], 0
     for name, power, share in STREAMS:
         (before, after, wrong, wrong_error), errors, more = measured(power, share)
         refused += more
-        found.append(
+        table.append(
             [
                 f"$i^{{-{name}}}$, {100 * share:g}%",
                 *(f"{x:.1e}".replace("e-0", "e-") for x in (before, after)),
@@ -85,14 +86,14 @@ def rows():
                 f"{100 * wrong_error:.0f}%",
             ]
         )
-    return found, refused
+    return table, refused
 
 
 def main():
     """Print the table."""
-    found, refused = rows()
+    table, refused = rows()
     print("stream; r before, after; errors at three dampings; ascending: r, error")
-    for cells in found:
+    for cells in table:
         print("  ".join(f"{cell:>12}" for cell in cells))
     print(f"{refused} refreshes were refused")
 

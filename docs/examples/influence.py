@@ -72,10 +72,10 @@ def trained(start, x, y, importance):
         return loss + decay, packed(grads) + WEIGHT_DECAY * flat
 
     options = {"maxiter": 10_000, "maxfun": 20_000, "gtol": 1e-9, "ftol": 1e-15}
-    found = minimize(
+    minimum = minimize(
         objective, packed(start), jac=True, method="L-BFGS-B", options=options
     )
-    return unpacked(found.x)
+    return unpacked(minimum.x)
 
 
 def packed(weights):
@@ -213,10 +213,10 @@ def correlations(*, examples, queries, seed=0):
     return {
         # A score over N is the change that is predicted.
         name: (
-            rank_correlation(found / examples, actual),
-            ratio(found / examples, actual),
+            rank_correlation(predicted / examples, actual),
+            ratio(predicted / examples, actual),
         )
-        for name, found in scores.items()
+        for name, predicted in scores.items()
     }
 
 

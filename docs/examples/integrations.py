@@ -50,8 +50,8 @@ def defaults(name):
     path = package if package.is_file() else single
     tree = ast.parse(path.read_text(encoding="utf-8"))
     [kfac] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "KFAC"]
-    [made] = [n for n in kfac.body if getattr(n, "name", "") == "__init__"]
-    pairs = zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
+    [constructor] = [n for n in kfac.body if getattr(n, "name", "") == "__init__"]
+    pairs = zip(constructor.args.kwonlyargs, constructor.args.kw_defaults, strict=True)
     return {
         argument.arg: None if default is None else as_value(ast.unparse(default))
         for argument, default in pairs
@@ -68,16 +68,16 @@ def as_value(default):
 
 def table():
     """Return the table as Markdown."""
-    found = {name: defaults(name) for name in INTEGRATIONS}
+    by_integration = {name: defaults(name) for name in INTEGRATIONS}
     lines = [["option", "what it says", *INTEGRATIONS.values()]]
     lines.append(["---"] * len(lines[0]))
     for option, meaning in MEANING.items():
         cells = [f"`{option}=`", meaning]
         for name in INTEGRATIONS:
-            if option not in found[name]:
+            if option not in by_integration[name]:
                 cells.append(ELSEWHERE[name][option])
             else:
-                default = found[name][option]
+                default = by_integration[name][option]
                 cells.append("required" if default is None else f"`{default}`")
         lines.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -79,8 +79,8 @@ def fitted(weights, x, y, tau):
 
     flat = np.concatenate([W.ravel() for W in weights])
     options = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14, "max_nfev": 5000}
-    found = least_squares(residuals, flat, derivatives, method="lm", **options)
-    return unpacked(found.x)
+    solution = least_squares(residuals, flat, derivatives, method="lm", **options)
+    return unpacked(solution.x)
 
 
 def rows(weights, x):
@@ -223,8 +223,8 @@ def main():
     places = (-4.0, -1.25, 0.0, 1.25, 4.0)
     print(f"{'x':>14}" + "".join(f"{place:9g}" for place in places) + f"{'tau':>9}")
     for name, (tau, _, deviation) in bands.items():
-        found = np.interp(places, grid, deviation)
-        print(f"{name:>14}" + "".join(f"{s:9.3f}" for s in found) + f"{tau:9g}")
+        deviations = np.interp(places, grid, deviation)
+        print(f"{name:>14}" + "".join(f"{s:9.3f}" for s in deviations) + f"{tau:9g}")
     if path is not None:
         draw(path, points, grid, bands)
         print(f"\nwrote {path}")

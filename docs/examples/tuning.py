@@ -69,11 +69,11 @@ class Problem:
 
     def backward(self, parameters, seen, g):
         """Return the gradient of each layer's output."""
-        found = {}
+        gradients = {}
         for name in reversed(parameters):
-            found[name] = g
+            gradients[name] = g
             g = g @ parameters[name]["weight"].T * (1.0 - seen[name] ** 2)
-        return found
+        return gradients
 
     def mean_loss(self, parameters):
         """Return the loss of all examples above the least there can be, or infinity."""
@@ -115,11 +115,11 @@ def gradients(problem, parameters, rows):
     seen, z = problem.forward(parameters, problem.inputs[rows])
     g = problem.loss.gradient(z, problem.targets[rows]) / len(rows)
     outputs = problem.backward(parameters, seen, g)
-    found = {
+    of_batch = {
         name: {"weight": seen[name].T @ g, "bias": g.sum(axis=0)}
         for name, g in outputs.items()
     }
-    return seen, z, found
+    return seen, z, of_batch
 
 
 def train_kfac(problem, steps, **changed):
@@ -136,7 +136,7 @@ def train_kfac(problem, steps, **changed):
         refresh_every=options["interval"],
     )
     for step, rows in enumerate(batches(problem, options["size"], steps)):
-        seen, z, found = gradients(problem, parameters, rows)
+        seen, z, of_batch = gradients(problem, parameters, rows)
         drawn = kc.losses.drawn_vectors(
             problem.loss, z, mode="gradients", seed=step, shared=False
         )
@@ -144,7 +144,7 @@ def train_kfac(problem, steps, **changed):
         for name, g in outputs.items():
             kfac.observe(name, kc.Batch(seen[name], g))
         try:
-            kfac.step(found)
+            kfac.step(of_batch)
         except (kc.NotFiniteError, kc.FactorizationError):
             return math.inf
     return problem.mean_loss(parameters)
@@ -159,8 +159,10 @@ def train_adam(problem, steps, rate):
         for name in layer
     ]
     for step, rows in enumerate(batches(problem, USUAL["size"], steps), start=1):
-        _, _, found = gradients(problem, parameters, rows)
-        flat = [found[name][part] for name in parameters for part in parameters[name]]
+        _, _, of_batch = gradients(problem, parameters, rows)
+        flat = [
+            of_batch[name][part] for name in parameters for part in parameters[name]
+        ]
         for (values, m, v), g in zip(moments, flat, strict=True):
             m += 0.1 * (g - m)
             v += 0.001 * (g * g - v)
@@ -197,30 +199,30 @@ def measured(problem, steps):
         }
 
 
-def table(found):
+def table(results):
     """Return the losses of the page's table as Markdown."""
     lines = [
-        "| training loss above the floor | " + " | ".join(found) + " |",
-        "| --- |" + " --- |" * len(found),
-        _row("Adam, best of 4 learning rates", found, lambda losses: losses["adam"]),
+        "| training loss above the floor | " + " | ".join(results) + " |",
+        "| --- |" + " --- |" * len(results),
+        _row("Adam, best of 4 learning rates", results, lambda losses: losses["adam"]),
         _row(
             "K-FAC without a clip, best of 28",
-            found,
+            results,
             lambda losses: min(_all(losses["damping"])),
         ),
     ]
     lines.append(
         _row(
             f"K-FAC with `kl_clip={CLIPS[-1]:g}`, worst of learning rates 0.03 to 3",
-            found,
+            results,
             lambda losses: max(losses["clip"][CLIPS[-1]][RATES.index(0.03) :]),
         )
     )
     return "\n".join(lines)
 
 
-def _row(words, found, loss_of):
-    cells = [loss_of(losses) for losses in found.values()]
+def _row(words, results, loss_of):
+    cells = [loss_of(losses) for losses in results.values()]
     shown = [f"{cell:.1g}" if cell < 100.0 else "diverges" for cell in cells]
     return f"| {words} | {' | '.join(shown)} |"
 
@@ -229,7 +231,7 @@ def _all(rows):
     return [loss for row in rows.values() for loss in row]
 
 
-def draw(found, folder):
+def draw(results, folder):
     """Draw learning rates against dampings and clips, and intervals and sizes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -241,9 +243,9 @@ def draw(found, folder):
     for file, rows, label in kinds:
         figure = Figure(figsize=(10.5, 5.8), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(len(rows), len(found))
+        grid = figure.subplots(len(rows), len(results))
         for axes_of_row, kind in zip(grid, rows, strict=True):
-            for axes, (name, losses) in zip(axes_of_row, found.items(), strict=True):
+            for axes, (name, losses) in zip(axes_of_row, results.items(), strict=True):
                 _draw_one(axes, kind, losses, label)
                 axes.set_title(name, loc="left", fontsize=10)
             axes_of_row[0].set_ylabel("training loss above its floor")
@@ -282,12 +284,12 @@ def main():
     parser.add_argument("--output", type=Path, help="folder of the pictures")
     options = parser.parse_args()
     steps = 5 if options.quick else STEPS
-    found = {problem.name: measured(problem, steps) for problem in problems()}
-    for name, losses in found.items():
+    results = {problem.name: measured(problem, steps) for problem in problems()}
+    for name, losses in results.items():
         print(name, losses)
-    print(table(found))
+    print(table(results))
     if options.output:
-        draw(found, options.output)
+        draw(results, options.output)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def draw(names, folder):
     """Draw the three pictures."""
     axes, save = _figure()
     values = names["values"][::-1]
-    kept = values > 1e-9 * values[0]
-    axes.semilogy(range(1, kept.sum() + 1), values[kept], ".", color=KFAC)
+    nonzero = values > 1e-9 * values[0]
+    axes.semilogy(range(1, nonzero.sum() + 1), values[nonzero], ".", color=KFAC)
     axes.set_xlabel("number of the eigenvalue")
     axes.set_ylabel("eigenvalue of the block")
     save(folder / "tutorial_eigenvalues.png")

@@ -47,22 +47,22 @@ class Curvlinops:
     )
 
     def blocks(self, problem):
-        operator, k = made(problem)
+        operator, k = operator_of(problem)
         total = sum(p.numel() for p in operator._params)
         dense = operator @ torch.eye(total, dtype=getattr(torch, problem.dtype))
-        found, start = [], 0
+        blocks, start = [], 0
         for layer in problem.network.layers:
             end = start + layer.matrix.size
-            found.append(dense[start:end, start:end].numpy() / k)
+            blocks.append(dense[start:end, start:end].numpy() / k)
             start = end
-        return found
+        return blocks
 
     def multiply(self, problem, vectors):
-        operator, k = made(problem)
+        operator, k = operator_of(problem)
         return applied(operator, problem, vectors, 1 / k)
 
     def multiply_inverse(self, problem, vectors, *, damping, rule):
-        operator, k = made(problem)
+        operator, k = operator_of(problem)
         inverse = KFACInverseLinearOperator(
             operator,
             damping=k * damping,
@@ -106,7 +106,7 @@ class Model(torch.nn.Module):
         return x
 
 
-def made(problem):
+def operator_of(problem):
     """Return the operator, and how many times ours it is."""
     [data] = problem.updates
     N, S = len(data.inputs), problem.output_positions(data)

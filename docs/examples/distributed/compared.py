@@ -68,8 +68,8 @@ def difference(one: Arrays, other: Arrays) -> float:
     may be so small a part of it that it is mostly roundoff.
     """
     return max(
-        float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-        for found, wanted in zip(
+        float(np.linalg.norm(result - wanted) / np.linalg.norm(wanted))
+        for result, wanted in zip(
             _by_layer(one).values(), _by_layer(other).values(), strict=True
         )
     )
@@ -80,7 +80,7 @@ def _by_layer(arrays: Arrays) -> Arrays:
     parts: dict[str, list[Array]] = {}
     for name in sorted(arrays):
         parts.setdefault(name.partition(".")[0], []).append(arrays[name].reshape(-1))
-    return {layer: np.concatenate(own) for layer, own in parts.items()}
+    return {layer: np.concatenate(shards) for layer, shards in parts.items()}
 
 
 def compared(

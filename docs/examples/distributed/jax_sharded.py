@@ -69,19 +69,19 @@ refreshed = jax.jit(functools.partial(NETWORK.refresh, damping=DAMPING, check="s
 def step(weights, state, images, labels, mask, axis_name=None):
     """Return the weights and the state after one step, and the directions."""
     inputs, x = {}, images
-    for name, own in weights.items():
+    for name, layer in weights.items():
         inputs[name] = x
-        x = x @ own["weight"] + own["bias"]
+        x = x @ layer["weight"] + layer["bias"]
         x = jnp.tanh(x) if name == "fc0" else x
     g = jax.nn.softmax(x) - jax.nn.one_hot(labels, 10, dtype=x.dtype)
     g = jnp.where(mask[:, None], g, 0.0)
     batches, gradients = {}, {}
-    for name, own in reversed(weights.items()):
+    for name, layer in reversed(weights.items()):
         x = inputs[name]
         # A row that is masked has no weight, here and in the gradient.
         batches[name] = kc.Batch(x[:, None], g[:, None], mask=mask[:, None])
         gradients[name] = {"weight": x.T @ g / BATCH, "bias": jnp.sum(g, 0) / BATCH}
-        g = (g @ own["weight"].T) * (1.0 - x**2)
+        g = (g @ layer["weight"].T) * (1.0 - x**2)
     options = {}
     if axis_name is not None:
         gradients = jax.lax.psum(gradients, axis_name)
@@ -119,8 +119,8 @@ def train(program, size, dtype, mesh=None):
     state = place(NETWORK.initial(like, damping=DAMPING), EVERYWHERE)
     directions = {}
     for number in range(STEPS):
-        given = padded(images, labels, number, size)
-        weights, state, directions = program(weights, state, *place(given, DIVIDED))
+        batch = padded(images, labels, number, size)
+        weights, state, directions = program(weights, state, *place(batch, DIVIDED))
         if number % 5 == 0:
             # A refresh has no rows: one device computes it, compiled once for all ways.
             state = place(refreshed(jax.device_get(state)), EVERYWHERE)
@@ -131,8 +131,8 @@ def train(program, size, dtype, mesh=None):
 def _named(tree):
     return {
         f"{name}.{key}": np.asarray(x)
-        for name, own in tree.items()
-        for key, x in own.items()
+        for name, arrays in tree.items()
+        for key, x in arrays.items()
     }
 
 

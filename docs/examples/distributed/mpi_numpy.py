@@ -98,14 +98,14 @@ def train(communicator, holders, dtype):
         if step % 5 == 0:
             estimator.refresh()
         N = len(labels[batch(step)])
-        found = estimator.precondition(
+        preconditioned = estimator.precondition(
             {
                 name: {"weight": g[:-1] / N, "bias": g[-1] / N}
                 for name, g in gradients.items()
             }
         )
-        for name, own in found.items():
-            directions[name] = np.concatenate([own["weight"], own["bias"][None]])
+        for name, parts in preconditioned.items():
+            directions[name] = np.concatenate([parts["weight"], parts["bias"][None]])
             weights[name] = weights[name] - RATE * directions[name]
     if communicator is not None:
         estimator.check_replicas(weights=weights)

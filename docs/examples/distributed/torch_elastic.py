@@ -130,9 +130,12 @@ def main():
         print(f"3 processes ended with {started.wait()}; starting 2", flush=True)
         if torchrun(folder, 2).wait():
             return 1
-        found, expected = float(Path(folder, "loss").read_text()), train(other, "alone")
-    error = abs(found - expected) / expected
-    print(f"loss {found:.6f}, relative difference {error:.1e} (limit {LIMIT:.0e})")
+        reached, expected = (
+            float(Path(folder, "loss").read_text()),
+            train(other, "alone"),
+        )
+    error = abs(reached - expected) / expected
+    print(f"loss {reached:.6f}, relative difference {error:.1e} (limit {LIMIT:.0e})")
     return int(not error <= LIMIT)
 
 

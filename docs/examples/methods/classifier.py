@@ -75,14 +75,14 @@ class Classifier:
         return {name: output_grads[name] for name in names}
 
     def gradient(self, inputs, output_grads):
-        made = {}
+        gradients = {}
         for x, (name, g) in zip(inputs, output_grads.items(), strict=True):
             rows = rows_of(self.layers[name], x)
             rows, g = rows.reshape(-1, rows.shape[-1]), g.reshape(-1, g.shape[-1])
             shape = self.layers[name].parameter_shapes["weight"]
             weight = (rows.T @ g).reshape(shape) / len(x)
-            made[name] = {"weight": weight, "bias": g.sum(axis=0) / len(x)}
-        return made
+            gradients[name] = {"weight": weight, "bias": g.sum(axis=0) / len(x)}
+        return gradients
 
     def jvp(self, parameters, inputs, tangent):
         x_dot = np.zeros_like(inputs[0])

@@ -36,24 +36,24 @@ def main(arguments=None):
 
 def parser():
     """Return the parser of the options."""
-    made = argparse.ArgumentParser(prog="python docs/examples/methods")
-    made.add_argument("--quick", action="store_true", help="few steps, two settings")
-    made.add_argument(
+    options = argparse.ArgumentParser(prog="python docs/examples/methods")
+    options.add_argument("--quick", action="store_true", help="few steps, two settings")
+    options.add_argument(
         "--problem", choices=[p.name for p in PROBLEMS], help="one of the two"
     )
-    made.add_argument(
+    options.add_argument(
         "--methods",
         nargs="+",
         metavar="NAME",
         choices=[m.name for m in METHODS],
         help="some of the methods",
     )
-    made.add_argument("--json", type=Path, metavar="FILE", help="write every number")
-    made.add_argument("--figure", type=Path, metavar="FILE", help="draw the picture")
-    made.add_argument(
+    options.add_argument("--json", type=Path, metavar="FILE", help="write every number")
+    options.add_argument("--figure", type=Path, metavar="FILE", help="draw the picture")
+    options.add_argument(
         "--read", type=Path, metavar="FILE", help="run nothing; show an earlier --json"
     )
-    return made
+    return options
 
 
 def compared(options):
@@ -65,8 +65,8 @@ def compared(options):
         problem = kind()
         if options.problem in (None, problem.name):
             steps = problem.steps // (QUICK_PART if options.quick else 1)
-            found = search(problem, methods, steps=steps, tell=tell, **plan)
-            part = report.of_problem(problem, found, methods, steps=steps)
+            results = search(problem, methods, steps=steps, tell=tell, **plan)
+            part = report.of_problem(problem, results, methods, steps=steps)
             result["problems"][problem.name] = part
     return result
 

@@ -16,13 +16,13 @@ class Shampoo:
         self.statistics, self.roots = {}, {}
 
     def direction(self, seen):
-        found = {}
+        directions = {}
         for name, layer in self.layers.items():
             V = layer.parameters_to_matrix(seen.gradient[name])
             direction = self.preconditioned(name, V)
-            found[name] = layer.matrix_to_parameters(direction)
+            directions[name] = layer.matrix_to_parameters(direction)
         self.steps += 1
-        return found
+        return directions
 
     def preconditioned(self, name, V):
         """Return one layer's direction."""

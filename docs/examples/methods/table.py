@@ -19,8 +19,8 @@ def table(part):
     lines = [row(columns), row(["---"] * 4 + ["---:"] * (len(columns) - 4))]
     ordered = sorted(part["methods"].items(), key=lambda item: place(item[1]))
     lines += [row(cells(name, method)) for name, method in ordered]
-    rest = [""] * (len(columns) - 2)
-    lines += [row([name, "dense layers only", *rest]) for name in part["left_out"]]
+    empty = [""] * (len(columns) - 2)
+    lines += [row([name, "dense layers only", *empty]) for name in part["left_out"]]
     return "\n".join(lines)
 
 
@@ -34,7 +34,7 @@ def place(method):
 def cells(name, method):
     """Return the cells of one method."""
     setting, option = method["chosen"], method["option"]
-    found = [
+    cells = [
         name,
         method["rule"],
         f"{setting['learning_rate']:g}{edge(method, 'learning_rate')}",
@@ -45,12 +45,12 @@ def cells(name, method):
         method["steps_to"], method["seconds_to"], method["reached"], strict=True
     ):
         some = "" if reached in (0, runs) else f" ({reached} of {runs})"
-        found += ["never" if steps is None else f"{steps:g}", number(seconds, ".2f")]
-        found[-2] += some
+        cells += ["never" if steps is None else f"{steps:g}", number(seconds, ".2f")]
+        cells[-2] += some
     held_out = number(method["held_out"], ".2f")
     good = sum(run["reached"][-1] is not None for run in method["searched"])
     settings = f"{good} of {len(method['searched'])}"
-    return [*found, settings, number(method["milliseconds_a_step"], ".1f"), held_out]
+    return [*cells, settings, number(method["milliseconds_a_step"], ".1f"), held_out]
 
 
 def edge(method, option):

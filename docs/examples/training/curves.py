@@ -110,11 +110,11 @@ def number(value: float, form: str) -> str:
 def colors_of(names: Iterable[str]) -> dict[str, str]:
     """Return a color for each name; a method has the same color in all figures."""
     others = iter(OTHER_COLORS)
-    found = {}
+    colors = {}
     for name in names:
         starts = [start for start in COLORS if name.startswith(start)]
-        found[name] = COLORS[starts[0]] if starts else next(others)
-    return found
+        colors[name] = COLORS[starts[0]] if starts else next(others)
+    return colors
 
 
 def plot(

@@ -87,8 +87,8 @@ def trained(make, data, steps):
     state, key = optimizer.init(params), jax.random.key(1)
     stream = batches(inputs, data.train_targets, size=BATCH, seed=0)
     for i in range(steps):
-        given = *next(stream), jax.random.fold_in(key, i)
-        params, state, progress = optimizer.step(params, state, *given)
+        batch = *next(stream), jax.random.fold_in(key, i)
+        params, state, progress = optimizer.step(params, state, *batch)
     return float(progress.loss)
 
 
