@@ -73,6 +73,7 @@ def verdicts(cases: Iterable[grid.Case]) -> Iterator[tuple[grid.Case, str, str]]
     def program(case: grid.Case) -> tuple[Any, ...]:
         return case.kind, case.rule, case.precision
 
+    cases = [case for case in cases if not KINDS[case.kind].by_samples]
     for _, group in itertools.groupby(sorted(cases, key=program), key=program):
         yield from _of_one_program(list(group))
 

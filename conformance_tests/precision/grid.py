@@ -135,6 +135,10 @@ def limits_of(case: Case, answer: Answer) -> dict[str, float]:
     found["multiply"] = max(C * roundoff, min(C * roundoff * of_product, CAP))
     found["multiply_cholesky"] = found["multiply_cholesky_inverse"] = limit
     found["logdet"] = len(answer.covariance) * limit + C * roundoff * answer.logs
+    if KINDS[case.kind].by_samples:
+        # K has more rows than F where its smallest eigenvalues are N times the damping.
+        of_gram = min(C * roundoff * answer.norm / case.damping, CAP)
+        found["logdet"] += len(answer.covariance) * of_gram
     return found
 
 
@@ -162,7 +166,10 @@ def errors_of(
 
     def error(got: np.ndarray, expected: np.ndarray, norm: float) -> float:
         sizes = np.linalg.norm(vectors.astype(np.float64), axis=1)
-        return float(np.max(np.linalg.norm(got - expected, axis=1) / (norm * sizes)))
+        # Below the range of normal numbers there are only multiples of the smallest one.
+        unit = np.finfo(dtype).smallest_subnormal * math.sqrt(vectors.shape[-1])
+        wrong = np.linalg.norm(got - expected, axis=1)
+        return float(np.max(np.where(wrong <= unit, 0.0, wrong) / (norm * sizes)))
 
     def of(name: str, expected: np.ndarray, norm: float, *arguments: Any) -> Any:
         def found(limit: float) -> float:
@@ -296,9 +303,50 @@ def factorizations(case: Case) -> tuple[Any, ...]:
     return made[:2] if "multiply_cholesky" in unsupported else made
 
 
+class BySamples:
+    """The operator of the space of samples, of one layer with the matrix "weight".
+
+    Parameters
+    ----------
+    case : Case
+        A case of the kind "SampleCurvature".
+    """
+
+    def __init__(self, case: Case) -> None:
+        dtype, _ = PRECISIONS[case.precision]
+        rows = _rows(case.kind, case.rank, case.scale, dtype)
+        layer = KINDS[case.kind].block.layer
+        batch = KINDS[case.kind].batch({k: kc.asarray(x) for k, x in rows.items()})
+        self.curvature = kc.samples.sample_curvature(
+            kc.samples.Jacobian.of({"a": layer}, {"a": batch}),
+            damping=case.damping,
+            check=case.check,
+        )
+        self.logdet, self.status = self.curvature.logdet, self.curvature.status
+
+    def multiply(self, v: Any) -> Any:
+        """Return the product with one matrix, or each of a stack."""
+        return self._of_each(self.curvature.multiply, v)
+
+    def multiply_inverse(self, v: Any) -> Any:
+        """Return that of the inverse."""
+        return self._of_each(self.curvature.multiply_inverse, v)
+
+    def _of_each(self, product: Any, v: Any) -> Any:
+        if v.ndim == 2:
+            return product({"a": {"weight": v}})["a"]["weight"]
+        images = [self._of_each(product, v[i, ...]) for i in range(v.shape[0])]
+        return kc.asarray(np.stack([kc.to_numpy(image) for image in images]))
+
+    def __getattr__(self, name: str) -> Any:
+        raise kc.UnsupportedError(name)
+
+
 def operator_of(case: Case, backend: str) -> Any:
     """Return the operator of a case."""
     _, precision = PRECISIONS[case.precision]
+    if KINDS[case.kind].by_samples:
+        return BySamples(case)
     return kc.operator_of(
         KINDS[case.kind].block,
         statistics_of(case, backend),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mpmath as mp
@@ -56,6 +56,8 @@ class Kind:
         Takes these arrays in NumPy; returns the reference.
     by_parts : bool
         Whether the block is applied by parts whose condition counts; see `Damped.parts`.
+    by_samples : bool
+        Whether the operator is that of the space of samples, of one layer.
     """
 
     block: kc.Block
@@ -64,6 +66,7 @@ class Kind:
     batch: Callable[[dict[str, Any]], Any]
     curvature: Callable[[Rows], Curvature]
     by_parts: bool = False
+    by_samples: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -297,6 +300,7 @@ KINDS = {
     "EKFAC": _of_layer(kc.EKFAC(), EXACT, _kronecker),
     "TNT": Kind(kc.Block(_TENSOR, kc.TNT()), RULES, _draw, _gradient_batch, _tnt),
     "Full": _of_layer(kc.Full(), EXACT, _full),
+    "SampleCurvature": replace(_of_layer(kc.Full(), EXACT, _full), by_samples=True),
     "Diagonal": _of_layer(kc.Diagonal(), EXACT, _diagonal),
     "ScaledIdentity": _of_layer(kc.ScaledIdentity(scale=2.0), EXACT, _identity),
     "Series('symmetric')": _of_steps("symmetric", STEPS),

@@ -34,7 +34,16 @@ from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
-__all__ = ["DirectKernel", "SampleCurvature", "damped_kernel", "sample_curvature"]
+__all__ = [
+    "DirectKernel",
+    "SampleCurvature",
+    "damped_kernel",
+    "sample_curvature",
+    "squared_norm",
+]
+
+REMAINDER = 1e-6
+"""Largest ``|F x - v| / |v|`` of a product with the inverse."""
 
 ACCURACY = 1e-4
 """Of directions: their error is about the roundoff of K times its condition number."""
@@ -202,21 +211,72 @@ class SampleCurvature:
         self, vectors: Parameters, /, *, damped: bool = True
     ) -> dict[str, dict[str, Array]]:
         """Return ``F_damped v``, or ``F v``; two products with J."""
-        N = self.jacobian.examples
-        along = self._center(self.jacobian.multiply(vectors))
-        product = self._transposed(along / N)
-        if not damped:
-            return product
-        return _combined(lambda w, v: w + self._lam(v) * v, product, vectors)
+        xp = ns.own_namespace(self.damping)
+        product = self._product(self._widened(vectors), self.damping if damped else 0.0)
+        return _combined(lambda w, v: ns.cast(xp, w, v.dtype), product, vectors)
 
     def multiply_inverse(self, vectors: Parameters, /) -> dict[str, dict[str, Array]]:
         """Return ``F_damped^-1 v``; prefer `direction` for a gradient ``J^T r / N``.
 
         The two vectors that Woodbury's formula subtracts are nearly equal where the damping
-        is small: roundoff is ``|F| / lam`` times that of the products.
+        is small and J has more rows than columns.  Products are in the dtype of K.
+
+        Raises
+        ------
+        FactorizationError
+            If ``|F_damped x - v| / |v|`` is above 1e-6 for the solution x, or x is beyond
+            the range of its dtype.  A traced program gets NaN instead.
         """
-        inner = self._transposed(self.solve_kernel(self.jacobian.multiply(vectors)))
-        return _combined(lambda v, w: (v - w) / self._lam(v), vectors, inner)
+        wide = self._widened(vectors)
+        x = self._woodbury(wide)
+        # One refinement: what the subtraction cancelled is solved for again.
+        left = _combined(
+            lambda v, image: v - image, wide, self._product(x, self.damping)
+        )
+        x = _combined(lambda x, d: x + d, x, self._woodbury(left))
+        left = _combined(
+            lambda v, image: v - image, wide, self._product(x, self.damping)
+        )
+        error = squared_norm(left) ** 0.5
+        good = error <= REMAINDER * squared_norm(wide) ** 0.5
+        xp = ns.own_namespace(self.damping)
+        narrow = _combined(lambda x, v: ns.cast(xp, x, v.dtype), x, vectors)
+        for arrays in narrow.values():
+            for array in arrays.values():
+                good = good & xp.all(xp.isfinite(array))
+        if truth_of(good, xp=xp) is False:
+            raise errors.FactorizationError(
+                "The inverse of the damped matrix is too inaccurate for this vector: "
+                f"|F x - v| is {float(error):.0e}, for a damping of "
+                f"{float(self.damping):.0e}. Increase `damping`, or take direction() for "
+                "residuals."
+            )
+        return _combined(
+            lambda x, _: xp.where(good, x, xp.full_like(x, xp.nan)), narrow, narrow
+        )
+
+    def _widened(self, vectors: Parameters) -> dict[str, dict[str, Array]]:
+        xp, dtype = ns.own_namespace(self.damping), self.damping.dtype
+        return _combined(lambda v, _: ns.cast(xp, v, dtype), vectors, vectors)
+
+    def _woodbury(self, vectors: Parameters) -> dict[str, dict[str, Array]]:
+        """Return ``(v - J^T (K + N lam I)^-1 J v) / lam`` in the dtype of K."""
+        w = self.solve_kernel(self.jacobian.multiply(vectors))
+        inner = self.jacobian.multiply_transposed(
+            self._center(w), dtype=self.damping.dtype
+        )
+        return _combined(lambda v, w: (v - w) / self.damping, vectors, inner)
+
+    def _product(
+        self, vectors: Parameters, damping: Scalar
+    ) -> dict[str, dict[str, Array]]:
+        """Return ``F v`` plus a damping times v, in the dtype of K."""
+        N = self.jacobian.examples
+        along = self._center(self.jacobian.multiply(vectors)) / N
+        product = self.jacobian.multiply_transposed(
+            self._center(along), dtype=self.damping.dtype
+        )
+        return _combined(lambda w, v: w + damping * v, product, vectors)
 
     def sample(
         self, parameter_noise: Parameters, sample_noise: Array, /
@@ -243,15 +303,16 @@ class SampleCurvature:
         Wilson et al. (2021), arXiv:2011.04026, equation 8.
         """
         xp = ns.own_namespace(self.damping)
-        z = _combined(
-            lambda noise, _: noise / xp.sqrt(self._lam(noise)),
-            parameter_noise,
-            parameter_noise,
+        deviation, J = xp.sqrt(self.damping), self.jacobian
+        noise = self._widened(parameter_noise)
+        z = _combined(lambda zeta, _: zeta / deviation, noise, noise)
+        w = self.solve_kernel(J.multiply(z) + float(J.examples) ** 0.5 * sample_noise)
+        # Where the damping is small, z is large beside the difference.
+        correction = J.multiply_transposed(self._center(w), dtype=self.damping.dtype)
+        sample = _combined(lambda x, w: x - w, z, correction)
+        return _combined(
+            lambda x, zeta: ns.cast(xp, x, zeta.dtype), sample, parameter_noise
         )
-        root = float(self.jacobian.examples) ** 0.5
-        seen = self.jacobian.multiply(z) + root * sample_noise
-        correction = self._transposed(self.solve_kernel(seen))
-        return _combined(lambda x, w: x - w, z, correction)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F_damped, or of F, 0-d."""
@@ -455,3 +516,14 @@ def _combined(
         layer: {name: function(x, second[layer][name]) for name, x in vector.items()}
         for layer, vector in first.items()
     }
+
+
+def squared_norm(vectors: Parameters) -> Any:
+    """Return the squared norm of a vector in the space of parameters, 0-d."""
+    total: Any = 0.0
+    for vector in vectors.values():
+        for x in vector.values():
+            xp = ns.own_namespace(x)
+            wide = ns.cast(xp, x, ns.wide_dtype(xp, x.dtype))
+            total = total + xp.sum(wide * wide)
+    return total

@@ -211,7 +211,7 @@ class Jacobian:
         return total
 
     def multiply_transposed(
-        self, coefficients: Array, /
+        self, coefficients: Array, /, *, dtype: object = None
     ) -> dict[str, dict[str, Array]]:
         """Return ``J^T c``, a combination of the outputs' derivatives.
 
@@ -219,12 +219,14 @@ class Jacobian:
         ----------
         coefficients : array, shape (N,) or (N, C)
             The coefficients c.
+        dtype : dtype, optional
+            Dtype of the result; by default that of the rows.
 
         Returns
         -------
         dict of str to dict of str to array
-            Parameter-shaped, in the dtype of the rows; products are in the wider one of
-            theirs and that of the coefficients.
+            Parameter-shaped; products are in the wider dtype of the rows and the
+            coefficients.
 
         Raises
         ------
@@ -244,7 +246,7 @@ class Jacobian:
             # Solutions w may be large where J^T w is not: it cancels in their dtype.
             c = ns.cast(xp, c, xp.result_type(c, rows.like))
             matrix = combined_rows(rows, c, layer.matrix_shape, xp=xp)
-            matrix = ns.cast(xp, matrix, rows.like.dtype)
+            matrix = ns.cast(xp, matrix, dtype or rows.like.dtype)
             combined[name] = layer.matrix_to_parameters(matrix)
         return combined
 

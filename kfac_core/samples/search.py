@@ -29,7 +29,7 @@ from kfac_core.damping import require_damping
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.cholesky import restored_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.samples.curvature import SampleCurvature, damped_kernel
+from kfac_core.samples.curvature import SampleCurvature, damped_kernel, squared_norm
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
@@ -260,7 +260,7 @@ def _accelerated(
     # the second derivative r_dd takes one evaluation and no product with J.
     bend = (2.0 / PROBE) * (change + residuals - (N * F.damping) * w)
     w_a = F.solve_kernel(bend)
-    lengths = _squared_norm(J.multiply_transposed(w_a)), _squared_norm(d)
+    lengths = squared_norm(J.multiply_transposed(w_a)), squared_norm(d)
     return w + 0.5 * w_a, lengths[0] <= MOST_BENT**2 * lengths[1]
 
 
@@ -269,14 +269,3 @@ def _scaled(vectors: Parameters, factor: float) -> dict[str, dict[str, Array]]:
         layer: {name: factor * x for name, x in vector.items()}
         for layer, vector in vectors.items()
     }
-
-
-def _squared_norm(vectors: Parameters) -> Any:
-    """Return the squared norm of a vector in the space of parameters, 0-d."""
-    total: Any = 0.0
-    for vector in vectors.values():
-        for x in vector.values():
-            xp = ns.own_namespace(x)
-            wide = ns.cast(xp, x, ns.wide_dtype(xp, x.dtype))
-            total = total + xp.sum(wide * wide)
-    return total
