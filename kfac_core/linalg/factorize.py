@@ -17,7 +17,7 @@ from typing import Any
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Status, replaced
 from kfac_core.array import namespaces as ns
-from kfac_core.array.finite import is_plain, known_finite, known_true
+from kfac_core.array.finite import is_plain, known_finite, known_true, quiet
 from kfac_core.array.structure import without_scalars
 from kfac_core.linalg import certificate, symmetric
 from kfac_core.linalg.cholesky import (
@@ -264,7 +264,7 @@ def _attempt_cholesky(
 
     # Both must hold: the factorization is accurate, and B is stored accurately enough.
     accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    accurate = accurate & _is_stored_well(needed, smallest)
+    accurate = accurate & _is_stored_well(problem, needed, smallest)
     if not in_place and not known_true(positive, xp=xp):
         # Fill the whole matrix with NaN, so that a failed factor cannot be used.
         lower = _nan_unless(positive, lower, xp)
@@ -295,12 +295,13 @@ def _attempt_inverse(
         X = replaced(X, array=_nan_unless(positive, X.array, xp))
     residual = certificate.inverse_residual(X, z, image, xp=xp)
 
+    needed = _needed_eigenvalue(problem, number, xp)
+
     def smallest() -> Array:
-        return _smallest_eigenvalue(X, z, xp)
+        return _smallest_eigenvalue(X, z, needed, xp)
 
     accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    needed = _needed_eigenvalue(problem, number, xp)
-    accurate = accurate & _is_stored_well(needed, smallest)
+    accurate = accurate & _is_stored_well(problem, needed, smallest)
     conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
     return Inverse(X, *_judged(conditions, residual, plain, xp))
 
@@ -376,8 +377,7 @@ def _needed_eigenvalue(
     Returns
     -------
     array, shape (...), or None
-        Zero where the shift is large enough; None where the host knows that, and for an
-        exact matrix.
+        None where the host knows that the shift is as large, and for an exact matrix.
     """
     if not problem.roundoff:
         return None
@@ -388,51 +388,53 @@ def _needed_eigenvalue(
         return None
     # Cheap bounds first.  An entry is off by its own roundoff, so that the norm of all
     # errors is at most u |B|_F, far below the trace if many eigenvalues share it.
-    size = factor * _frobenius_norm(problem.matrix, xp)
-    enough = size <= most * shift
-    if known_true(enough, xp=xp):
-        return None
-    return xp.where(enough, xp.zeros_like(size), size / most)
+    needed = factor * _frobenius_norm(problem.matrix, xp) / most
+    return None if known_true(needed <= shift, xp=xp) else ns.as_array(needed)
 
 
-def _is_stored_well(needed: Any, smallest: Callable[[], Array]) -> Any:
+def _is_stored_well(
+    problem: symmetric.ScaledMatrix, needed: Any, smallest: Callable[[], Array]
+) -> Any:
     """Return whether an estimate of M's smallest eigenvalue is at least what is needed."""
-    return True if needed is None else (needed == 0) | (needed <= smallest())
+    if needed is None:
+        return True
+    return (needed <= problem.shift) | (needed <= smallest())
 
 
 def _frobenius_norm(matrix: symmetric.SymmetricMatrix, xp: Namespace) -> Array:
     """Return ``|B|_F`` of the finite entries, shape (...), from the lower triangle."""
-    diagonal = symmetric.matrix_diagonal(matrix.array, xp=xp)
-    largest = xp.max(xp.abs(diagonal), axis=-1)
-    usable = (largest > 0) & xp.isfinite(largest)
-    unit = xp.where(usable, largest, xp.ones_like(largest))
+    # The trace is at least the largest entry of a semidefinite matrix.
+    trace = matrix.trace()
+    usable = (trace > 0) & xp.isfinite(trace)
+    unit = xp.where(usable, trace, xp.ones_like(trace))
     total = xp.zeros_like(unit)
     # A part of the rows at a time, beside which a large matrix is not copied.
     for start in range(0, matrix.size, _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, matrix.size)
-        lower = xp.tril(matrix.array[..., start:stop, :stop], k=start)
-        lower = xp.where(xp.isfinite(lower), lower, xp.zeros_like(lower))
-        lower = lower / unit[..., None, None]
-        total = total + xp.sum(lower * lower, axis=(-2, -1))
-    diagonal = diagonal / unit[..., None]
-    squares = 2.0 * total - xp.sum(diagonal * diagonal, axis=-1)
-    return unit * xp.sqrt(squares)
+        part = matrix.array[..., start:stop, :stop]
+        part = xp.where(xp.isfinite(part), part, xp.zeros_like(part))
+        part = part / unit[..., None, None]
+        # Entries below the diagonal stand for two.
+        lower, below = xp.tril(part, k=start), xp.tril(part, k=start - 1)
+        total = total + xp.sum(lower * (lower + below), axis=(-2, -1))
+    return unit * xp.sqrt(total)
 
 
 def _smallest_eigenvalue(
-    inverse: symmetric.SymmetricMatrix, z: Array, xp: Namespace
+    inverse: symmetric.SymmetricMatrix, z: Array, unit: Array, xp: Namespace
 ) -> Array:
-    """Estimate the smallest eigenvalue of M by the power method for its inverse."""
-    largest = xp.max(inverse.diagonal(), axis=-1)
-    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+    """Estimate the smallest eigenvalue of M by the power method for its inverse.
+
+    The unit, of the order of the eigenvalue, keeps the steps within the range of numbers.
+    """
     before = z
-    # Four steps give the order of magnitude, which is all that the limit needs.  In units
-    # of the largest entry, which is on the diagonal, they stay between 1 and ``n^4``.
-    for _ in range(4):
-        scaled = z / unit[..., None, None]
-        before, z = z, symmetric.multiply_symmetric(inverse, scaled, xp=xp)
-    top, bottom = (xp.max(xp.abs(x), axis=(-2, -1)) for x in (before, z))
-    return top / bottom / unit
+    with quiet("status", xp=xp):
+        # Four steps give the order of magnitude, which is all that the limit needs.
+        for _ in range(4):
+            scaled = z * unit[..., None, None]
+            before, z = z, symmetric.multiply_symmetric(inverse, scaled, xp=xp)
+        top, bottom = (xp.max(xp.abs(x), axis=(-2, -1)) for x in (before, z))
+        return unit * top / xp.where(bottom > 0, bottom, xp.ones_like(bottom))
 
 
 def _lower(
