@@ -15,6 +15,7 @@ step beyond what it had before, stand beside the prediction.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -46,6 +47,8 @@ from kfac_core.distributed import (
 
 SHAPES = NETWORKS["a transformer block of width 128"]
 ROWS, ROUNDS = 8, 5
+MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of glibc's malloc.h."""
 
 
 def measured(communicator: Communicator) -> list[dict[str, Any]]:
@@ -107,6 +110,9 @@ def remembered(
     communicator: Communicator, *, reduce: Any, holders: int
 ) -> dict[str, float]:
     """Return measured and predicted megabytes of this rank."""
+    # The C library keeps freed arrays below a size that it adapts: fix that size, so that
+    # what is measured is what is used.
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)
     options = Distributed(communicator=communicator, holders=holders, reduce=reduce)
     # What libraries load at their first call is not the layers'.
     run_blocks(options, 32)
