@@ -22,7 +22,7 @@ def example(monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield importlib.import_module
-    for name in ("digits", *PROGRAMS):
+    for name in PROGRAMS:
         sys.modules.pop(name, None)
 
 
