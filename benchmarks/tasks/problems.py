@@ -540,7 +540,6 @@ TASKS: dict[str, Task] = {
         kind="classifier",
         build=cancer,
         seconds=0.7,
-        aside=True,
     ),
     "wide": Task(
         title="digits, ReLU and layer norm",
