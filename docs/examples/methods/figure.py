@@ -25,7 +25,7 @@ def draw(result, path):
     from matplotlib.figure import Figure
 
     parts = result["problems"]
-    figure = Figure(figsize=(10.0, 4.6 * len(parts)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(6.6, 4.0 * len(parts)), dpi=180, layout="constrained")
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(parts), 2, squeeze=False, sharey="row")
     for (by_steps, by_seconds), part in zip(rows, parts.values(), strict=True):
@@ -34,11 +34,11 @@ def draw(result, path):
         floor = part["floor"]
         above = f" above {floor:.2f}, the pixels' entropy" if floor else ""
         by_steps.set_ylabel(f"training loss{above}")
-        by_steps.set_title(part["title"], loc="left", fontsize=10)
+        by_steps.set_title(part["title"], loc="left", fontsize=9)
         by_seconds.set_xlabel("CPU seconds")
         by_seconds.set_xscale("log")
     handles, labels = rows[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path)
 
 
