@@ -354,7 +354,7 @@ BAD = {
     "examples": (
         lambda b, x, g: kc.Batch(x, g[1:, :]),
         kc.ShapeError,
-        r"`output_grads`.*examples and shared axes must be those of `inputs`",
+        r"`output_grads`.*examples and shared axes must match `inputs`",
     ),
     "shared_axis": (
         lambda b, x, g: kc.Batch(ones(b, N, 2, n), g),

@@ -69,7 +69,7 @@ def test_the_gradient_of_a_tied_weight_is_its_blocks(backend, rng):
     estimator.update({"first": batch, "again": batch})
     estimator.refresh()
     with pytest.raises(
-        kc.UnknownBlockError, match="use of the weight of block 'first'"
+        kc.UnknownBlockError, match="uses the weight of block 'first' again"
     ):
         estimator.precondition({"again": {}})
 
