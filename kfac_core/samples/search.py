@@ -10,7 +10,8 @@ part h of d:
 
     r'' = 2/h ((r(theta - h d) - r(theta)) / h + J d),   J d = r - N lam w.
 
-The damping lam is raised until the loss falls, and lowered for the next step.
+The damping lam is raised until the loss falls.  The next step begins with the damping that
+succeeded, and with a lower one where none had to be raised.
 
 References
 ----------
@@ -36,7 +37,10 @@ from kfac_core.samples.jacobian import Jacobian, Parameters
 __all__ = ["Evaluation", "SearchedStep", "search_step"]
 
 RAISE, LOWER = 3.0, 5.0
-"""Factors on the damping after a trial that failed, and after one that succeeded."""
+"""Factors on the damping after a trial that failed, and after a first one that succeeded.
+
+To lower a damping that has just been raised costs a failed trial in most of the steps.
+"""
 
 PROBE = 0.1
 """The part h of the step over which the second derivative is a difference."""
@@ -226,9 +230,10 @@ def _next_trial(
         return (*failed[:-1], residual)
     reached = evaluate(F.jacobian.multiply_transposed(c)).loss
     accepted = (F.status() == 0) & straight & (reached < loss)
+    lowered = xp.where(count == 0, lam / LOWER, lam)
     return (
         xp.where(accepted, c, nothing),
-        xp.where(accepted, lam / LOWER, lam * RAISE),
+        xp.where(accepted, lowered, lam * RAISE),
         xp.where(accepted, reached, loss),
         accepted,
         count + 1,
