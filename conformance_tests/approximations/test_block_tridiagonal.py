@@ -264,7 +264,9 @@ def test_stale_moments_of_the_layers_are_refused(backend, rng):
     crossed = {k: new.averages[k] for k in new.averages if k[:3] in ("0-1", "1-2")}
     stale = replaced(new, averages=old | crossed)
 
-    with pytest.raises(kc.FactorizationError, match=r"first: .*above 1.*different rows"):
+    with pytest.raises(
+        kc.FactorizationError, match=r"first: .*above 1.*different rows"
+    ):
         operator_for(CHAIN, stale, damping=1e-6)
     operator = operator_for(CHAIN, stale, damping=1e-6, check="status")
 
