@@ -1,8 +1,8 @@
 """KL-Shampoo: W <- W - a S^(-1/2) V T^(-1/2), where S and T whiten each other.
 
-S is an average of V T^-1 V^T / n and T one of V^T S^-1 V / m: the Kronecker product
-nearest to the gradients' covariance in Kullback-Leibler divergence.  Lin et al. (2025),
-arXiv:2509.03378.  Run it by
+With V of shape (n, m), S is an average of V T^-1 V^T / m and T of V^T S^-1 V / n: the
+Kronecker product nearest to the gradients' covariance in Kullback-Leibler divergence.
+Lin et al. (2025), arXiv:2509.03378.  Run it by
 
     python docs/examples/kl_shampoo.py
 """

@@ -32,7 +32,7 @@ def draw(result, path):
         draw_curves(by_steps, part, against="steps")
         draw_curves(by_seconds, part, against="seconds")
         floor = part["floor"]
-        above = f" above {floor:.2f}, the pixels' entropy" if floor else ""
+        above = f" above {floor:.2f}" if floor else ""
         by_steps.set_ylabel(f"training loss{above}")
         by_steps.set_title(part["title"], loc="left", fontsize=9)
         by_seconds.set_xlabel("CPU seconds")
