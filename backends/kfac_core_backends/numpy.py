@@ -483,12 +483,11 @@ if lapack is not None:
         """Return eigenvalues, descending, and eigenvectors with little memory.
 
         SYTRD writes below the diagonal, so that the matrix stays above it.  SYEVD would
-        need two further matrices.  MRRR needs none, some eigenvectors at a time; it takes
-        the digits of float64 to tell apart the eigenvalues of a matrix in float32.
+        need two further matrices, and MRRR needs none.
         """
         a = matrix.array
         n, is_large = len(a), a.ndim == 2 and len(a) >= _IN_PLACE_FROM
-        if not is_large or a.dtype != np.float32 or not _is_ours(a):
+        if not is_large or a.dtype not in _FLOATS or not _is_ours(a):
             return NotImplemented
         _mirror(a)
         diagonal = a.diagonal().copy()
@@ -496,16 +495,29 @@ if lapack is not None:
         # The eigenvalues of minus the matrix ascend, so that its own descend.
         d, e = (-x.astype(np.float64) for x in (d, e))
         w, info = lapack.dsterf(d, e[:-1])
-        Q, start, done = np.empty((n, n), a.dtype, order="F"), 0, info == 0
-        while done and start < n:
-            stop = _after_widest_gap(w, start)
-            Q[:, start:stop], done = stemr(d, e, start, stop)
-            start = stop
+        done = info == 0
+        if done:
+            single = a.dtype == np.float32
+            Q, done = _rounded_vectors(d, e, w) if single else stemr(d, e, 0, n)
         if done:
             ormtr(a, tau, Q)
         _mirror(a.T)
         a.T.reshape(-1)[:: n + 1] = diagonal
         return (-w.astype(a.dtype), Q) if done else NotImplemented
+
+    def _rounded_vectors(d: Any, e: Any, w: Any) -> tuple[Any, bool]:
+        """Return eigenvectors of a tridiagonal matrix in float32, and if all are there.
+
+        MRRR takes the digits of float64 to tell apart the eigenvalues of a matrix in
+        float32: some vectors at a time.
+        """
+        n, start, done = len(w), 0, True
+        Q = np.empty((n, n), np.float32, order="F")
+        while done and start < n:
+            stop = _after_widest_gap(w, start)
+            Q[:, start:stop], done = stemr(d, e, start, stop)
+            start = stop
+        return Q, done
 
     def _after_widest_gap(w: Any, start: int) -> int:
         """Return where the next eigenvectors end: those apart are orthogonal by far."""

@@ -44,7 +44,7 @@ from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["Capture", "Collected", "collect_statistics", "with_moments"]
 
-_SLICE = 2**20
+_SLICE = 2**17
 """Numbers of a sum that processes exchange at a time."""
 
 Blocks: TypeAlias = Mapping[str, Block]
