@@ -251,3 +251,36 @@ def test_the_score_of_subsets_is_spearmans(tmp_path):
     assert found.interval[0] <= found.mean <= found.interval[1]
     with pytest.raises(kc.ShapeError, match="losses"):
         linear_datamodeling_score(scores, masks, values[:, :2])
+
+
+class Gathered(nn.Module):
+    """One expert of a mixture, which sees two tokens of some of the sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        """Return logits (N, 3)."""
+        rows = x[::2].flatten(0, 1)
+        added = self.expert(rows).reshape(x[::2].shape)
+        return self.head(x.index_add(0, torch.arange(0, len(x), 2), added).sum(1))
+
+
+def test_as_many_gathered_rows_as_examples_are_not_taken_for_examples():
+    torch.manual_seed(0)
+    model = Gathered().double()
+    data = [(torch.randn(8, 2, 5, dtype=torch.float64), torch.arange(8) % 3)]
+    factors = collect(model, data)
+    found = influence(model, losses, data, data, factors=factors, by_layer=True)
+    assert sorted(found.scores) == ["head"]
+    assert "expert" in found.skipped
+
+
+def test_missing_queries_and_a_misspelt_fisher_raise():
+    model, data = classifier()
+    factors = collect(model, data)
+    with pytest.raises(kc.ConventionError, match="`queries`, got none"):
+        influence(model, losses, data, [], factors=factors)
+    with pytest.raises(kc.ConventionError, match="fisher"):
+        collect(model, data, fisher="exactly")

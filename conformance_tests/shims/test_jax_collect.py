@@ -66,3 +66,15 @@ def test_a_killed_run_is_resumed_to_the_bit(rng, tmp_path):
         collect(network, params, data, path=path, progress=progress, **options)
     collect(network, params, data, path=path, **options)
     assert path.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("pair", [tuple, list, lambda x: dict(enumerate(x))])
+def test_a_batch_with_labels_raises(rng, pair):
+    network, params, x = problem(rng)
+    with pytest.raises(kc.ConventionError, match="Leave labels out"):
+        collect(
+            network,
+            params,
+            [pair([x, x[:, 0]])],
+            likelihood=kc.losses.Categorical(),
+        )

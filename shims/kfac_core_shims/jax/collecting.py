@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,8 +42,8 @@ def collect(
     params : pytree
         Trained parameters.
     loader : iterable
-        Batches, each a tuple of the function's inputs, or its only input; gone through
-        once, or twice for each part with EKFAC, the same each time.
+        Batches, each a tuple of the function's inputs without labels, or its only input;
+        gone through once, or twice for each part with EKFAC, the same each time.
     likelihood : kfac_core.losses.Loss
         Likelihood of one row of outputs.
     path, max_elements, save_every, progress, communicator
@@ -65,6 +66,8 @@ def collect(
 
     Raises
     ------
+    ConventionError
+        For a batch that is not the function's inputs.
     KFACError
         As `kfac_core.integration.collect_statistics`.
 
@@ -79,6 +82,7 @@ def collect(
     >>> factors.examples
     16
     """
+    kc.constraints.require_one_of("fisher", fisher, ("gradients", "exact"))
     run = jax.jit(network.function)
 
     def pulled(params: Any, inputs: Any, vectors: Any) -> Any:
@@ -89,7 +93,7 @@ def collect(
     @contextmanager
     def capture(blocks: Mapping[str, kc.Block]) -> Iterator[Any]:
         def passes(batch: Any, seed: int) -> tuple[Any, int]:
-            inputs = batch if isinstance(batch, tuple) else (batch,)
+            inputs = _inputs_of(network, params, batch)
             outputs = run(params, *inputs)
             vectors = kc.losses.drawn_vectors(
                 likelihood,
@@ -128,3 +132,21 @@ def collect(
         progress=progress,
         communicator=communicator,
     )
+
+
+def _inputs_of(network: Network, params: Any, batch: Any) -> tuple[Any, ...]:
+    """Return a batch as the inputs of the function; raise where it is not."""
+    several = isinstance(batch, tuple)
+    inputs = batch if several else (batch,)
+    try:
+        inspect.signature(network.function).bind(params, *inputs)
+        fits = several or jax.tree.structure(inputs) == network.structure
+    except TypeError:
+        fits = False
+    if not fits:
+        raise kc.ConventionError(
+            "Expected batches that are tuples of the function's inputs after the "
+            f"parameters, got {jax.tree.structure(batch)}. Leave labels out: "
+            "[(x,) for x, y in loader]."
+        )
+    return inputs

@@ -103,6 +103,7 @@ class Network:
             has_aux=constraints.FLAG,
         )
         self.function, self.has_aux = function, has_aux
+        self.structure = jax.tree.structure(inputs)
         # By batch and shapes: finding the axes traces the network once more.
         self._axes: dict[Any, list[Where]] = {}
         layers, axes, trace, batch = self._layers(params, inputs)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -181,6 +181,8 @@ def collect(
     >>> factors.examples, sorted(factors.blocks)
     (10, ['0', '1'])
     """
+    modes = get_args(kc.losses.EstimationMode)
+    kc.constraints.require_one_of("fisher", fisher, modes)
     plain = parallel.inner(model)
     if fisher == "empirical":
         if loss is None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
 
-__all__ = ["CurvatureOptions", "rate_of", "require_made", "require_sensible"]
+__all__ = [
+    "CollectOptions",
+    "CurvatureOptions",
+    "rate_of",
+    "require_made",
+    "require_sensible",
+]
 
 Likelihood: TypeAlias = (
     str | kc.losses.Loss | kc.integration.RowLoss | torch.nn.Module | None
@@ -47,6 +54,24 @@ class TrainerOptions(CurvatureOptions, total=False):
     refresh_every: kc.integration.Interval
     refresh_lag: int
     overlap: bool
+
+
+class CollectOptions(TypedDict, total=False):
+    """Options of `collect` that `Posterior` passes on; see there."""
+
+    path: str | os.PathLike[str] | None
+    fisher: kc.losses.EstimationMode
+    samples: int
+    positions: kc.losses.Positions
+    forward: Callable[[Any, Any], Any] | None
+    loss: Callable[[Any, Any], Any] | None
+    ekfac: bool
+    approximations: Approximations | None
+    skip_layers: Sequence[str]
+    max_elements: int | None
+    save_every: int | None
+    progress: Callable[[int, int], None] | None
+    communicator: kc.distributed.Communicator | str | None
 
 
 _RESTING = 1e-30

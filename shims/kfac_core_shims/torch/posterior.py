@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -19,6 +19,7 @@ from kfac_core_shims.torch.collecting import (
 )
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.likelihoods import criterion_of
+from kfac_core_shims.torch.options import CollectOptions
 from kfac_core_shims.torch.scoring import (
     output_rows,
     scored_blocks,
@@ -94,7 +95,7 @@ class Posterior:
         prior_precision: float | Mapping[str, float] = 1.0,
         last_layer: bool | str = False,
         factors: Factors | str | os.PathLike[str] | None = None,
-        **options: Any,
+        **options: Unpack[CollectOptions],
     ) -> None:
         if iter(loader) is loader:
             raise kc.ConventionError(
@@ -114,8 +115,9 @@ class Posterior:
                         f"The last layer {name!r} is not a linear layer of its own weight. "
                         "Say last_layer=name of a linear layer, or last_layer=False."
                     )
-                only = {name: kc.Kronecker()}
-                options["approximations"] = {**dict.fromkeys(sites), **only}
+                options["approximations"] = {
+                    site: kc.Kronecker() if site == name else None for site in sites
+                }
             factors = collect(model, loader, likelihood=likelihood, **options)
         self.factors = factors_from(model, factors)
         first = next(iter(loader))

@@ -181,6 +181,7 @@ def influence(
             "once: give a list or a DataLoader."
         )
     require_order("queries", queries)
+    _, queries = _with_first("queries", queries)
     taken, train = _taken(model, loss, train, factors, damping, damping_fraction)
     inverse = taken.inverse
     if storage is None:
@@ -286,18 +287,24 @@ def _taken(
     factors = factors_from(model, factors)
     if damping is None and fraction is None:
         fraction = 0.1
-    first = next(iter(train), None)
-    if first is None:
-        raise kc.ConventionError("Expected batches in `train`, got none.")
-    if iter(train) is train:
-        # The first batch was taken off an iterator to see which layers have rows.
-        train = itertools.chain([first], train)
+    first, train = _with_first("train", train)
     blocks = scored_blocks(factors, lambda: example_losses(loss, model, first)[:, None])
     statistics = {name: factors.statistics[name] for name in blocks}
     inverse = kc.influence.Influence.of_statistics(
         blocks, statistics, damping=damping, damping_fraction=fraction
     )
     return _Taken(model, loss, factors, inverse), train
+
+
+def _with_first(name: str, batches: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Return the first batch, and all batches with it."""
+    first = next(iter(batches), None)
+    if first is None:
+        raise kc.ConventionError(f"Expected batches in `{name}`, got none.")
+    if iter(batches) is batches:
+        # The first batch was taken off an iterator.
+        batches = itertools.chain([first], batches)
+    return first, batches
 
 
 @dataclass
@@ -455,12 +462,23 @@ def scored_blocks(
     }
     with _uses(factors, blocks) as uses_of:
         z = outputs()
-        uses = uses_of(z)
+        uses, examples = uses_of(z), len(z)
+        # Gathered rows may be as many as the examples, but do not scale with theirs.
+        scales = 2.0 ** (torch.arange(examples, device=z.device) % 8)
+        scaled = uses_of(outputs() * scales[:, None])
+
+    def has_rows_of_examples(name: str) -> bool:
+        if not _is_by_example(uses[name], examples):
+            return False
+        g, expected = scaled[name][0].output_grads, uses[name][0].output_grads
+        expected = expected * scales.to(g.dtype).reshape(-1, *[1] * (g.ndim - 2))
+        return bool((g - expected).abs().max() <= 1e-2 * expected.abs().max())
+
     # A layer that this batch does not reach may be reached by another.
     return {
         name: block
         for name, block in blocks.items()
-        if not uses[name] or _is_by_example(uses[name], len(z))
+        if not uses[name] or has_rows_of_examples(name)
     }
 
 
