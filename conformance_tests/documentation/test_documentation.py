@@ -60,6 +60,43 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     assert ran.returncode == 0, ran.stderr[-4000:]
 
 
+@pytest.mark.parametrize(
+    ("page", "call"),
+    [
+        ("trained_models", " collect("),
+        ("trained_models", " kj.collect("),
+        ("trained_models", "inverse.scores("),
+        ("trained_models", ".functional_variance("),
+        ("influence", " influence("),
+        ("influence", "linear_datamodeling_score("),
+        ("posteriors", "= Posterior("),
+        ("consumers", "scipy_operator("),
+        ("consumers", " Laplace("),
+        ("consumers", " KFACLinearOperator("),
+        ("merging", " merge("),
+        ("merging", " rounded_weight("),
+        ("trainers", "HuggingFaceCallback("),
+        ("trainers", "LightningCallback("),
+        ("trainers", "accelerated("),
+    ],
+)
+def test_a_path_takes_at_most_twelve_lines(page, call):
+    """Beyond imports; your own model and data are in a program of their own."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    pattern = r"^```python\n.*?^```$|(?:^    [^\n]*\n+)+"
+    programs = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
+    program = next(p for p in programs if call in p)
+    lines = program.removeprefix("```python").removesuffix("```").splitlines()
+    imports_and_comments = ("import ", "from ", "#")
+    counted = [
+        line
+        for line in map(str.strip, lines)
+        if line and not line.startswith(imports_and_comments)
+    ]
+
+    assert 0 < len(counted) <= 12, counted
+
+
 def test_examples_precondition_gradients_of_means():
     """The first rule of `docs/conventions.md`: gradients are not sums over rows."""
     package = Path(kfac_core.__file__).parent
