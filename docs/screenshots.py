@@ -124,6 +124,7 @@ def main(built: Path, output: Path) -> int:
             (site / "probe.html").write_text(text, encoding="utf-8")
             complaints += _complaints(browser, address, probed)
         complaints += _searched(browser, address, built)
+        print(*complaints, f"{len(complaints)} complaints", sep="\n", flush=True)
         output.mkdir(parents=True, exist_ok=True)
         for page, theme, width in frames:
             picture = output / _name(page, theme, width, "png")
@@ -135,8 +136,7 @@ def main(built: Path, output: Path) -> int:
                 "--virtual-time-budget=4000",
             )
         server.shutdown()
-    print("\n".join(complaints))
-    print(f"{len(pages)} pages, {len(complaints)} complaints; pictures in {output}")
+    print(f"{len(pages)} pages; pictures in {output}")
     return len(complaints)
 
 
