@@ -366,3 +366,23 @@ def test_errors_state_what_was_expected():
     optimizer = shim.GaussNewton(value)
     with pytest.raises(kc.NotFiniteError, match="finite residuals"):
         optimizer.step(params, optimizer.init(params), X * np.nan)
+
+
+def test_weakly_typed_parameters_take_the_dense_step():
+    """As `jnp.full` makes them: their types change the trace, not the derivatives."""
+    params = mlp(2, 4, 1)
+    params = {
+        name: {"w": jnp.asarray(layer["w"]), "b": jnp.full(layer["b"].shape, 0.1)}
+        for name, layer in params.items()
+    }
+    assert params["layer_0"]["b"].weak_type
+    data = array(5, 2), array(3, 2, seed=1)
+    optimizer = shim.GaussNewton(
+        poisson, learning_rate=1.0, damping=DAMPING, momentum=0.0
+    )
+    new, *_ = optimizer.step(params, optimizer.init(params), *data)
+    r, rows = dense_problem(poisson, params, data)
+    expected = dense_direction(np.concatenate(rows, axis=1), np.asarray(r))
+    got = flat(params) - flat(new)
+    np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-12)
+    assert not optimizer.formed

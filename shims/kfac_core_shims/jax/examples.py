@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 import kfac_core as kc
 from kfac_core_shims.jax.finding import Arrangement, Layers, Meeting, Site, find
@@ -24,6 +25,7 @@ from kfac_core_shims.jax.program import (
     Operand,
     Operation,
     Trace,
+    forms,
     jaxprs_in,
     operations_of,
     traced,
@@ -135,7 +137,7 @@ def counts(
     ConventionError
         If R is no multiple of N, or outputs have first axes of different lengths.
     """
-    shapes = [tuple(x.shape) for x in inputs]
+    shapes = [jnp.shape(x) for x in inputs]
     lengths = {tuple(y.shape)[:1] for y in jax.tree.leaves(outputs)}
     if len(lengths) > 1:
         raise kc.ConventionError(
@@ -240,7 +242,7 @@ def traced_twice(
     """Yield traces with twice as many examples: in all inputs, then in all but one."""
     leaves, form = jax.tree.flatten(tuple(inputs))
     grown = [i for i, axis in enumerate(batch.axes) if axis is not None]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    shapes = forms(params)
     for other in (None, *(grown if len(grown) > 1 else ())):
         grown_leaves = [
             leaf if axis is None or i == other else _with_twice(leaf, axis)
@@ -259,9 +261,10 @@ def doubled(twice: Trace, outputs: Sequence[int], batch: Counts) -> bool:
 
 
 def _with_twice(leaf: Any, axis: int) -> Any:
-    shape = list(leaf.shape)
+    form = forms(leaf)
+    shape = list(form.shape)
     shape[axis] *= 2
-    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+    return jax.ShapeDtypeStruct(tuple(shape), form.dtype, weak_type=form.weak_type)
 
 
 def row_axes(site: Site) -> tuple[int, ...]:

@@ -302,7 +302,7 @@ class GaussNewton:
     def _transition(
         self, mixed: frozenset[int], params: Any, state: GaussNewtonState, *data: Any
     ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
-        data = jax.tree.map(jnp.asarray, data)
+        params, data = jax.tree.map(jnp.asarray, (params, data))
         problem = self._problem(params, data)
         scales = _scales(problem.terms)
         vectors = _vectors(problem)

@@ -20,6 +20,7 @@ import kfac_core as kc
 from kfac_core_shims.jax.finding import Part
 from kfac_core_shims.jax.leaves import leaf_name, put, taken
 from kfac_core_shims.jax.network import Network
+from kfac_core_shims.jax.program import forms
 
 __all__ = ["Columns", "JacobianFinder"]
 
@@ -180,16 +181,15 @@ class JacobianFinder:
 
     def _networks_of(self, params: Any, data: Any) -> list[Network | str]:
         """Return the network of each term, or why its layers cannot be known."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data)
-        leaves, structure = jax.tree.flatten((shapes, forms))
+        arguments = forms((params, *data))
+        leaves, structure = jax.tree.flatten(arguments)
         # Finding layers traces the residuals, so it is done once for each form of the
         # data.
-        key = structure, tuple((x.shape, x.dtype) for x in leaves)
+        key = structure, tuple(leaves)
         if key not in self._networks:
-            count = len(jax.eval_shape(self.terms, shapes, *forms))
+            count = len(jax.eval_shape(self.terms, *arguments))
             self._networks[key] = [
-                _network(self.terms, i, shapes, forms) for i in range(count)
+                _network(self.terms, i, arguments) for i in range(count)
             ]
         return self._networks[key]
 
@@ -255,12 +255,12 @@ def _by_columns(rows: Callable[[Any], Any], chosen: list[Any]) -> list[Any] | No
     ]
 
 
-def _network(terms: Any, i: int, shapes: Any, forms: Any) -> Network | str:
+def _network(terms: Any, i: int, arguments: Any) -> Network | str:
     def term(params: Any, *data: Any) -> Any:
         return terms(params, *data)[i]
 
     try:
-        return Network(term, shapes, *forms, uncovered="keep")
+        return Network(term, *arguments, uncovered="keep")
     except kc.KFACError as error:
         return (
             f"{error} (Pass the points of every term of the loss as arguments of the "

@@ -161,7 +161,7 @@ class KFAC:
         return started(self._initial, params)
 
     def _initial(self, params: Any) -> kc.NetworkState:
-        leaves = [x.dtype for x in jax.tree.leaves(params)]
+        leaves = [jnp.result_type(x) for x in jax.tree.leaves(params)]
         floating = [x for x in leaves if jnp.issubdtype(x, jnp.floating)]
         # optax also asks for the state of a tree without parameters, for its structure.
         dtype = floating[0] if floating else self.network.leaves.dtype

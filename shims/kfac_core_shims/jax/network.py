@@ -25,7 +25,15 @@ from kfac_core_shims.jax.examples import (
 from kfac_core_shims.jax.finding import Layers, Site, find
 from kfac_core_shims.jax.leaves import Leaves
 from kfac_core_shims.jax.mapped import explicit_axes, gathered
-from kfac_core_shims.jax.program import Operation, Program, Trace, bound, run, traced
+from kfac_core_shims.jax.program import (
+    Operation,
+    Program,
+    Trace,
+    bound,
+    forms,
+    run,
+    traced,
+)
 from kfac_core_shims.jax.rows import Rows, in_roles, joined_uses
 
 __all__ = ["Network"]
@@ -107,7 +115,7 @@ class Network:
         # By batch and shapes: finding the axes traces the network once more.
         self._axes: dict[Any, list[Where]] = {}
         layers, axes, trace, batch = self._layers(params, inputs)
-        self.leaves = Leaves(params, layers)
+        self.leaves = Leaves(forms(params), layers)
         used = self.leaves.use(layers.sites, axes, batch, trace)
         self.tied = {
             name for site in used if site.tied for name, *_ in self.leaves.uses([site])
@@ -180,6 +188,7 @@ class Network:
         self.leaves.require_leaves(params)
         mask = gathered(mask)
         _require_replicated(params)
+        params, inputs = jax.tree.map(jnp.asarray, (params, inputs))
         params = _as_varying(params, inputs)
         layers, axes, trace, batch = self._layers(params, inputs)
         self.leaves.require_known(layers)
@@ -283,13 +292,10 @@ class Network:
     def _example_axes(
         self, params: Any, inputs: Any, layers: Layers, trace: Trace, batch: Counts
     ) -> list[Where]:
-        """Return `example_axes`, cached by layers and shapes.
-
-        An axis of length one does not show which values are broadcast along it.
-        """
+        """Return `example_axes`, cached by layers and the places of the trace."""
         key = (
             batch,
-            *(tuple(x.shape) for x in jax.tree.leaves(inputs)),
+            trace.signature,
             *(
                 (site.kind, tuple(site.parts.items()), site.x, site.y)
                 for site in layers.sites

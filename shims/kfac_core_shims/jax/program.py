@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from kfac_core_shims.jax.marks import mark
 from kfac_core_shims.jax.views import View
@@ -25,6 +26,7 @@ __all__ = [
     "Program",
     "Trace",
     "bound",
+    "forms",
     "jaxprs_in",
     "operations_of",
     "run",
@@ -89,10 +91,28 @@ class Trace:
     views: dict[int, View]
     outputs: Any
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What is equal for traces whose places hold the same values."""
+        operations = (
+            (operation.name, operation.outputs)
+            for operation in operations_of(self.program)
+        )
+        return (*(tuple(aval.shape) for aval in self.avals), *operations)
+
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """Return the shape of an operand."""
         aval = self.avals[operand] if isinstance(operand, int) else operand.aval
         return tuple(aval.shape)
+
+
+def forms(tree: Any, /) -> Any:
+    """Return shapes and dtypes of arrays and numbers, with which a trace is theirs."""
+    return jax.tree.map(
+        # A weakly typed array, as of `jnp.full`, is cast in other places of a program.
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type),
+        jax.eval_shape(lambda tree: tree, tree),
+    )
 
 
 def traced(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Trace:
@@ -102,7 +122,7 @@ def traced(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> 
     places = [writer.new(v.aval) for v in closed.jaxpr.invars]
     # The first places are those of the parameters, in the order of their leaves.
     for i, leaf in enumerate(jax.tree.leaves(params)):
-        writer.views[places[i]] = View.of(i, leaf.shape)
+        writer.views[places[i]] = View.of(i, jnp.shape(leaf))
     program = Program(places)
     program.outputs = writer.write(
         closed.jaxpr, closed.consts, places, program.operations
