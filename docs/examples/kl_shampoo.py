@@ -58,7 +58,9 @@ def train(steps):
     for step in range(steps):
         start = 256 * int(rows.integers(7))
         batch = slice(start, start + 256)
-        loss, gradients = loss_and_gradients(weights, images[batch], labels[batch])
+        loss, gradients = loss_and_gradients(
+            weights, images[batch, :], labels[batch, :]
+        )
         for i, V in enumerate(gradients):
             if step == 0:
                 roots[i] = scaled_identities(V)
