@@ -192,6 +192,7 @@ def use_navigation_of_group(
 
 
 _TO_NAME = re.compile(r'(href="(?:\.\./)+api/((?:\w+\.)*(\w+))\.html)#[\w.]*?\b\3\b')
+_OF_OTHERS = re.compile(r'<li><a href="(?!kfac_core)[\w/]+\.html">[\w.]+</a></li>\n?')
 
 
 def link_to_public_names(
@@ -200,6 +201,9 @@ def link_to_public_names(
     """Link from sources to the public names, where viewcode takes one package for all."""
     if page.startswith("_modules/"):
         context["body"] = _TO_NAME.sub(r"\1#\2", context["body"])
+    # Frameworks that are only imitated here have no source; the list has them all the same.
+    if page == "_modules/index":
+        context["body"] = _OF_OTHERS.sub("", context["body"])
 
 
 def _group_of(page: str) -> str | None:
