@@ -473,7 +473,7 @@ def test_the_part_of_another_number_of_ranks_is_refused(jobs, engine):
     """On each rank, by what it is and what was expected."""
     assert jobs.said(engine, "shares", 3) == dict.fromkeys(range(3), "fine")
     for rank, text in jobs.said(engine, "foreign", 2).items():
-        assert text.startswith("StateError: The state is that of rank")
+        assert text.startswith("StateError: The state belongs to rank")
         assert f"rank {rank} of 3 processes" in text
         assert f"rank {rank} of 2 processes" in text
 
@@ -481,7 +481,7 @@ def test_the_part_of_another_number_of_ranks_is_refused(jobs, engine):
 def test_a_checkpoint_that_was_read_in_part_is_refused(jobs):
     """torch.distributed.checkpoint reads what a new object has, which is nothing."""
     for text in jobs.said("torch", "emptied", 2).values():
-        assert text.startswith("StateError: The state is of 1 steps")
+        assert text.startswith("StateError: The state has 1 steps")
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning"])
