@@ -331,7 +331,9 @@ def test_mismatched_arguments_are_named(backend):
 
 
 @pytest.mark.parametrize("centered", [False, True])
-def test_no_second_array_of_the_size_of_the_gram_matrix(backend, centered):
+def test_no_second_array_of_the_size_of_the_gram_matrix(
+    backend, centered, requires_adapters
+):
     """K and its factor share one; of the rows a fifth may be copied."""
     if backend.name != "numpy":
         pytest.skip("other libraries allocate unseen")
