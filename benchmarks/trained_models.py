@@ -358,7 +358,8 @@ def memory() -> None:
 
     def networks(widths: list[int], dtype: Any) -> tuple[Any, Any]:
         pairs = [*itertools.pairwise(widths)]
-        model = nn.Sequential(*(nn.Linear(n, m) for n, m in pairs)).eval().to(dtype)
+        layers = [nn.Linear(n, m, dtype=dtype) for n, m in pairs]
+        model = nn.Sequential(*layers).eval()
         return model, [torch.randn(64, widths[0], dtype=dtype) for _ in range(3)]
 
     def differentiate(model: Any, data: Any) -> None:

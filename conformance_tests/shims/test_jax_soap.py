@@ -193,6 +193,29 @@ def test_convolutions_and_embeddings_train():
     assert state.bases["kernel"][0].shape == (1, 12, 12)
 
 
+def test_numbers_are_parameters():
+    """Of no layer; weakly typed, as JAX takes them."""
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(16, 3))), rng.normal(size=(16, 2))
+    trees = [{"a": jnp.ones((3, 2)), "shift": c} for c in (0.5, jnp.asarray(0.5))]
+
+    results = []
+    for params in trees:
+        network = Network(
+            lambda p, x: x @ p["a"] + p["shift"], params, x, uncovered="keep"
+        )
+        optimizer, tree = soap(network), params
+        state = optimizer.init(tree)
+        for _ in range(3):
+            z, pull = network.vjp(tree, x)
+            gradients, captured = pull((z - y) / 16, reduction="mean")
+            updates, state = optimizer.update(gradients, state, tree, captured=captured)
+            tree = optax.apply_updates(tree, updates)
+        results.append(float(tree["shift"]))
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    assert results[0] != 0.5
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -20,7 +20,7 @@ STEPS = 20
 
 
 def train(model, rows_of_step, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     kfac = KFAC(model, lr=optimizer, fisher="exact", **options)
     for step in range(STEPS):
         x = rows_of_step(step)

@@ -14,8 +14,8 @@ __all__ = ["entering", "require_mask", "require_output_grads", "require_paramete
 
 _UNSUPPORTED = {
     "bias": (
-        "only a dense layer, or a convolution that is read as one batch, can mark rows "
-        "of a use without the bias."
+        "only dense layers, and convolutions read as one batch, can mark the rows of a "
+        "use that has no bias."
     ),
     "mask": (
         "set the output gradients of positions that do not count to zero instead."

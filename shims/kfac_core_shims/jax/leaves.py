@@ -323,10 +323,10 @@ class Leaves:
                     f"{name!r}; the parameters are {', '.join(self.names[:6])}"
                     f"{', ...' if len(self.names) > 6 else ''}."
                 )
-            if tuple(leaf.shape) != known[name]:
+            if jnp.shape(leaf) != known[name]:
                 raise kc.ShapeError(
                     f"Expected a gradient of shape {known[name]} for {name}, got "
-                    f"{tuple(leaf.shape)}."
+                    f"{jnp.shape(leaf)}."
                 )
         return leaves
 

@@ -94,11 +94,12 @@ class Trace:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What is equal for traces whose places hold the same values."""
-        operations = (
+        shapes = [tuple(aval.shape) for aval in self.avals]
+        operations = [
             (operation.name, operation.outputs)
             for operation in operations_of(self.program)
-        )
-        return (*(tuple(aval.shape) for aval in self.avals), *operations)
+        ]
+        return (*shapes, *operations)
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """Return the shape of an operand."""
