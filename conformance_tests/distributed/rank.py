@@ -577,7 +577,16 @@ def kfac_of(model, **options):
     return KFAC(model, **settings | options)
 
 
-def trained(kfac, called, scale, own_rows, steps=range(STEPS), examples=None):
+def trained(
+    kfac,
+    called,
+    scale,
+    own_rows,
+    steps=range(STEPS),
+    examples=None,
+    *,
+    count_votes=False,
+):
     """Return the parameters after some steps of K-FAC."""
     import torch
 
@@ -591,10 +600,20 @@ def trained(kfac, called, scale, own_rows, steps=range(STEPS), examples=None):
             z.flatten(0, -2), labels, reduction="sum"
         )
         (loss * scale / y[step].numel()).backward()
+        before = votes_of(kfac)
         kfac.step()
+        if count_votes:
+            assert votes_of(kfac) == before + 1, f"votes of step {step}"
         assert kfac.metrics()["clip"] < 1
         descend(kfac.model)
     return parameters_of(kfac.model)
+
+
+def votes_of(kfac):
+    """Return how many sums over all processes K-FAC has waited for."""
+    if kfac.communicator is None:
+        return 0
+    return kfac.communicator.traffic.calls["all_reduce"]
 
 
 def descend(model):
@@ -1084,6 +1103,7 @@ def divided(communicator):
     found = trained(
         *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
         examples=examples,
+        count_votes=True,
     )
     require_close(found, expected)
     # An owner holds the operators of its blocks alone.
@@ -1115,7 +1135,9 @@ def divided(communicator):
     columns = ColwiseParallel(use_local_output=False)
     plan = {"2": columns, "4": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (communicator.size,)), plan)
-    found = trained(kfac_of(model), model, 1, all_rows, examples=examples)
+    found = trained(
+        kfac_of(model), model, 1, all_rows, examples=examples, count_votes=True
+    )
     require_close(found, expected)
 
 

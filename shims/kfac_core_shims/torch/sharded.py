@@ -38,6 +38,9 @@ Arrays = dict[str, dict[str, Any]]
 Slice: TypeAlias = tuple[tuple[int, int], ...]
 """Start and stop along each axis."""
 
+_HEAD = "head"
+"""Key of what an owner says in its message beside directions."""
+
 
 class Division:
     """How the parameters of a model are divided among all processes.
@@ -225,7 +228,7 @@ class Division:
         """Return slices of the clipped directions, from those of the gradients.
 
         Collective: of each dtype every process sends its slices to the owners, and gets
-        those of the directions.
+        those of the directions, unscaled, with what each owner's part of the clip is.
 
         Parameters
         ----------
@@ -258,23 +261,25 @@ class Division:
             if products:
                 size = float(kc.steps.inner_product(gradients_here, products))
         except Exception as raised:
-            # Raised by the vote, on all processes.
+            # Told with the directions, and then raised on all processes.
             error = raised
-        total = self._agreement.vote("direction", [size], error=error)
-        clip = None
-        if bound is not None:
-            squared = torch.tensor(
-                float(total[0]) * learning_rate**2, dtype=torch.float64
-            )
-            clip = kc.steps.trust_region_rate(squared, bound=bound, maximum=1.0)
-        directions: Arrays = {}
-        for name in owned:
-            scale = 1.0 if clip is None else float(clip.scale)
-            directions[name] = {
-                role: x * scale
-                for role, x in self._as_module(name, products[name]).items()
-            }
-        return self._scattered(directions, gradients, owners), clip
+        wholes: Arrays = {}
+        for name in owned if error is None else ():
+            wholes[name] = self._as_module(name, products[name])
+        directions, sizes, failed = self._scattered(
+            wholes, gradients, owners, size, failed=error is not None
+        )
+        if failed:
+            self._agreement.vote("direction", error=error)
+        if bound is None:
+            return directions, None
+        squared = torch.tensor(sum(sizes) * learning_rate**2, dtype=torch.float64)
+        clip = kc.steps.trust_region_rate(squared, bound=bound, maximum=1.0)
+        scale = float(clip.scale)
+        return {
+            name: {role: x * scale for role, x in roles.items()}
+            for name, roles in directions.items()
+        }, clip
 
     def _as_layer(self, name: str, gradients: Mapping[str, Any]) -> dict[str, Any]:
         part = self._sites[name].part
@@ -329,31 +334,56 @@ class Division:
         return whole
 
     def _scattered(
-        self, directions: Arrays, like: Arrays, owners: Mapping[str, int]
-    ) -> Arrays:
-        """Return this process's slices of all directions, from their owners."""
-        rank, size = self._communicator.rank, self._communicator.size
+        self,
+        directions: Arrays,
+        like: Arrays,
+        owners: Mapping[str, int],
+        size: float,
+        *,
+        failed: bool,
+    ) -> tuple[Arrays, list[float], bool]:
+        """Return this process's slices of all directions, from their owners.
+
+        With them come the sizes that all owners give, and whether one of these failed.
+        """
+        rank, processes = self._communicator.rank, self._communicator.size
         messages: dict[Any, _Messages] = {}
         slices: Arrays = {name: {} for name in like}
         for name, role, p in self._parameters(like):
             owner, x = owners[name], like[name][role]
             wire = self._wire_of(x)
-            sent = messages.setdefault(wire, _Messages(x.to(wire), size))
+            sent = messages.setdefault(wire, _Messages(x.to(wire), processes))
             if owner != rank:
                 sent.expect(owner, (name, role), tuple(x.shape))
                 continue
             # Rounded here too, since other processes have the same of what is not divided.
-            whole = directions[name][role].to(wire)
+            whole = x.new_zeros(p.shape) if failed else directions[name][role]
+            whole = whole.to(wire)
             for other, ends in enumerate(self._slices[id(p)]):
                 part = _view(whole, ends)
                 if other == rank:
                     slices[name][role] = part.to(x.dtype)
                 else:
                     sent.put(other, part)
+        if not messages:
+            return {}, [], False
+        # At the end of the first message two numbers of float64, as bits: sums of rounded
+        # sizes would be another clip.
+        head = torch.tensor([float(failed), size], dtype=torch.float64)
+        wire, first = next(iter(messages.items()))
+        bits = head.to(first.like.device).view(wire)
+        for other in range(processes):
+            first.put(other, bits)
+            first.expect(other, _HEAD, tuple(bits.shape))
+        heads: list[list[float]] = []
         for exchanged in messages.values():
-            for (_, (name, role)), x in exchanged.exchanged(self._communicator).items():
+            for (_, key), x in exchanged.exchanged(self._communicator).items():
+                if key == _HEAD:
+                    heads.append(x.clone().view(torch.float64).tolist())
+                    continue
+                name, role = key
                 slices[name][role] = x.to(like[name][role].dtype)
-        return slices
+        return slices, [own for _, own in heads], any(flag for flag, _ in heads)
 
     def _wire_of(self, x: Any) -> Any:
         """Return the dtype in which directions like a tensor are sent."""
@@ -371,7 +401,7 @@ class _Messages:
     """What goes to each process and comes from it, of one dtype."""
 
     def __init__(self, like: Any, size: int) -> None:
-        self._like = like
+        self.like = like
         self._sent: list[list[Any]] = [[] for _ in range(size)]
         self._expected: list[list[tuple[Any, tuple[int, ...]]]] = [
             [] for _ in range(size)
@@ -386,7 +416,7 @@ class _Messages:
     def exchanged(self, communicator: Any) -> dict[tuple[int, Any], Any]:
         """Return what came, by rank and key."""
         parts = [x for sent in self._sent for x in sent]
-        flat = torch.cat(parts) if parts else self._like.new_zeros(0)
+        flat = torch.cat(parts) if parts else self.like.new_zeros(0)
         send = [sum(x.numel() for x in sent) for sent in self._sent]
         shapes = [[torch.Size(s) for _, s in expected] for expected in self._expected]
         receive = [sum(shape.numel() for shape in expected) for expected in shapes]
