@@ -232,9 +232,7 @@ def _update(
         name: {side: x for side, x in sides.items() if (name, side) not in pairs}
         for name, sides in _averages(state).items()
     }
-    if options.reduce == "update":
-        messages += _sums(network, options, placement, averages, everywhere=True)
-    elif options.reduce == "owner":
+    if options.reduce == "owner":
         for names in buckets(
             network.blocks,
             lambda name: 8 * placement.loads[name].statistics,
@@ -253,8 +251,6 @@ def _sums(
     options: Distributed,
     placement: Placement,
     averages: Mapping[str, Mapping[str, Any]],
-    *,
-    everywhere: bool = False,
 ) -> list[Message]:
     """Return the messages with averages of some blocks that are added up."""
     p = placement.size
@@ -272,11 +268,7 @@ def _sums(
             for dtype, length in _lengths({item.key: item.average}).items():
                 parts.setdefault(dtype, [0] * p)[item.owner] += length
         for dtype, of_ranks in sorted(parts.items()):
-            size = BYTES[dtype]
-            if everywhere:
-                messages.append(Message("all_reduce", (sum(of_ranks),), size, p))
-            else:
-                messages.append(Message("reduce_scatter", tuple(of_ranks), size, p))
+            messages.append(Message("reduce_scatter", tuple(of_ranks), BYTES[dtype], p))
     return messages
 
 

@@ -265,12 +265,11 @@ def test_parameters_that_differ_between_ranks_raise():
         assert "Rank 3 differs from rank 0 in biases" in str(error)
 
 
-@pytest.mark.parametrize("part", ["statistics", "operator"])
-def test_shared_state_that_differs_between_ranks_raises(part):
+def test_an_operator_that_differs_between_ranks_raises():
     """By block and rank, to the last bit; in float64 one unit of it on one rank."""
 
     def run(communicator):
-        execution = Distributed(communicator=communicator, holders=3, reduce="update")
+        execution = Distributed(communicator=communicator, holders=3)
         settings = {"reduction": "sum", "damping": 0.1, "execution": execution}
         estimator = kc.Estimator(BLOCKS, **settings)
         estimator.update(fed(np.random.default_rng(communicator.rank)))
@@ -279,14 +278,14 @@ def test_shared_state_that_differs_between_ranks_raises(part):
         state = estimator.state
         if communicator.rank == 2:
             held = state["two"]
-            moved = map_structure(_nudged, getattr(held, part))
-            blocks = {**state.blocks, "two": replaced(held, **{part: moved})}
+            moved = map_structure(_nudged, held.operator)
+            blocks = {**state.blocks, "two": replaced(held, operator=moved)}
             estimator.state = kc.NetworkState(blocks, state.share)
         estimator.check_replicas()
 
     for error in caught(3, run):
         assert isinstance(error, ReplicaError)
-        assert f"Rank 2 differs from rank 0 in two: {part}" in str(error)
+        assert "Rank 2 differs from rank 0 in two: operator" in str(error)
 
 
 def test_a_module_that_another_rank_names_is_not_imported():

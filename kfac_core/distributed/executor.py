@@ -237,12 +237,11 @@ class DistributedExecutor(Executor):
         # Vote before the first exchange: a rank whose file was bad would leave others
         # waiting.
         self._agreement.vote("load", error=error)
-        everywhere = self.options.reduce == "update"
         heads, operators = {}, {}
         for name, block in blocks.items():
             statistics, operator, status = block.statistics, block.operator, None
             is_divided = operator is not None and self._divides(name, operator)
-            if statistics is not None and not everywhere:
+            if statistics is not None:
                 # Only owners need the sums; others learn that there are some.
                 statistics = replaced(statistics, averages={})
             if operator is not None:
@@ -260,7 +259,7 @@ class DistributedExecutor(Executor):
             statistics, operator = head.statistics, operators.get(name)
             if name in blocks:
                 statistics = blocks[name].statistics
-            elif statistics is not None and not everywhere:
+            elif statistics is not None:
                 empty = self.network.blocks[name].initial(
                     like, precision=self.network.precision
                 )
@@ -306,8 +305,7 @@ class DistributedExecutor(Executor):
         """Return what this rank keeps of statistics that all ranks know."""
         if self.options.reduce == "owner":
             return self._owned_part(name, statistics)
-        owner = self.placement.owners[name]
-        if self._communicator.rank == owner or self.options.reduce == "update":
+        if self.placement.owners[name] == self._communicator.rank:
             return statistics
         return statistics.emptied()
 
@@ -351,8 +349,6 @@ class DistributedExecutor(Executor):
             of_all[f"{name}: counts and damping"] = repr(counts)
             if block.statistics is not None:
                 of_all[f"{name}: bases"] = block.statistics.bases
-                if self.options.reduce == "update":
-                    of_all[f"{name}: statistics"] = block.statistics.averages
             if self._holds(name):
                 of_holders[f"{name}: operator"] = block.operator
         require_same(self._communicator, of_all)
@@ -438,7 +434,7 @@ class DistributedExecutor(Executor):
             # second vote.
             mark = float(error is not None or any(flags.values()))
             sums, failed = self._summed(
-                own_sides, to_owners=True, mark=mark if names is filled[-1] else None
+                own_sides, mark=mark if names is filled[-1] else None
             )
             for name in names:
                 statistics = self._owned_part(name, tasks[name][1])
@@ -491,13 +487,12 @@ class DistributedExecutor(Executor):
             }
             return self._flagged(tasks, flags)
         parts = {n: moments.get(n) or tasks[n][1].emptied() for n in with_rows}
-        totals: dict[str, dict[str, float] | None] = dict.fromkeys(with_rows)
-        if self.options.reduce == "update":
-            parts = self._summed_everywhere(parts)
-        else:
-            for name in with_rows:
-                sides = tasks[name][1].averages
-                totals[name] = dict(zip(sides, weights[name][2:].tolist(), strict=True))
+        totals = {
+            name: dict(
+                zip(tasks[name][1].averages, weights[name][2:].tolist(), strict=True)
+            )
+            for name in with_rows
+        }
         return {
             name: self._share(tasks[name], parts[name], totals[name])
             for name in with_rows
@@ -813,28 +808,9 @@ class DistributedExecutor(Executor):
             return {name: transport.unpacked_matrices(local[name]) for name in owned}
         forms = [f"{name}: {_form_of(local[name])}" for name in local]
         self._agreement.meet("; ".join([step, *forms]))
-        if self.options.reduce == "update":
-            return {name: local[name] for name in owned}
         # A reduce-scatter: no rank holds the sums of blocks that others own.
-        sums, _ = self._summed(local, to_owners=True)
+        sums, _ = self._summed(local)
         return {name: self._with_averages(name, local[name], sums) for name in owned}
-
-    def _summed_everywhere(
-        self, local: Mapping[str, Statistics]
-    ) -> dict[str, Statistics]:
-        """Return the statistics of all ranks' rows on every rank."""
-        parts = self._without_taken(local)
-        sums, _ = self._summed(parts, to_owners=False)
-        return {
-            name: replaced(
-                statistics,
-                averages={
-                    **statistics.averages,
-                    **self._with_averages(name, parts[name], sums).averages,
-                },
-            )
-            for name, statistics in local.items()
-        }
 
     def _without_taken(self, local: Mapping[str, Statistics]) -> dict[str, Statistics]:
         """Return statistics without what one block takes from another, which is empty."""
@@ -854,7 +830,6 @@ class DistributedExecutor(Executor):
         self,
         local: Mapping[str, Statistics],
         *,
-        to_owners: bool,
         mark: float | None = None,
     ) -> tuple[dict[str, Any], float]:
         """Return the sums of averages by key, and of marks; see `summed`.
@@ -870,7 +845,6 @@ class DistributedExecutor(Executor):
         return summed(
             self._communicator,
             items.values(),
-            to_owners=to_owners,
             bucket_bytes=self._message_bytes,
             mark=mark,
         )

@@ -47,12 +47,11 @@ class Distributed:
         Steps between refreshes, by which ``holders="auto"`` decides, and whether ranks
         without blocks compute directions of large ones; see
         `kfac_core.distributed.place`.
-    reduce : {"refresh", "update", "owner"}
+    reduce : {"refresh", "owner"}
         Where statistics are, and when they are added up.  With ``"refresh"`` every rank
         keeps those of its own rows, and they are added up at the owners at a refresh: least
         talk.  With ``"owner"`` the sums of each update go to the owners, which alone keep
-        them, packed: least memory, about 1 / p of all statistics on each of p ranks.  With
-        ``"update"`` every rank has the statistics of all rows.
+        them, packed: least memory, about 1 / p of all statistics on each of p ranks.
     loss : {"shard", "batch", "ddp"}
         Loss whose gradients are given, if the estimator's reduction is a mean: the
         mean over this rank's rows; this rank's part of the mean over all rows; or p times
@@ -100,7 +99,7 @@ class Distributed:
     communicator: Communicator
     holders: int | Literal["auto", "all"] = "auto"
     interval: int = 10
-    reduce: Literal["refresh", "update", "owner"] = "refresh"
+    reduce: Literal["refresh", "owner"] = "refresh"
     loss: LossScale = "shard"
     operators_dtype: MessageDtype | None = None
     directions_dtype: DirectionDtype | None = None
@@ -114,7 +113,7 @@ class Distributed:
             self,
             communicator=constraints.implementation_of(Communicator),
             interval=constraints.COUNT,
-            reduce=constraints.one_of("refresh", "update", "owner"),
+            reduce=constraints.one_of("refresh", "owner"),
             loss=constraints.literal(LossScale),
             operators_dtype=constraints.optional(constraints.literal(MessageDtype)),
             directions_dtype=constraints.optional(constraints.literal(DirectionDtype)),

@@ -102,11 +102,10 @@ def summed(
     items: Iterable[Item],
     /,
     *,
-    to_owners: bool,
     bucket_bytes: int,
     mark: float | None = None,
 ) -> tuple[dict[str, Average], float]:
-    """Return the sums over all ranks of averages.
+    """Return the sums over all ranks of averages, each on its owner.
 
     Parameters
     ----------
@@ -114,13 +113,10 @@ def summed(
         Communicator of all ranks.
     items : iterable of Item
         The same keys, owners and shapes on all ranks.
-    to_owners : bool
-        Whether each rank gets what it owns, or everything.
     bucket_bytes : int
         Size from which a message is sent.
     mark : float, optional
-        A number of this rank that goes to all ranks with the last of the messages to
-        owners.
+        A number of this rank that goes to all ranks with the last of the messages.
 
     Returns
     -------
@@ -129,13 +125,12 @@ def summed(
     marks : float
         Sum of all ranks' marks; zero without.
     """
-    receivers = range(communicator.size) if to_owners else range(1)
     started = []
     filled = buckets(items, bytes_of, bucket_bytes)
     for number, bucket in enumerate(filled, 1):
-        of_owners: list[dict[str, Average]] = [{} for _ in receivers]
+        of_owners: list[dict[str, Average]] = [{} for _ in communicator.ranks]
         for item in bucket:
-            of_owners[item.owner if to_owners else 0][item.key] = item.average
+            of_owners[item.owner][item.key] = item.average
         parts = [pack(averages, shared=False) for averages in of_owners]
         like = bucket[0].average.weight
         xp, handles = ns.own_namespace(like), {}
@@ -152,12 +147,8 @@ def summed(
                 arrays = [x for array in arrays for x in (array, last)]
                 counts = [count + 1 for count in counts]
             flat = xp.concat(arrays) if arrays[1:] else arrays[0]
-            if to_owners:
-                handles[name] = communicator.reduce_scatter(flat, counts)
-            else:
-                handles[name] = communicator.all_reduce(flat)
-        form = parts[communicator.rank if to_owners else 0].form
-        started.append((form, handles))
+            handles[name] = communicator.reduce_scatter(flat, counts)
+        started.append((parts[communicator.rank].form, handles))
     sums: dict[str, Average] = {}
     arrived: dict[str, Array] = {}
     for form, handles in started:
