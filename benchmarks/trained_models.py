@@ -387,9 +387,12 @@ def memory() -> None:
         network = kj.Network(apply, params, batches[0])
 
         def gradient() -> None:
-            f = jax.jit(jax.grad(lambda p, x: (apply(p, x) ** 2).sum()))
+            def loss(b: Any, params: Any, x: Any) -> Any:
+                first, *others = params
+                return (apply([{**first, "b": b}, *others], x) ** 2).sum()
+
             for x in batches:
-                jax.block_until_ready(f(params, x)[0]["b"])
+                jax.block_until_ready(jax.jit(jax.grad(loss))(params[0]["b"], params, x))
 
         def run() -> None:
             with tempfile.TemporaryDirectory() as folder:

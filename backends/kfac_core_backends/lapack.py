@@ -70,14 +70,17 @@ def ormtr(a: _Matrix, tau: _Matrix, c: _Matrix, /) -> None:
     ormtr(b"L", b"L", b"N", _int(n), _int(m), *matrices, *ends)
 
 
-def stemr(d: _Matrix, e: _Matrix, start: int, stop: int, /) -> tuple[_Matrix, bool]:
-    """Return eigenvectors ``start:stop`` of a tridiagonal matrix in float64 by MRRR.
+def stemr(
+    d: _Matrix, e: _Matrix, start: int, stop: int, vectors: _Matrix, /
+) -> bool:
+    """Put eigenvectors ``start:stop`` of a tridiagonal matrix in columns by MRRR.
 
-    Eigenvalues ascend; the second result says whether the vectors are all there.
+    In float64; eigenvalues ascend.  Returns whether the vectors are all there.
     """
     n, count = len(d), stop - start
+    if not count:
+        return True
     d, e, w = d.copy(), e.copy(), np.empty(n)
-    vectors = np.empty((n, count), order="F")
     support, work = np.empty(2 * n, np.intc), np.empty(18 * n)
     integers = np.empty(10 * n, np.intc)
     written, info, robust = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(1)
@@ -90,7 +93,7 @@ def stemr(d: _Matrix, e: _Matrix, start: int, stop: int, /) -> tuple[_Matrix, bo
         _address(work), _int(len(work)), _address(integers), _int(len(integers)),
         ctypes.byref(info),
     )  # fmt: skip
-    return vectors, info.value == 0 and written.value == count
+    return info.value == 0 and written.value == count
 
 
 def lauum(a: _Matrix, /) -> None:

@@ -154,6 +154,9 @@ if lapack is not None:
     _EIGENVECTORS = 128
     """Eigenvectors that are computed at a time, in float64."""
 
+    _ZERO = 8
+    """Roundoff of the largest eigenvalue, in units of it, up to which others are zero."""
+
     _LEAF = 64
     """Below this size LAPACK's own triangular inverse is the faster one."""
 
@@ -497,16 +500,33 @@ if lapack is not None:
         w, info = lapack.dsterf(d, e[:-1])
         done = info == 0
         if done:
-            single = a.dtype == np.float32
-            Q, done = _rounded_vectors(d, e, w) if single else stemr(d, e, 0, n)
+            vectors = _narrow_vectors if a.dtype == np.float32 else _vectors
+            Q, done = vectors(d, e, w)
         if done:
             ormtr(a, tau, Q)
         _mirror(a.T)
         a.T.reshape(-1)[:: n + 1] = diagonal
         return (-w.astype(a.dtype), Q) if done else NotImplemented
 
-    def _rounded_vectors(d: Any, e: Any, w: Any) -> tuple[Any, bool]:
-        """Return eigenvectors of a tridiagonal matrix in float32, and if all are there.
+    def _vectors(d: Any, e: Any, w: Any) -> tuple[Any, bool]:
+        """Return eigenvectors of a tridiagonal matrix, and if all are there.
+
+        MRRR often fails on the many eigenvalues of a matrix of low rank that are roundoff
+        of the largest.  They are one eigenspace, which the columns of a QR complete.
+        """
+        n = len(w)
+        Q = np.eye(n, order="F")
+        roundoff = _ZERO * np.finfo(w.dtype).eps * max(-w[0], w[-1])
+        count = n if w[-1] > roundoff else int(np.searchsorted(w, -roundoff))
+        done = stemr(d, e, 0, count, Q[:, :count])
+        if done and 0 < count < n:
+            _, tau, _, _ = lapack.dgeqrf(Q[:, :count], overwrite_a=1)
+            Q, _, info = lapack.dorgqr(Q, tau, overwrite_a=1)
+            done = info == 0
+        return Q, done
+
+    def _narrow_vectors(d: Any, e: Any, w: Any) -> tuple[Any, bool]:
+        """Return the same in float32.
 
         MRRR takes the digits of float64 to tell apart the eigenvalues of a matrix in
         float32: some vectors at a time.
@@ -515,7 +535,9 @@ if lapack is not None:
         Q = np.empty((n, n), np.float32, order="F")
         while done and start < n:
             stop = _after_widest_gap(w, start)
-            Q[:, start:stop], done = stemr(d, e, start, stop)
+            vectors = np.empty((n, stop - start), order="F")
+            done = stemr(d, e, start, stop, vectors)
+            Q[:, start:stop] = vectors
             start = stop
         return Q, done
 

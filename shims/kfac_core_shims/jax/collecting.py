@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import kfac_core as kc
+from kfac_core.array import map_structure
 from kfac_core_shims.jax.network import Network
 
 __all__ = ["collect"]
@@ -83,6 +86,11 @@ def collect(
     16
     """
     kc.constraints.require_one_of("fisher", fisher, ("gradients", "exact"))
+    params = jax.device_put(params)
+    platforms = {d.platform for x in jax.tree.leaves(params) for d in x.devices()}
+    # On the CPU sums are NumPy's: SYRK and LAPACK work in their memory, where a compiled
+    # program has new arrays for what it returns and for what it computes in between.
+    on_host = platforms == {"cpu"}
     run = jax.jit(network.function)
 
     def pulled(params: Any, inputs: Any, vectors: Any) -> Any:
@@ -104,7 +112,8 @@ def collect(
                 samples=samples,
                 positions=positions,
             )
-            return [pull(params, inputs, vectors)], len(outputs)
+            batches = pull(params, inputs, vectors)
+            return [_viewed(batches) if on_host else batches], len(outputs)
 
         yield passes
 
@@ -114,7 +123,7 @@ def collect(
         else block
         for name, block in network.blocks.items()
     }
-    return kc.integration.collect_statistics(
+    collected = kc.integration.collect_statistics(
         blocks,
         capture,
         loader,
@@ -126,12 +135,31 @@ def collect(
             mode=fisher,
         ),
         path=path,
-        backend="jax",
+        backend="numpy" if on_host else "jax",
         max_elements=max_elements,
         save_every=save_every,
         progress=progress,
         communicator=communicator,
     )
+    collected.backend = "jax"
+    if on_host and path is None:
+        estimator = collected.estimator
+        estimator.state = map_structure(_in_jax, estimator.state)
+    return collected
+
+
+def _viewed(batches: Any) -> Any:
+    """Return arrays on the CPU as NumPy's, on the same memory; narrow floats as float32."""
+
+    def viewed(x: Any) -> Any:
+        narrow = x.dtype in (jnp.bfloat16, jnp.float16)
+        return np.asarray(x, np.float32 if narrow else None)
+
+    return jax.tree.map(viewed, batches)
+
+
+def _in_jax(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
 
 
 def _inputs_of(network: Network, params: Any, batch: Any) -> tuple[Any, ...]:
