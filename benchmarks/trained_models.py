@@ -392,7 +392,9 @@ def memory() -> None:
                 return (apply([{**first, "b": b}, *others], x) ** 2).sum()
 
             for x in batches:
-                jax.block_until_ready(jax.jit(jax.grad(loss))(params[0]["b"], params, x))
+                jax.block_until_ready(
+                    jax.jit(jax.grad(loss))(params[0]["b"], params, x)
+                )
 
         def run() -> None:
             with tempfile.TemporaryDirectory() as folder:

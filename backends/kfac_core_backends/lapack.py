@@ -70,9 +70,7 @@ def ormtr(a: _Matrix, tau: _Matrix, c: _Matrix, /) -> None:
     ormtr(b"L", b"L", b"N", _int(n), _int(m), *matrices, *ends)
 
 
-def stemr(
-    d: _Matrix, e: _Matrix, start: int, stop: int, vectors: _Matrix, /
-) -> bool:
+def stemr(d: _Matrix, e: _Matrix, start: int, stop: int, vectors: _Matrix, /) -> bool:
     """Put eigenvectors ``start:stop`` of a tridiagonal matrix in columns by MRRR.
 
     In float64; eigenvalues ascend.  Returns whether the vectors are all there.

@@ -68,6 +68,26 @@ def test_a_killed_run_is_resumed_to_the_bit(rng, tmp_path):
     assert path.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_statistics_of_a_model_in_bfloat16_are_float32_arrays_of_jax(
+    rng, tmp_path, in_file
+):
+    _, params, x = problem(rng)
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+    found = collect(
+        Network(apply, params, x),
+        params,
+        [x[:9], x[9:]],
+        likelihood=kc.losses.Categorical(),
+        path=tmp_path / "factors.npz" if in_file else None,
+    )
+    name = next(n for n, b in found.blocks.items() if b.layer.matrix_shape == (5, 5))
+    A = found.statistics[name].averages["input"].value(debias=True).full()
+    assert isinstance(A, jax.Array) and A.dtype == jnp.float32
+    rows = np.c_[np.asarray(x, np.float64), np.ones(21)]
+    np.testing.assert_allclose(A, rows.T @ rows / 21, rtol=1e-5)
+
+
 @pytest.mark.parametrize("pair", [tuple, list, lambda x: dict(enumerate(x))])
 def test_a_batch_with_labels_raises(rng, pair):
     network, params, x = problem(rng)

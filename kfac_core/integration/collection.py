@@ -397,11 +397,8 @@ class _Run:
             for k, batch in enumerate(remaining, self.batches):
                 # A seed for each rank, stage and batch: resuming draws the same labels,
                 # and the second pass of EKFAC draws others than the first.
-                parts, count = passes(batch, (rank << 64) + (self.stage << 48) + k)
-                for part in parts:
-                    for name in part.keys() & blocks.keys():
-                        self._add(name, blocks[name], part[name], options)
-                del parts
+                seed = (rank << 64) + (self.stage << 48) + k
+                count = self._add(*passes(batch, seed), blocks, options)
                 self.batches = k + 1
                 self.counted += count
                 if self.save_every is not None and self.batches % self.save_every == 0:
@@ -409,7 +406,18 @@ class _Run:
                 if self.progress is not None:
                     self.progress(self.stage, self.batches)
 
-    def _add(self, name: str, block: Block, batch: Any, options: UpdateOptions) -> None:
+    def _add(
+        self, parts: Iterable[Any], count: int, blocks: Blocks, options: UpdateOptions
+    ) -> int:
+        """Add the rows of one batch, which no variable holds during the next pass."""
+        for part in parts:
+            for name in part.keys() & blocks.keys():
+                self._add_rows(name, blocks[name], part[name], options)
+        return count
+
+    def _add_rows(
+        self, name: str, block: Block, batch: Any, options: UpdateOptions
+    ) -> None:
         old = self.statistics.get(name)
         if old is None:
             use = batch[0] if isinstance(batch, list | tuple) else batch

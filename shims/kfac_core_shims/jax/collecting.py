@@ -93,11 +93,6 @@ def collect(
     on_host = platforms == {"cpu"}
     run = jax.jit(network.function)
 
-    def pulled(params: Any, inputs: Any, vectors: Any) -> Any:
-        return network.vjp(params, *inputs)[1](vectors).batches
-
-    pull = jax.jit(pulled)
-
     @contextmanager
     def capture(blocks: Mapping[str, kc.Block]) -> Iterator[Any]:
         def passes(batch: Any, seed: int) -> tuple[Any, int]:
@@ -112,7 +107,7 @@ def collect(
                 samples=samples,
                 positions=positions,
             )
-            batches = pull(params, inputs, vectors)
+            batches = network.compiled_batches(params, inputs, vectors)
             return [_viewed(batches) if on_host else batches], len(outputs)
 
         yield passes
@@ -143,8 +138,9 @@ def collect(
     )
     collected.backend = "jax"
     if on_host and path is None:
-        estimator = collected.estimator
-        estimator.state = map_structure(_in_jax, estimator.state)
+        blocks_now = collected.estimator.state.blocks
+        for name, state in blocks_now.items():
+            blocks_now[name] = map_structure(_in_jax, state)
     return collected
 
 

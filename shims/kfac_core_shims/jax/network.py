@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -244,6 +245,15 @@ class Network:
             return (gradients, captured) if sources is None else captured
 
         return ((outputs, aux) if self.has_aux else outputs), pull
+
+    @functools.cached_property
+    def compiled_batches(self) -> Any:
+        """A compiled ``(params, inputs, source vectors) -> batches`` of all blocks."""
+
+        def batches(params: Any, inputs: Any, vectors: Any) -> Any:
+            return self.vjp(params, *inputs)[1](vectors).batches
+
+        return jax.jit(batches)
 
     def _layers(
         self, params: Any, inputs: Any
