@@ -83,7 +83,8 @@ def test_statistics_of_a_model_in_bfloat16_are_float32_arrays_of_jax(
     )
     name = next(n for n, b in found.blocks.items() if b.layer.matrix_shape == (5, 5))
     A = found.statistics[name].averages["input"].value(debias=True).full()
-    assert isinstance(A, jax.Array) and A.dtype == jnp.float32
+    assert isinstance(A, jax.Array)
+    assert A.dtype == jnp.float32
     rows = np.c_[np.asarray(x, np.float64), np.ones(21)]
     np.testing.assert_allclose(A, rows.T @ rows / 21, rtol=1e-5)
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.array import map_structure
 from kfac_core_shims.jax.network import Network
 
 __all__ = ["collect"]
@@ -140,7 +139,7 @@ def collect(
     if on_host and path is None:
         blocks_now = collected.estimator.state.blocks
         for name, state in blocks_now.items():
-            blocks_now[name] = map_structure(_in_jax, state)
+            blocks_now[name] = jax.tree.map(_in_jax, state)
     return collected
 
 
