@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import kfac_core as kc
 from kfac_core_shims.jax.network import Network
@@ -148,13 +147,13 @@ def _viewed(batches: Any) -> Any:
 
     def viewed(x: Any) -> Any:
         narrow = x.dtype in (jnp.bfloat16, jnp.float16)
-        return np.asarray(x, np.float32 if narrow else None)
+        return (x.astype(jnp.float32) if narrow else x).__array__()
 
     return jax.tree.map(viewed, batches)
 
 
 def _in_jax(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+    return jnp.asarray(x) if hasattr(x, "dtype") else x
 
 
 def _inputs_of(network: Network, params: Any, batch: Any) -> tuple[Any, ...]:
