@@ -32,7 +32,7 @@ def test_the_conda_recipe_has_the_dependencies_of_the_project():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = settings["project"]
     run = project["dependencies"] + project["optional-dependencies"]["scipy"]
-    recipe = (ROOT / "recipe" / "meta.yaml").read_text()
+    recipe = (ROOT / "recipe" / "recipe.yaml").read_text()
     sections = dict(re.findall(r"^  (host|run):\n((?:    - .*\n)+)", recipe, re.M))
     listed = {
         name: {
@@ -45,4 +45,4 @@ def test_the_conda_recipe_has_the_dependencies_of_the_project():
     assert listed["host"] - {"pip", "python3.11.*"} == {
         *settings["build-system"]["requires"]
     }
-    assert f'version = "{project["version"]}"' in recipe
+    assert f'version: "{project["version"]}"' in recipe
