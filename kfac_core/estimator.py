@@ -43,7 +43,7 @@ from kfac_core.operators.operator import (
 from kfac_core.options import Averaging, Coupling, Execution, Refreshing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
-from kfac_core.stages import EXECUTOR, PREPARE, Executor
+from kfac_core.stages import EXECUTOR, PREPARE, Executor, LazyMoments
 from kfac_core.state import NetworkState
 
 __all__ = ["Estimator"]
@@ -320,7 +320,7 @@ class Estimator:
             )
             self._install(before, after)
 
-    def absorb(self, moments: Mapping[str, Statistics], /) -> None:
+    def absorb(self, moments: Mapping[str, Statistics | LazyMoments], /) -> None:
         """Accumulate the merged statistics of a batch that was processed in parts.
 
         Equal to one `update` with the whole batch up to rounding, for any sizes of the
@@ -332,7 +332,9 @@ class Estimator:
             Statistics of each part from `kfac_core.batch_moments`, with this estimator's
             ``conventions`` and precision (and for `kfac_core.EKFAC` its statistics),
             added up by `Statistics.merged`.  For a mean loss, N is the number of examples
-            of each part.
+            of each part.  Or a function of the block's statistics (or None) that returns
+            them: with ``Distributed(reduce="owner")`` the bases of `kfac_core.EKFAC` are
+            on every rank only while it runs.
 
         Raises
         ------

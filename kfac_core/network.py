@@ -36,7 +36,7 @@ from kfac_core.linalg.factorizations import Solving
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.options import RANGES, Averaging, Coupling, Refreshing
 from kfac_core.sharing.layers import NamedLayers
-from kfac_core.stages import Executor, ProductCall, plain
+from kfac_core.stages import Executor, LazyMoments, ProductCall, plain
 from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["Network"]
@@ -271,7 +271,7 @@ class Network:
     def absorb(
         self,
         state: NetworkState,
-        moments: Mapping[str, Statistics],
+        moments: Mapping[str, Statistics | LazyMoments],
         /,
         *,
         decay: Scalar,
@@ -293,7 +293,10 @@ class Network:
             for name, part in by_block.items():
                 block, before = self.blocks[name], state.blocks[name]
                 old = before.statistics
-                if part is not None:
+                # Bases of another process come while the executor absorbs.
+                if callable(part) and not (old is not None and old.lacks_bases):
+                    part = part(old)
+                if part is not None and not callable(part):
                     like = part.like if old is None else old.like
                     empty = block.initial(like, precision=self.precision)
                     # What a process keeps may be packed, or no sums at all.

@@ -51,6 +51,7 @@ __all__ = [
     "REFRESH",
     "UPDATE",
     "Executor",
+    "LazyMoments",
     "ProductCall",
     "Refreshed",
     "Stage",
@@ -65,6 +66,9 @@ __all__ = [
     "refresh_block",
     "update_block",
 ]
+
+LazyMoments: TypeAlias = Callable[[Statistics | None], Statistics]
+"""A function of a block's statistics that returns the moments of a batch."""
 
 Refreshed: TypeAlias = tuple[CurvatureOperator, Scalar]
 """An operator and its damping."""
@@ -242,6 +246,12 @@ def batch_moments(
     first = next(chunks)
     empty = block.initial(first.like, precision=precision or Precision())
     if statistics is not None:
+        if statistics.lacks_bases:
+            raise errors.ConventionError(
+                f"The rank that owns block {name!r} keeps its bases, in which second "
+                "moments are taken. Pass `Estimator.absorb` a function of the "
+                "block's statistics that returns `batch_moments(..., statistics=...)`."
+            )
         # Moments of EKFAC exist in a basis only, and may be added up only in the same
         # one.
         empty = replaced(empty, bases=statistics.bases)

@@ -238,12 +238,30 @@ def _update(
             lambda name: 8 * placement.loads[name].statistics,
             message_bytes(options.bucket_bytes, placement.size),
         ):
+            messages += _bases(options, placement, state, names)
             packed = packed_matrices({name: averages[name] for name in names})
             messages += _sums(network, options, placement, packed)
         # With the last one, whether a rank has invalid rows.
         last = messages[-1]
         messages[-1] = replace(last, parts=tuple(n + 1 for n in last.parts))
     return messages
+
+
+def _bases(
+    options: Distributed, placement: Placement, state: NetworkState, names: list[str]
+) -> list[Message]:
+    """Return the message with the eigenvectors of some blocks to all ranks."""
+    # One number says that nothing failed.
+    parts = [1] * placement.size
+    vectors: list[Any] = []
+    for name in names:
+        for basis in state.blocks[name].known_statistics(name).bases.values():
+            vectors.append(basis.eigenvectors)
+            parts[placement.owners[name]] += math.prod(basis.eigenvectors.shape)
+    if not vectors:
+        return []
+    size = BYTES[narrower(dtype_name(vectors[0]), options.operators_dtype)]
+    return [Message("all_gather", tuple(parts), size, placement.size)]
 
 
 def _sums(

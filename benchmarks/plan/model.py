@@ -649,13 +649,16 @@ def _predicted(
         exchange: round(machine.bytes * length) for exchange, length in lengths.items()
     }
     limit = message_bytes(Distributed.bucket_bytes, p)
-    sums = []
+    sums, bases = [], []
     messages_of = buckets(loads, lambda name: 8 * loads[name].statistics, limit)
     for names in messages_of:
-        parts = [0] * p
+        parts, of_bases = [0] * p, [0] * p
         for name in names:
             parts[placement.owners[name]] += loads[name].statistics
+            of_bases[placement.owners[name]] += loads[name].bases
         sums.append(Message("reduce_scatter", tuple(parts), widths["statistics"], p))
+        if reduce == "owner" and any(of_bases):
+            bases.append(Message("all_gather", tuple(of_bases), widths["operators"], p))
     directions = []
     numbers = {name: load.direction for name, load in loads.items()}
     for ranges in placement.row_ranges.values():
@@ -678,7 +681,7 @@ def _predicted(
     seconds = {
         "statistics": gathered / machine.flops,
         "votes": machine.all_reduce(vote * 8 / machine.bytes, p),
-        "reduce": sum(machine.uneven(m.parts, m.width) for m in sums) / every,
+        "reduce": sum(machine.uneven(m.parts, m.width) for m in sums + bases) / every,
         "refresh": max(placement.flops()) / machine.flops / interval,
         "operators": max(
             (machine.uneven(m.parts, m.width) for m in operators),
@@ -691,7 +694,7 @@ def _predicted(
         ),
     }
     sent = np.zeros((row, g))
-    for m in sums:
+    for m in sums + bases:
         sent += np.reshape(m.sent(), (row, g)) / every
     for m in directions:
         sent += np.reshape(m.sent(), (row, 1))
@@ -705,13 +708,19 @@ def _predicted(
     owned = [sum(loads[n].statistics for n in placement.owned_by(r)) for r in range(p)]
     kept = max(of_groups_kept) + max(owned)
     if reduce == "refresh":
-        # Whole squares, about two triangles, of the rows of each rank.
+        # Whole squares, about two triangles, of the rows of each rank; and the bases of
+        # all blocks, not of those alone that it has an operator of.
         kept += 2 * sum(load.statistics for load in loads.values()) - max(owned)
-    largest = max(m.buffer for m in (*sums, *directions, *operators))
+        kept += sum(load.bases for load in loads.values()) * (row - 1) // row
+    largest = max(m.buffer for m in (*sums, *bases, *directions, *operators))
     largest = max(largest, to_workers)
-    # Squares of a batch, beside which the new running sums are made.
+    # Squares of a batch, beside which the new running sums are made; or those of one
+    # message, with its bases.
     batch = [2 * sum(loads[name].statistics for name in names) for names in messages_of]
-    batch_kept = sum(batch) if reduce == "refresh" else max(batch)
+    batch_kept = sum(batch)
+    if reduce == "owner":
+        lent = [sum(loads[name].bases for name in names) for names in messages_of]
+        batch_kept = max(n + m for n, m in zip(batch, lent, strict=True))
     return PredictedStep(
         p,
         g,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.distributed import Distributed, run_ranks
 
 from ..builders.benchmark_folder import import_benchmarks
 from ..builders.shards import dense
@@ -16,6 +18,7 @@ pytest.importorskip("kfac_core_backends")
 import_benchmarks()
 
 from benchmarks.plan.__main__ import main  # noqa: E402
+from benchmarks.plan.exchanges import predicted_traffic  # noqa: E402
 from benchmarks.plan.model import (  # noqa: E402
     Machine,
     known_networks,
@@ -118,6 +121,49 @@ def test_messages_of_many_ranks_are_as_predicted(size, reduce):
     rows = 300 * 300 + len(workers) * (200 * 200 + 1)
     assert numbers["buffer"] == 4 * max(triangles + 3 * 6, rows)
     assert numbers["seconds"] <= 2 * numbers["ring"]
+
+
+def test_bases_that_owners_lend_are_as_predicted():
+    """At each update as matrices, to all ranks; kept by the owner of each block alone."""
+    shapes = {"a": (6, 4), "b": (4, 9), "c": (9, 9)}
+    blocks = {name: kc.Block(dense(*s), kc.EKFAC()) for name, s in shapes.items()}
+    blocks["d"] = kc.Block(dense(5, 7), kc.Kronecker())
+    rng = np.random.default_rng(0)
+    rows = {n: rng.normal(size=(2, 8, 9)) for n in blocks}
+
+    def run(communicator):
+        options = Distributed(
+            communicator=communicator, holders=1, reduce="owner", bucket_bytes=700
+        )
+        made = kc.Estimator(blocks, reduction="sum", execution=options)
+        batches = {}
+        for name, block in blocks.items():
+            layer = block.layer
+            x, g = rows[name]
+            x, g = x[:, : layer.in_features], g[:, : layer.out_features]
+            batches[name] = kc.Batch(x, g)
+        made.update(batches)
+        made.rebase(moments="kronecker")
+        communicator.traffic.reset()
+        made.update(batches)
+        predicted = predicted_traffic(
+            *(made.network, options, made.placement),
+            rank=communicator.rank,
+            like=np.zeros(1),
+        )
+        return communicator.traffic, predicted["update"]
+
+    for counted, predicted in run_ranks(3, run):
+        assert counted.calls == predicted.calls
+        assert counted.payload == predicted.payload
+    network = kc.Network(
+        {f"{k}": blocks["c"] for k in range(48)},
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
+    )
+    alone, *_, divided = (
+        predicted_steps(network, p, machine=PLAIN, reduce="owner")[0] for p in (1, 2, 8)
+    )
+    assert divided.memory == alone.memory / 8
 
 
 def test_the_networks_have_their_numbers_of_parameters():

@@ -1009,10 +1009,19 @@ def of_tokens():
     return model, (x, torch.randint(4, (STEPS, ROWS, 3), generator=generator))
 
 
+def sharded(model, **options):
+    """Return a model whose parameters `fully_shard` divides."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model:
+        if [*module.parameters()]:
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
 def meshes(communicator):
     """Meshes of two dimensions: replicas of shards, and shards of tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -1037,15 +1046,8 @@ def meshes(communicator):
 
         return rows
 
-    def sharded(model, mesh):
-        for module in model:
-            if [*module.parameters()]:
-                fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = copy.deepcopy(first)
-    sharded(model, mesh)
+    model = sharded(copy.deepcopy(first), mesh=mesh)
     rows = parts_of(communicator.rank, communicator.size)
     found = trained(
         *(kfac_of(model), model, communicator.size, rows), examples=examples
@@ -1064,7 +1066,7 @@ def meshes(communicator):
         parallelize_module(model, tp, {"2": columns, "4": RowwiseParallel()})
         context = contextlib.nullcontext()
         if dp == 2:
-            sharded(model, mesh["dp"])
+            sharded(model, mesh=mesh["dp"])
         else:
             # The loss reads logits that lie on all processes.
             parallelize_module(model, tp, {"6": columns})
@@ -1079,8 +1081,8 @@ def meshes(communicator):
 
 def divided(communicator):
     """Parameters that `fully_shard` or tensor parallelism divides among processes."""
+    import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -1092,11 +1094,7 @@ def divided(communicator):
     alone = kfac_of(model, communicator="alone")
     expected = trained(alone, model, 1, all_rows, examples=examples)
 
-    model = copy.deepcopy(first)
-    for module in model:
-        if [*module.parameters()]:
-            fully_shard(module)
-    fully_shard(model)
+    model = sharded(copy.deepcopy(first))
     refreshing = kc.Refreshing(keep_matrices=False, failure_budget=1)
     kfac = kfac_of(model, refreshing=refreshing)
     assert len(kfac.estimator.blocks) == 5
@@ -1130,6 +1128,27 @@ def divided(communicator):
     found = trained(kfac, model, scale, own_rows, [0], examples)
     require_close(found, expected_later)
     assert all(block.failures == 1 for block in kfac.estimator.state.blocks.values())
+
+    # Bases of EKFAC are on the owners of their blocks alone.
+    options = {
+        "approximations": {torch.nn.Linear: kc.EKFAC()},
+        "bases_every": 2,
+        "positions": "separate",
+    }
+    model = copy.deepcopy(first)
+    alone = kfac_of(model, communicator="alone", **options)
+    expected_of_ekfac = trained(alone, model, 1, all_rows, examples=examples)
+    model = sharded(copy.deepcopy(first))
+    kfac = kfac_of(model, **options)
+    found = trained(
+        *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
+        examples=examples,
+        count_votes=True,
+    )
+    require_close(found, expected_of_ekfac)
+    for name, own in kfac.estimator.state.blocks.items():
+        owned = kfac.estimator.placement.owners[name] == communicator.rank
+        assert own.statistics.lacks_bases != (owned or not own.statistics.bases)
 
     model = copy.deepcopy(first)
     columns = ColwiseParallel(use_local_output=False)

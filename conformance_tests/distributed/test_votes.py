@@ -66,7 +66,9 @@ def gradients_of(step):
     }
 
 
-@pytest.mark.parametrize("holders", [1, "all"])
+@pytest.mark.parametrize(
+    "where", [{"holders": 1}, {"holders": "all"}, {"holders": 1, "reduce": "owner"}]
+)
 @pytest.mark.parametrize(
     ("positions", "votes"),
     [
@@ -77,13 +79,13 @@ def gradients_of(step):
         ([2, 5, 3], [3, 2, 2, 2]),
     ],
 )
-def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes, holders):
+def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes, where):
     """Whether all examples have as many rows of outputs, or each rank's have others."""
     ends = np.cumsum([0, *EXAMPLES])
 
     def run(communicator):
         kfac, directions, calls = (
-            natural(communicator, where={"holders": holders}),
+            natural(communicator, where=where),
             [],
             [],
         )
@@ -112,6 +114,44 @@ def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes, holder
                     reference = expected[step][name][key]
                     error = np.linalg.norm(x - reference)
                     assert error <= 1e-13 * np.linalg.norm(reference), (step, name)
+
+
+@pytest.mark.parametrize("where", [{}, {"holders": 1, "reduce": "owner"}])
+def test_parts_of_unlike_shapes_on_one_rank(where):
+    """Their moments are in bases that may be on another rank."""
+    rng = np.random.default_rng(0)
+    rows = {
+        name: [
+            rng.normal(size=(2, 3, k, size))
+            for k in (2, 4)
+            for size in (block.layer.in_features, block.layer.out_features)
+        ]
+        for name, block in BLOCKS.items()
+    }
+
+    def step(kfac, number, parts):
+        calls = []
+        for name, (x, g, y, h) in rows.items():
+            for part, (inputs, gradients) in enumerate(((x, g), (y, h))):
+                if part in parts:
+                    call = kc.integration.LayerCall(name, inputs[number])
+                    call.add_source(gradients[number])
+                    calls.append(call)
+        # As many rows for each example on each rank.
+        return kfac.directions(gradients_of(number), calls, rows=9.0 * len(parts))
+
+    def run(communicator=None):
+        kfac = natural(communicator, where=where)
+        parts = [(0, 1), (), ()][communicator.rank] if communicator else (0, 1)
+        return [step(kfac, number, parts) for number in range(2)]
+
+    alone = run()
+    for directions in run_ranks(3, run):
+        for own, expected in zip(directions, alone, strict=True):
+            for name, parameters in expected.items():
+                for key, x in parameters.items():
+                    error = np.linalg.norm(own[name][key] - x)
+                    assert error <= 1e-13 * np.linalg.norm(x), (name, key)
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])

@@ -5,7 +5,8 @@ methods in the same order.  The result is that of one process with all rows, up 
 
 * `update`: each rank keeps running sums of its own rows.  The ranks exchange one small
   vector with the weights of their rows and whether all are finite.  With
-  ``reduce="owner"`` the sums of a batch go to the blocks' owners, which alone keep them.
+  ``reduce="owner"`` the sums of a batch go to the blocks' owners, which alone keep them,
+  and which lend the bases of EKFAC while the others square the gradients of their rows.
 * `refresh`: sums are added up at the blocks' owners, each of which factorizes its blocks.
   Operators go to the other holders; see `kfac_core.distributed.placement`.
 * products: every rank gives the same vectors.  Holders compute, and the results of each
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -59,6 +60,9 @@ from kfac_core.stages import APPLY, Executor, Stage, Tasks, plain
 from kfac_core.state import BlockState, NetworkState
 
 __all__ = ["DistributedExecutor", "vote_length"]
+
+Moments: TypeAlias = tuple[dict[str, Any], Exception | None]
+"""Statistics of this rank's rows by block, or what was raised instead."""
 
 
 class DistributedExecutor(Executor):
@@ -101,6 +105,7 @@ class DistributedExecutor(Executor):
         self.network, self.options = network, options
         self._inner = inner
         self._communicator = options.communicator
+        self._owners_only = options.reduce == "owner"
         p = self._communicator.size
         self.share = (self._communicator.rank, p) if p > 1 else None
         self._agreement = Agreement(self._communicator)
@@ -243,7 +248,8 @@ class DistributedExecutor(Executor):
             is_divided = operator is not None and self._divides(name, operator)
             if statistics is not None:
                 # Only owners need the sums; others learn that there are some.
-                statistics = replaced(statistics, averages={})
+                bases = {} if self._owners_only else statistics.bases
+                statistics = replaced(statistics, averages={}, bases=bases)
             if operator is not None:
                 operators[name] = operator
                 status = int(operator.status())
@@ -263,7 +269,8 @@ class DistributedExecutor(Executor):
                 empty = self.network.blocks[name].initial(
                     like, precision=self.network.precision
                 )
-                statistics = replaced(statistics, averages=empty.averages)
+                bases = statistics.bases or empty.bases
+                statistics = Statistics(empty.averages, statistics.status, bases)
             if statistics is not None:
                 statistics = self._part_of(name, statistics)
             if operator is None and status is not None:
@@ -303,27 +310,28 @@ class DistributedExecutor(Executor):
 
     def _part_of(self, name: str, statistics: Statistics) -> Statistics:
         """Return what this rank keeps of statistics that all ranks know."""
-        if self.options.reduce == "owner":
+        if self._owners_only:
             return self._owned_part(name, statistics)
         if self.placement.owners[name] == self._communicator.rank:
             return statistics
         return statistics.emptied()
 
     def _owned_part(self, name: str, statistics: Statistics) -> Statistics:
-        """Return statistics with packed sums on their owner, and without sums elsewhere."""
+        """Return statistics with packed sums on their owner, and empty arrays elsewhere."""
         if self.placement.owners[name] == self._communicator.rank:
             averages = transport.packed_matrices(statistics.averages)
-        else:
-            averages = map_structure(_without_numbers, statistics.averages)
-        return replaced(statistics, averages=averages)
+            return replaced(statistics, averages=averages)
+        averages = map_structure(_without_numbers, statistics.averages)
+        bases = map_structure(_without_numbers, statistics.bases)
+        return Statistics(averages, statistics.status, bases)
 
     def check_replicas(
         self, state: NetworkState, /, **arrays: Mapping[str, Any] | Array
     ) -> None:
         """Raise unless all ranks hold the same of what must be the same.
 
-        These are counts, dampings, bases and the operators that several ranks hold, and
-        further arrays, such as parameters.
+        These are counts, dampings, bases and operators that several ranks hold, and further
+        arrays, such as parameters.
 
         Parameters
         ----------
@@ -347,7 +355,7 @@ class DistributedExecutor(Executor):
                 for f in ("updates", "age", "refreshes", "failures", "damping")
             }
             of_all[f"{name}: counts and damping"] = repr(counts)
-            if block.statistics is not None:
+            if block.statistics is not None and not self._owners_only:
                 of_all[f"{name}: bases"] = block.statistics.bases
             if self._holds(name):
                 of_holders[f"{name}: operator"] = block.operator
@@ -366,37 +374,46 @@ class DistributedExecutor(Executor):
                 like=next(task[1].like for task in tasks.values()),
             )
 
-        def moments_of(names: Sequence[str]) -> tuple[dict[str, Any], Any]:
+        def moments_of(empties: Mapping[str, Statistics]) -> Moments:
             local = {}
-            for name in names:
-                if name in batches:
-                    block, statistics, _, options = tasks[name]
-                    # Bare sums over rows: decay and weight apply once, to the sums of
-                    # all ranks.
-                    alone = replaced(options, decay=0.0, weight=None)
-                    empty = self._empty(name, statistics)
-                    local[name] = (block, empty, batches[name], alone)
+            for name, empty in empties.items():
+                if name not in batches:
+                    continue
+                block, _, _, options = tasks[name]
+                # Bare sums over rows: decay and weight apply once, to the sums of all
+                # ranks.
+                alone = replaced(options, decay=0.0, weight=None)
+                local[name] = (block, empty, batches[name], alone)
             return self._attempt(stage, local)
 
-        if self.options.reduce == "owner":
+        if self._owners_only:
             return self._absorbed_by_owners(tasks, set(batches), moments_of)
-        return self._absorbed(tasks, *moments_of([*tasks]))
+        empties = {name: tasks[name][1].emptied() for name in batches}
+        return self._absorbed(tasks, *moments_of(empties))
 
     def _absorb(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics(tasks)
-        moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
-        if self.options.reduce == "owner":
-            return self._absorbed_by_owners(
-                *(tasks, set(moments)),
-                lambda names: ({n: moments[n] for n in names if n in moments}, None),
-            )
-        return self._absorbed(tasks, moments, None)
+        given = {n: task[2] for n, task in tasks.items() if task[2] is not None}
+        if not self._owners_only:
+            return self._absorbed(tasks, given, None)
+
+        def moments_of(empties: Mapping[str, Statistics]) -> Moments:
+            try:
+                return {
+                    n: given[n](empty) if callable(given[n]) else given[n]
+                    for n, empty in empties.items()
+                    if n in given
+                }, None
+            except Exception as error:
+                return {}, error
+
+        return self._absorbed_by_owners(tasks, set(given), moments_of)
 
     def _absorbed_by_owners(
         self,
         tasks: Mapping[str, tuple[Any, ...]],
         here: set[str],
-        moments_of: Callable[[Sequence[str]], tuple[dict[str, Any], Any]],
+        moments_of: Callable[[Mapping[str, Statistics]], Moments],
     ) -> dict[str, Statistics]:
         """Return statistics after an update whose sums go to the owners of the blocks.
 
@@ -417,15 +434,16 @@ class DistributedExecutor(Executor):
             self._message_bytes,
         )
         for names in filled:
+            empties = self._empties({name: tasks[name][:2] for name in names})
             moments: dict[str, Any] = {}
             # After a failure the messages are still exchanged, as zeros: the others
             # wait for them.
             if error is None:
-                moments, error = moments_of(names)
+                moments, error = moments_of(empties)
             parts = {}
             for name in names:
                 # Full matrices are freed as soon as they are packed.
-                part = moments.pop(name, None) or self._empty(name, tasks[name][1])
+                part = moments.pop(name, None) or empties[name]
                 flags[name] = int(part.status)
                 averages = transport.packed_matrices(part.averages)
                 parts[name] = replaced(part, averages=averages)
@@ -551,25 +569,28 @@ class DistributedExecutor(Executor):
         rebased, error = self._attempt(stage, owned)
         if not local:
             return {}
-        news = {}
+        dtype = self.options.operators_dtype
+        news: dict[str, tuple[Any, ...]] = {}
         for name, new in rebased.items():
-            changed = {}
+            if self._owners_only:
+                # Bases are sent while an update needs them.
+                news[name] = {}, new.status, {}
+                continue
             # Second moments have new bases; other averages are those that ranks have.
-            if self.options.reduce != "owner":
-                changed = _changed(new.averages, sums[name].averages)
+            changed = _changed(new.averages, sums[name].averages)
             news[name] = new.bases, new.status, changed
-        like = local[names[0]].like
-        received = self._to_all(news, like, dtype=self.options.operators_dtype)
+        received = self._to_all(news, local[names[0]].like, dtype=dtype)
         if len(received) < len(names):
             # All ranks see that the bases of an owner are missing, and learn why.
             self._agreement.vote("rebased", error=error)
         statistics: dict[str, Statistics] = {}
         for name in names:
             bases, status, changed = received[name]
-            if self.options.reduce == "owner":
-                averages = rebased.get(name, local[name]).averages
-                new = Statistics(averages, status, bases)
-                statistics[name] = self._owned_part(name, new)
+            if self._owners_only:
+                new = rebased.get(name, local[name])
+                if dtype is not None:
+                    new = replaced(new, bases=transport.rounded(new.bases, dtype))
+                statistics[name] = self._owned_part(name, replaced(new, status=status))
                 continue
             changed = self._part_of(name, Statistics(changed, status)).averages
             averages = {**local[name].averages, **changed}
@@ -803,7 +824,7 @@ class DistributedExecutor(Executor):
         """Return the statistics of all rows, of the blocks that this rank owns."""
         owned = self.placement.owned_by(self._communicator.rank)
         owned = [name for name in owned if name in local]
-        if self.options.reduce == "owner":
+        if self._owners_only:
             self._agreement.meet(step)
             return {name: transport.unpacked_matrices(local[name]) for name in owned}
         forms = [f"{name}: {_form_of(local[name])}" for name in local]
@@ -868,16 +889,44 @@ class DistributedExecutor(Executor):
         for name, (block, statistics, *others) in tasks.items():
             if statistics is None:
                 statistics = block.initial(like, precision=self.network.precision)
+                if self._owners_only:
+                    statistics = self._owned_part(name, statistics)
             filled[name] = (block, statistics, *others)
         return filled
 
-    def _empty(self, name: str, statistics: Statistics) -> Statistics:
-        """Return zero statistics in the same bases, which may be without sums here."""
-        if self.options.reduce != "owner":
-            return statistics.emptied()
-        block = self.network.blocks[name]
-        empty = block.initial(statistics.like, precision=self.network.precision)
-        return replaced(empty, bases=statistics.bases)
+    def _empties(
+        self, blocks: Mapping[str, tuple[Block, Statistics]]
+    ) -> dict[str, Statistics]:
+        """Return zero statistics of blocks, in the bases of their owners; collective.
+
+        Of bases every rank gets the eigenvectors, which is all that moments need.
+        """
+        owners = self.placement.owners
+        of_ranks: list[list[str]] = [[] for _ in self._communicator.ranks]
+        empties, vectors, local = {}, {}, {}
+        for name, (block, statistics) in blocks.items():
+            precision = self.network.precision
+            empties[name] = block.initial(statistics.like, precision=precision)
+            if not empties[name].bases:
+                continue
+            of_ranks[owners[name]].append(name)
+            vectors[name] = _eigenvectors(empties[name])
+            if owners[name] == self._communicator.rank:
+                local[name] = _eigenvectors(statistics)
+        if not vectors:
+            return empties
+        sent = SentDirections(
+            *(self._communicator, of_ranks, vectors, local),
+            failed=False,
+            dtype=self.options.operators_dtype,
+        )
+        for name, received in sent.wait()[0].items():
+            bases = {
+                side: replaced(basis, eigenvectors=received[side])
+                for side, basis in empties[name].bases.items()
+            }
+            empties[name] = replaced(empties[name], bases=bases)
+        return empties
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
@@ -1036,6 +1085,10 @@ def _weights_of(
     return numbers
 
 
+def _eigenvectors(statistics: Statistics) -> dict[str, Array]:
+    return {side: basis.eigenvectors for side, basis in statistics.bases.items()}
+
+
 def _without_numbers(x: Array) -> Array:
     """Return an array of the same library without numbers; one number is a zero."""
     xp = ns.own_namespace(x)
@@ -1056,7 +1109,7 @@ def _form_of(statistics: Statistics) -> list[Any]:
 
 def _arrays_of(batch: Any) -> list[Array]:
     """Return an array of a batch, or of each of several, also where it is empty."""
-    if batch is None:
+    if batch is None or callable(batch):
         return []
     if isinstance(batch, dict):
         batch = list(batch.values())

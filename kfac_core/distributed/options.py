@@ -84,8 +84,11 @@ class Distributed:
     For an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at
     a refresh, to one rank.  An update keeps the sums of one batch beside the running sums
     until the ranks have agreed, and copies both once; with ``reduce="owner"`` it keeps
-    those of one message, and sends as many numbers as a refresh otherwise does.  The bases
-    of EKFAC are on all ranks.
+    those of one message, and sends as many numbers as a refresh otherwise does.
+
+    The bases of EKFAC are on all ranks, or with ``reduce="owner"`` on the block's owner
+    alone, which at each update sends its eigenvectors, ``n^2 + m^2`` numbers, to all ranks;
+    these square the gradients of their rows in them, and free them after each message.
 
     Statistics are sent in the dtype that they are stored in, see `kfac_core.Precision`, so
     that eigenvalues below its roundoff are known as such.

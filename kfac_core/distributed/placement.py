@@ -88,6 +88,8 @@ class BlockLoad:
         Flops of a direction.
     rows : int
         Rows of the larger of two full factors; 0 if directions cannot be divided.
+    bases : int
+        Numbers of the bases that second moments are kept in.
     """
 
     flops: float
@@ -97,6 +99,7 @@ class BlockLoad:
     kept: int
     product: float = 0.0
     rows: int = 0
+    bases: int = 0
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,9 @@ def block_loads(network: Network, /) -> dict[str, BlockLoad]:
             flops, basis = float(n * m), sum(x.size for _, x in leaves(empty.bases))
             operator = n * m + basis
             resident = statistics + operator
-            loads[name] = BlockLoad(flops, statistics, operator, n * m, resident, flops)
+            loads[name] = BlockLoad(
+                *(flops, statistics, operator, n * m, resident, flops), bases=basis
+            )
             continue
         triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
         way = "eigenbasis" if network.damping_rule == "exact" else "inverse"

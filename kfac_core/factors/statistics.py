@@ -66,6 +66,11 @@ class Statistics:
         """The namespace of the arrays."""
         return ns.own_namespace(self.like)
 
+    @property
+    def lacks_bases(self) -> bool:
+        """Whether the bases are kept by another process alone."""
+        return any(basis.eigenvalues.shape[-1] == 0 for basis in self.bases.values())
+
     def emptied(self) -> Statistics:
         """Return zero statistics in the same bases."""
         # Arithmetic keeps the library, device and dtype of every array.

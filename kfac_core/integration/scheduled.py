@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Scalar
+from kfac_core.array import Array, Scalar, map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
@@ -23,6 +25,7 @@ from kfac_core.integration.schedules import (
     value_at,
 )
 from kfac_core.stages import batch_moments
+from kfac_core.state import copied
 from kfac_core.steps.trust_region import TrustRegion, clip_of_product
 from kfac_core.steps.vectors import Vector, dot, widest
 
@@ -206,7 +209,13 @@ class ScheduledSteps:
         for name, batch in batches.items():
             block = known.blocks[name]
             before = self.estimator.state[name].statistics
-            new = batch_moments(block, batch, **options, name=name, statistics=before)
+            take = functools.partial(batch_moments, block, name=name, **options)
+            new: Any
+            if before is None or not before.lacks_bases:
+                new = take(batch, statistics=before)
+            else:
+                # A copy, since the caller may overwrite its arrays meanwhile.
+                new = _DeferredMoments(((take, map_structure(copied, batch)),))
             totals[name] = totals[name].merged(new) if name in totals else new
 
     def _refresh_new(self, names: Iterable[str]) -> None:
@@ -287,6 +296,26 @@ class ScheduledSteps:
         estimator = self.estimator
         estimator.state, estimator.damping, estimator.decay, *others = before
         self.clip, self.loss_factor, self.damping_schedule = others
+
+
+@dataclass(frozen=True)
+class _DeferredMoments:
+    """Moments of a batch in parts, which are taken when their bases are on this process.
+
+    Attributes
+    ----------
+    parts : tuple of (callable, batch)
+        What takes the moments of each part.
+    """
+
+    parts: tuple[tuple[Callable[..., Statistics], Any], ...]
+
+    def merged(self, other: _DeferredMoments) -> _DeferredMoments:
+        return _DeferredMoments(self.parts + other.parts)
+
+    def __call__(self, statistics: Statistics | None) -> Statistics:
+        of_parts = (take(batch, statistics=statistics) for take, batch in self.parts)
+        return functools.reduce(Statistics.merged, of_parts)
 
 
 def require_finite(gradients: Vector, /) -> None:

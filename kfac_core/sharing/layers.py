@@ -7,6 +7,7 @@ another layer's weight.  Batches and vectors are by layer, and tasks are by bloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Scalar
@@ -123,12 +124,13 @@ class NamedLayers:
             by_block[name] = detached(batch, name)
         return by_block
 
-    def moments(self, moments: Mapping[str, Statistics], /) -> dict[str, Statistics]:
+    def moments(self, moments: Mapping[str, Any], /) -> dict[str, Any]:
         """Return the statistics of each block; raise for anything else, as `batches`."""
         _require_mapping("statistics", moments, name="moments")
         for name, part in moments.items():
             what = "statistics, as `batch_moments` returns them"
-            constraints.require_kind(f"moments[{name!r}]", part, Statistics, what)
+            if not callable(part):
+                constraints.require_kind(f"moments[{name!r}]", part, Statistics, what)
         return {self.known(name): part for name, part in moments.items()}
 
     def vectors(self, vectors: Vector, /) -> Vector:
