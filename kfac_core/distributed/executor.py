@@ -57,7 +57,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached_array, is_empty, raise_for_flags
 from kfac_core.network import Network
 from kfac_core.stages import APPLY, Executor, Stage, Tasks, plain
-from kfac_core.state import BlockState, NetworkState
+from kfac_core.state import BlockState, NetworkState, require_same_form
 
 __all__ = ["DistributedExecutor", "vote_length"]
 
@@ -393,21 +393,24 @@ class DistributedExecutor(Executor):
 
     def _absorb(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics(tasks)
-        given = {n: task[2] for n, task in tasks.items() if task[2] is not None}
+        moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
         if not self._owners_only:
-            return self._absorbed(tasks, given, None)
+            return self._absorbed(tasks, moments, None)
 
         def moments_of(empties: Mapping[str, Statistics]) -> Moments:
+            of_names = {}
             try:
-                return {
-                    n: given[n](empty) if callable(given[n]) else given[n]
-                    for n, empty in empties.items()
-                    if n in given
-                }, None
+                for name in empties.keys() & moments.keys():
+                    part = moments[name]
+                    if callable(part):
+                        part = part(empties[name])
+                        require_same_form(name, part, empties[name])
+                    of_names[name] = part
             except Exception as error:
                 return {}, error
+            return of_names, None
 
-        return self._absorbed_by_owners(tasks, set(given), moments_of)
+        return self._absorbed_by_owners(tasks, set(moments), moments_of)
 
     def _absorbed_by_owners(
         self,
