@@ -6,7 +6,8 @@ one of `NAMES`; or what ``--output`` of `benchmarks.torch_training` or
 `benchmarks.jax_training` wrote, and ``NAME`` one of `TRAINING`. They go to
 ``measured_here`` beside this file, rounded and without what no table shows. ``python
 docs/tables.py --write`` then writes the tables of pages, and ``--check`` compares them. A
-tilde marks disturbed samples.
+tilde marks disturbed samples. ``--picture docs/benchmarks_growth.png`` draws the page's
+picture.
 """
 
 from __future__ import annotations
@@ -302,6 +303,16 @@ def _growth() -> str:
     return _markdown(["grows with", "stage", *heads, "target"], rows)
 
 
+def _draw_growth(path: Path) -> None:
+    """Draw the picture of the page: statistics and inverses against the width."""
+    from benchmarks.plot import draw
+
+    runs = json.loads((FOLDER / "growth.json").read_text(encoding="utf-8"))
+    shown = [("width", "statistics"), ("width", "refresh-inverse")]
+    curves = [c for c in runs[0]["growth"] if (c["sweep"], c["stage"]) in shown]
+    draw(curves, HEADS, path)
+
+
 def _training(name: str) -> Plain:
     path = FOLDER / f"{name}.json"
     found: Plain = json.loads(path.read_text(encoding="utf-8"))
@@ -426,7 +437,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", choices=(*NAMES, *TRAINING))
     parser.add_argument("file", nargs="?", type=Path, help="a run's measurements")
+    parser.add_argument("--picture", type=Path, help="draw growth with width into it")
     arguments = parser.parse_args()
+    if arguments.picture:
+        _draw_growth(arguments.picture)
+        return
     if arguments.file is None:
         for name, program in TABLES.items():
             print(f"{name}\n\n{program()}\n")

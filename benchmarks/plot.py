@@ -50,10 +50,10 @@ def draw(curves: list[dict[str, Any]], titles: dict[str, str], path: Path, /) ->
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((curve["sweep"], curve["stage"]) for curve in curves))
-    columns = min(2, len(panels))
+    columns = 1 if len(panels) <= 2 else 2
     rows = -(-len(panels) // columns)
     figure: Any = Figure(
-        figsize=(3.8 * columns, 2.7 * rows + 0.5), layout="constrained"
+        figsize=(4.8 * columns, 3.2 * rows + 0.6), layout="constrained"
     )
     FigureCanvasAgg(figure)
     grid = [*figure.subplots(rows, columns, squeeze=False).flat]
@@ -70,9 +70,9 @@ def draw(curves: list[dict[str, Any]], titles: dict[str, str], path: Path, /) ->
                 label=titles[curve["library"]],
             )
         _draw_slope(axes, of_panel, STEEPNESS.get((sweep, stage), 1))
-        axes.set_title(TITLES[stage], fontsize=10)
+        axes.set_title(TITLES[stage], fontsize=11)
         sizes = [size for size, _ in of_panel[0]["points"]]
-        axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=8)
+        axes.set_xticks(sizes, [str(size) for size in sizes], fontsize=10)
         axes.set_xticks([], minor=True)
         axes.set_xlabel(AXES.get(sweep, sweep))
         axes.set_ylabel("seconds a call")
@@ -87,9 +87,9 @@ def draw(curves: list[dict[str, Any]], titles: dict[str, str], path: Path, /) ->
         shown.values(),
         shown.keys(),
         loc="outside upper center",
-        ncols=min(4, len(shown)),
+        ncols=2,
         frameon=False,
-        fontsize=9,
+        fontsize=10,
     )
     figure.savefig(path, dpi=150)
 
@@ -103,9 +103,9 @@ def _draw_slope(axes: Any, curves: list[dict[str, Any]], exponent: int) -> None:
     axes.annotate(
         f"slope {exponent}",
         (ends[1], heights[1]),
-        xytext=(0, -16),
+        xytext=(0, -30),
         textcoords="offset points",
-        fontsize=8,
+        fontsize=10,
         color="0.4",
         ha="right",
         va="top",

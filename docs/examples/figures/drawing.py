@@ -17,7 +17,8 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 def figure(panels: int) -> Any:
     """Return an empty figure and its axes, drawn without a display.
 
-    A page is 740 pixels wide: two panels go beside each other, more below each other.
+    A page is 740 pixels wide, and 370 on a telephone: two panels go beside each other,
+    more below each other, narrow enough that their letters stay readable there.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ def figure(panels: int) -> Any:
     if panels <= 2:
         size, grid = (4.6 * panels, 4.2), (1, panels)
     else:
-        size, grid = (7.4, 3.6 * panels), (panels, 1)
+        size, grid = (5.2, 3.3 * panels), (panels, 1)
     made = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(made)
     axes = list(made.subplots(*grid, squeeze=False).flat)
@@ -66,7 +67,7 @@ def draw_fidelity(found: Sequence[tuple[Seen, Sequence[Fidelity]]], path: Path) 
         one.set_yticks(list(heights), names, fontsize=9)
         one.invert_yaxis()
         one.set_xlim(-0.04, 1.04)
-        one.set_title(f"{seen.title}; beside each name the floats kept", fontsize=10)
+        one.set_title(f"{seen.title}, with the floats kept", fontsize=10)
         one.set_xlabel("share of the exact decrease; relative error", fontsize=9)
     made.legend(
         *axes[0].get_legend_handles_labels(),

@@ -59,13 +59,13 @@ def draw_plans(path: Path) -> None:
         one.set_yticks(times, [f"{time:,}" for time in times], fontsize=9)
         one.set_xticks(RANKS, [f"{ranks:,}" for ranks in RANKS], fontsize=9)
         one.minorticks_off()
-        one.set_title(f"{read_shapes(name).name}, H100 nodes: predicted", fontsize=10)
+        one.set_title(f"{read_shapes(name).name}: predicted", fontsize=10)
         one.set_xlabel("processes", fontsize=9)
         one.set_ylabel("milliseconds a step, without statistics", fontsize=9)
     made.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=3,
+        ncols=2,
         frameon=False,
         fontsize=9,
     )
