@@ -39,7 +39,15 @@ __all__ = [
     "zero_unless",
 ]
 
-_COUNTS = ("updates", "age", "refreshes", "failures", "moments_missing", "status")
+_COUNTS = (
+    "updates",
+    "age",
+    "refreshes",
+    "failures",
+    "moments_missing",
+    "status",
+    "steps",
+)
 
 Count: TypeAlias = Any
 """An int, or a 0-d array of int32 in a state that is traced by a function compiler."""
@@ -66,6 +74,9 @@ class BlockState:
         1 if the bases were computed with zero moments and no update came since, else 0.
     status : int or 0-d array of int32
         `kfac_core.Status` flags of the last update and refresh.
+    steps : int or 0-d array of int32
+        Number of steps taken with this state, with or without an update, where an
+        integration keeps it here for its schedules.
     """
 
     statistics: Statistics | None = None
@@ -78,6 +89,7 @@ class BlockState:
     basis_age: Count = -1
     moments_missing: Count = 0
     status: Count = 0
+    steps: Count = 0
 
     def known_statistics(self, name: str, /) -> Statistics:
         """Return the statistics, or raise `NotReadyError` before the first update."""

@@ -168,6 +168,43 @@ def test_sixty_steps_of_one_program_are_those_of_an_estimator(small, kind):
     assert bool(state.is_good())
 
 
+def test_schedules_count_steps_with_and_without_captured_rows(small):
+    """Damping and clip follow the steps where every third one has statistics."""
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    falling = kc.integration.Falling
+    damping, clip = falling(0.5, after=2.0), falling(1e-4, after=3.0, power=2.0)
+    kfac = made(network, damping=damping, kl_clip=clip, learning_rate=1.0)
+
+    @jax.jit
+    def step(state, captures):
+        z, pull = network.vjp(params, x)
+        gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+        update = kfac.update(gradients, state, captured=captured)
+        plain = kfac.update(gradients, state, captured=None)
+        return gradients, *jax.tree.map(
+            lambda a, b: jnp.where(captures, a, b), update, plain
+        )
+
+    state, whole = kfac.init(params), made(network, damping=0.5 / 2.5)
+    for i in range(6):
+        gradients, direction, state = step(state, i % 3 == 0)
+        if i == 3:
+            state = kfac.state(kfac.estimator(state), params)  # as from a file
+
+    # Equal batches leave the averages as they are: the last refresh was that of step 3.
+    z, pull = network.vjp(params, x)
+    _, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+    expected, _ = whole.update(gradients, whole.init(params), captured=captured)
+    vectors = [flat(*jax.tree.leaves(tree)) for tree in (gradients, expected)]
+    scale = np.sqrt(1e-4 / (1 + (5 / 3) ** 2) / np.dot(*vectors))
+    assert scale < 1
+    assert int(state["one"].steps) == 6
+    assert int(state["one"].updates) == 2
+    for a, b in zip(*map(jax.tree.leaves, (direction, expected)), strict=True):
+        np.testing.assert_allclose(a, scale * np.asarray(b), rtol=1e-6)
+
+
 def test_the_optax_transformation_chains(small):
     """In a chain with a learning rate it is minus the rate times the direction."""
     optax = pytest.importorskip("optax")

@@ -43,7 +43,7 @@ class KFAC:
         `kfac_core.losses.vectors`, else as given to `Network.vjp`.
     damping : float, mapping of str to float, or callable of int
         Damping of the operators, unless a step gives another.  A callable, here and below,
-        takes the number of updates so far.
+        takes the number of steps so far, with or without `captured`.
     refresh_every : int
         Number of updates between refreshes, at least 1; the first update refreshes.
     kl_clip : float or callable of int, optional
@@ -223,7 +223,7 @@ class KFAC:
         # After `_watched`, which looks at the gradients as the caller has them.
         if self.axis_name:
             updates = averaged(updates, self.axis_name)
-        return self.preconditioned(updates, state), state
+        return self.preconditioned(updates, state), _after_step(state)
 
     def preconditioned(self, gradients: Any, state: kc.NetworkState, /) -> Any:
         """Return the inverse curvature times gradients, in the tree of the gradients."""
@@ -231,12 +231,12 @@ class KFAC:
         vectors = leaves.vectors(gradients, wiring)
         directions = self.curvature.precondition(state, vectors, executor=traced_once)
         if self.kl_clip is not None:
-            updates = next(iter(state.blocks.values())).updates
+            steps = next(iter(state.blocks.values())).steps
             clip = kc.steps.kl_clip(
                 vectors,
                 directions,
-                learning_rate=kc.integration.value_at(self.learning_rate, updates),
-                bound=kc.integration.value_at(self.kl_clip, updates),
+                learning_rate=kc.integration.value_at(self.learning_rate, steps),
+                bound=kc.integration.value_at(self.kl_clip, steps),
                 check="status",
             )
             directions = jax.tree.map(
@@ -299,10 +299,11 @@ class KFAC:
             New state.
         """
         self._require_axes()
-        # The count before this update, so that the first one refreshes.
-        updates = next(iter(state.blocks.values())).updates
+        # The counts before this update, so that the first one refreshes.
+        first = next(iter(state.blocks.values()))
+        updates = first.updates
         if damping is None:
-            damping = kc.integration.value_at(self.damping, updates)
+            damping = kc.integration.value_at(self.damping, first.steps)
         network = self.curvature
         network.layers.require_damping(damping)
         promised = network.conventions
@@ -453,6 +454,14 @@ def started(initial: Callable[[Any], T], params: Any, /) -> T:
     if len(devices) == 1 and len(devices[0]) == 1:
         state = jax.device_put(state, *devices[0])
     return state
+
+
+def _after_step(state: kc.NetworkState) -> kc.NetworkState:
+    """Return the state one step later, also where no batch was captured."""
+    blocks = state.blocks.items()
+    return state.updated(
+        {n: dataclasses.replace(block, steps=block.steps + 1) for n, block in blocks}
+    )
 
 
 def _flagged_unless_ready(state: kc.NetworkState) -> kc.NetworkState:
