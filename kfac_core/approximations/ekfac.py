@@ -369,18 +369,17 @@ class EKFAC(Approximation):
             squares = split_groups(squares, total.shape[:-2], xp=xp)
             return old.plus(squares, decay, scale, weight)
         total *= decay
-        n, part = total.shape[-2], in_basis
-        # A share of the inputs at a time, or the squares were a second array like E.
-        step = n if bases[0] is None else max(1, n // _SHARES)
-        for start in range(0, n, step):
-            inputs = slice(start, min(start + step, n))
-            if step < n:
-                part = replaced(in_basis, inputs=in_basis.inputs[..., inputs])
-            squares = part.squares(statistics.dtype, xp=xp)
-            squares = split_groups(squares, total.shape[:-2], xp=xp)
+        dtype, n = statistics.dtype, total.shape[-2]
+        if bases[0] is None:
+            shares_of_inputs = iter([(slice(n), in_basis.squares(dtype, xp=xp))])
+        else:
+            # A share of the inputs at a time, or the squares were a second array like E.
+            step = max(1, n // _SHARES)
+            shares_of_inputs = in_basis.squares_by_inputs(step, dtype, xp=xp)
+        for inputs, squares in shares_of_inputs:
             squares *= scale
             sums = total[..., inputs, :]
-            sums += squares
+            sums += split_groups(squares, total.shape[:-2], xp=xp)
         return old.following(total, None, decay, weight)
 
     def _kronecker_moments(

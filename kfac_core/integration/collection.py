@@ -257,6 +257,7 @@ def collect_statistics(
             file = target.with_name(f"{target.name}.part{number}{rank}")
         run = _Run(part, capture, loader, estimator, file, backend)
         run.save_every, run.communicator = save_every, communicator
+        run.is_bounded = max_elements is not None
         if progress is not None:
             run.progress = _Offset(progress, sum(stages[:number]), sum(stages), length)
         run.finish()
@@ -325,6 +326,7 @@ class _Run:
     backend: str | None
     save_every: int | None = None
     communicator: Communicator | None = None
+    is_bounded: bool = False  # Whether `max_elements` bounds the memory.
     progress: Callable[[int, int], None] | None = None
     stage: int = 0
     batches: int = 0
@@ -501,8 +503,9 @@ class _Run:
         for name, block in self.blocks.items():
             statistics = self.statistics[name]
             if isinstance(block.approximation, EKFAC):
+                # In place it needs little memory, and some times as long.
                 statistics = rebase_block(
-                    block, statistics, "zero", "raise", overwrite=True
+                    block, statistics, "zero", "raise", overwrite=self.is_bounded
                 )
                 if self.communicator is not None:
                     # Libraries may return bases of equal matrices with other signs.

@@ -12,8 +12,8 @@ grouped convolution) has a leading axis of length Q in the rows; other layers ha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import array_api_compat
 
@@ -24,6 +24,7 @@ from kfac_core.array.structure import structure
 from kfac_core.layers.homogeneous import append_coordinate, homogeneous_coordinate
 from kfac_core.linalg.gram import HomogeneousRows
 from kfac_core.linalg.groups import join_groups
+from kfac_core.linalg.products import multiply_matrices
 
 __all__ = [
     "ARGUMENT_FLAGS",
@@ -306,10 +307,10 @@ class Rows(OfOutputs):
         x, homogeneous = ns.cast(xp, self.inputs, dtype), self.homogeneous
         g = ns.cast(xp, self.output_grads, dtype)
         if input_basis is not None:
-            x = xp.matmul(self.full_inputs(dtype, xp=xp), input_basis[..., None, :, :])
+            x = _in_coordinates(self.full_inputs(dtype, xp=xp), input_basis, xp=xp)
             homogeneous = False
         if output_basis is not None:
-            g = xp.matmul(g, output_basis[..., None, None, :, :])
+            g = _in_coordinates(g, output_basis, xp=xp)
         return Rows(x, g, self.mask, homogeneous)
 
     def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
@@ -318,27 +319,49 @@ class Rows(OfOutputs):
         No D is formed where S is 1.  Elsewhere, as many of them at a time as take no
         more than half of the memory of the rows.
         """
-        if self.positions > 1:
-            n, m = self.inputs.shape[-1] + self.homogeneous, self.output_grads.shape[-1]
-            # As many gradients at a time as fill a quarter of the memory of the rows.
-            each = 4 * n * m * self.sources
-            at_once = max(1, self.examples * self.positions * (n + m) // each)
-            total: Array | None = None
-            for start in range(0, self.examples, at_once):
-                stop = min(start + at_once, self.examples)
-                D = self._examples(start, stop).per_example(dtype, xp=xp)
-                part = xp.sum(D * D, axis=(-4, -3))
-                total = part if total is None else total + part
-            if total is not None:
-                return join_groups(total, xp=xp)
-        x, g = ns.cast(xp, self.inputs, dtype), ns.cast(xp, self.output_grads, dtype)
+        count = max(1, self.inputs.shape[-1])
+        ((_, squares),) = self.squares_by_inputs(count, dtype, xp=xp)
+        return squares
+
+    def squares_by_inputs(
+        self, count: int, dtype: object, /, *, xp: Namespace
+    ) -> Iterator[tuple[slice, Array]]:
+        """Yield the rows of `squares`, `count` of the inputs at a time, and which they are.
+
+        Of inputs with a homogeneous coordinate only all at a time.
+        """
+        starts = range(0, max(1, self.inputs.shape[-1]), count)
+        if self.positions > 1 and self.examples:
+            for start in starts:
+                inputs = slice(start, start + count)
+                part = replaced(self, inputs=self.inputs[..., inputs])
+                yield inputs, join_groups(part.summed_squares(dtype, xp=xp), xp=xp)
+            return
         # One position: (x g^T)^2 = x^2 (g^2)^T, so that no gradient of an example is
         # formed.
-        x2, ones = (x * x)[..., 0, :], self.coordinates(dtype, xp=xp)
-        if ones is not None:
-            x2 = append_coordinate(x2, ones[..., 0], xp=xp)
+        g, ones = ns.cast(xp, self.output_grads, dtype), self.coordinates(dtype, xp=xp)
         g2 = xp.sum((g * g)[..., 0, :], axis=-3)
-        return join_groups(xp.matmul(xp.matrix_transpose(x2), g2), xp=xp)
+        for start in starts:
+            inputs = slice(start, start + count)
+            x = ns.cast(xp, self.inputs[..., 0, inputs], dtype)
+            x2 = x * x
+            if ones is not None:
+                x2 = append_coordinate(x2, ones[..., 0], xp=xp)
+            squares = multiply_matrices(xp.matrix_transpose(x2), g2, xp=xp)
+            yield inputs, join_groups(squares, xp=xp)
+
+    def summed_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return the sum of the squares of the examples' gradients, shape ((Q,) n, m)."""
+        n, m = self.inputs.shape[-1] + self.homogeneous, self.output_grads.shape[-1]
+        # As many gradients at a time as fill a quarter of the memory of the rows.
+        each = 4 * n * m * self.sources
+        at_once = max(1, self.examples * self.positions * (n + m) // each)
+        total: Any = 0.0
+        for start in range(0, self.examples, at_once):
+            stop = min(start + at_once, self.examples)
+            D = self._examples(start, stop).per_example(dtype, xp=xp)
+            total = xp.sum(D * D, axis=(-4, -3)) + total
+        return total
 
     def vectors(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return each example's gradient flattened row-major, shape (M N, n Q m)."""
@@ -368,6 +391,13 @@ class Rows(OfOutputs):
             mask,
             self.homogeneous,
         )
+
+
+def _in_coordinates(rows: Array, basis: Array, /, *, xp: Namespace) -> Array:
+    """Return ``Q^T x`` of all rows by one product; bases may have axes of a stack."""
+    flat = ns.reshaped(rows, (*basis.shape[:-2], -1, rows.shape[-1]), xp=xp)
+    product = multiply_matrices(flat, basis, xp=xp)
+    return ns.reshaped(product, rows.shape, xp=xp)
 
 
 def has_weights(mask: Array | None, /, *, xp: Namespace) -> bool:
