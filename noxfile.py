@@ -226,7 +226,7 @@ def run_shims(session: nox.Session) -> None:
         "conformance_tests/shims",
         "--ignore=conformance_tests/shims/test_numpy.py",
         "--ignore=conformance_tests/shims/test_sklearn.py",
-        "conformance_tests/documentation/test_documentation.py",
+        PAGE_TESTS,
         "conformance_tests/documentation/test_gallery.py",
         "conformance_tests/documentation/test_readme.py",
     ]
@@ -250,13 +250,14 @@ def loops(session: nox.Session) -> None:
     tests = [
         "conformance_tests/shims/test_torch_libraries.py",
         "conformance_tests/shims/test_trainers.py",
-        "conformance_tests/documentation/test_documentation.py",
+        PAGE_TESTS,
     ]
     chosen = ["-k", "libraries or trainers"]
     session.run("pytest", "--backend=numpy", *tests, *chosen, *session.posargs)
 
 
 PROCESSES = "conformance_tests/distributed/test_processes.py"
+PAGE_TESTS = "conformance_tests/documentation/test_documentation.py"
 
 
 @nox.session(name="tests-distributed", venv_backend="virtualenv")
@@ -354,6 +355,7 @@ def consumers(session: nox.Session) -> None:
         "--backend=numpy",
         "conformance_tests/shims/test_consumers.py",
         "conformance_tests/conformance/test_curvlinops_beside.py",
+        f"{PAGE_TESTS}::test_the_examples_of_a_page_run[docs/consumers.md]",
         *session.posargs,
         env={"KFAC_CORE_TEST_CONSUMERS": "1"},
     )

@@ -267,10 +267,20 @@ class Gathered(nn.Module):
         return self.head(x.index_add(0, torch.arange(0, len(x), 2), added).sum(1))
 
 
-def test_as_many_gathered_rows_as_examples_are_not_taken_for_examples():
+class Reordered(Gathered):
+    """A layer that sees its examples in another order: n + 8 in the place of n."""
+
+    def forward(self, x):
+        """Return logits (N, 3)."""
+        added = self.expert(x.roll(8, 0)).roll(8, 0)
+        return self.head((x + added).sum(1))
+
+
+@pytest.mark.parametrize("network", [Gathered, Reordered])
+def test_as_many_rows_of_others_as_examples_are_not_taken_for_examples(network):
     torch.manual_seed(0)
-    model = Gathered().double()
-    data = [(torch.randn(8, 2, 5, dtype=torch.float64), torch.arange(8) % 3)]
+    model = network().double()
+    data = [(torch.randn(16, 2, 5, dtype=torch.float64), torch.arange(16) % 3)]
     factors = collect(model, data)
     found = influence(model, losses, data, data, factors=factors, by_layer=True)
     assert sorted(found.scores) == ["head"]

@@ -452,8 +452,9 @@ def scored_blocks(
     Returns
     -------
     dict of str to Block
-        The blocks, without normalizations, tied weights, and layers whose rows in this
-        batch are of other things than examples, such as embeddings of positions.
+        The blocks whose rows in this batch are one group for each example, which
+        changes with the outputs of that example alone; without normalizations and tied
+        weights.
     """
     blocks = {
         name: block
@@ -463,23 +464,32 @@ def scored_blocks(
     with _uses(factors, blocks) as uses_of:
         z = outputs()
         uses, examples = uses_of(z), len(z)
-        # Gathered rows may be as many as the examples, but do not scale with theirs.
-        scales = 2.0 ** (torch.arange(examples, device=z.device) % 8)
-        scaled = uses_of(outputs() * scales[:, None])
-
-    def has_rows_of_examples(name: str) -> bool:
-        if not _is_by_example(uses[name], examples):
-            return False
-        g, expected = scaled[name][0].output_grads, uses[name][0].output_grads
-        expected = expected * scales.to(g.dtype).reshape(-1, *[1] * (g.ndim - 2))
-        return bool((g - expected).abs().max() <= 1e-2 * expected.abs().max())
-
+        scored = [name for name in blocks if _is_by_example(uses[name], examples)]
+        # Rows in another order, or gathered, may be as many as the examples, but do not
+        # double with them.  Binary digits tell all numbers of examples apart.
+        numbers = torch.arange(examples, device=z.device)
+        for digit in range((examples - 1).bit_length()):
+            factor = 1 + (numbers >> digit & 1)
+            scaled = uses_of(outputs() * factor[:, None])
+            scored = [
+                name
+                for name in scored
+                if _are_multiples(scaled[name][0], uses[name][0], factor)
+            ]
     # A layer that this batch does not reach may be reached by another.
     return {
         name: block
         for name, block in blocks.items()
-        if not uses[name] or has_rows_of_examples(name)
+        if not uses[name] or name in scored
     }
+
+
+def _are_multiples(scaled: kc.Batch, batch: kc.Batch, factor: Any) -> bool:
+    """Whether the output gradients of each example are multiples of those in a batch."""
+    g, expected = (b.output_grads[0].flatten(1) for b in (scaled, batch))
+    expected = expected * factor[:, None]
+    # Far above the roundoff of any dtype, and below a factor of two.
+    return bool(((g - expected).abs().amax(1) <= 0.1 * expected.abs().amax(1)).all())
 
 
 def skipped_parameters(
