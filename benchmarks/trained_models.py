@@ -416,10 +416,6 @@ def memory() -> None:
 
         return gradient, run
 
-    small = networks([300, 300, 300], torch.float32)
-    written(*small, True)  # Whatever is loaded once.
-    for f in in_jax(*small, True):
-        f()
     kinds = [
         ("float32", torch.float32),
         ("float64", torch.float64),
@@ -432,8 +428,8 @@ def memory() -> None:
             run = functools.partial(written, model, data, ekfac)
             if kind == "JAX":
                 first, run = in_jax(model, data, ekfac)
-                run()  # What XLA and LAPACK keep after their first call.
-            first()
+            for f in (first, run):
+                f()  # What XLA, LAPACK, oneDNN and gloo keep after their first call.
             passes, peak = peak_of(first), peak_of(run)
             sizes = []
             for n, m in itertools.pairwise(widths):
