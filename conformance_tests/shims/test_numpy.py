@@ -610,6 +610,41 @@ def test_processes_that_divide_the_rows():
     run_ranks(2, refused)
 
 
+def test_bases_on_one_of_several_processes():
+    """Others observe without them, and may overwrite their arrays before the step."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    cuts, parts = [0, 5, 7, 8], ([0, 2], [2, 8])
+
+    def run(communicator=None):
+        options = {"fisher": "empirical", "reduction": "sum"}
+        start, stop = 0, 8
+        if communicator is not None:
+            start, stop = cuts[communicator.rank : communicator.rank + 2]
+            options["execution"] = Distributed(
+                communicator=communicator, holders=1, reduce="owner"
+            )
+        kfac = KFAC(
+            dense_parameters(),
+            layers={"fc": kc.Block(layer, kc.EKFAC())},
+            **SETTINGS | options,
+        )
+        changes = []
+        for step in range(2):
+            x, g = dense_case(seed=2 * step)
+            for first, last in parts:
+                own = slice(max(first, start), min(last, stop))
+                if own.start < own.stop:
+                    inputs, outputs = x[own].copy(), g[own].copy()
+                    kfac.observe("fc", kc.Batch(inputs, outputs))
+                    inputs[...] = outputs[...] = np.nan
+            changes.append(matrix(kfac.step(dense_gradient(step), rows=1)["fc"]))
+        return changes
+
+    expected = run()
+    for changes in run_ranks(3, run):
+        np.testing.assert_allclose(changes, expected, rtol=1e-12)
+
+
 def test_bad_descriptions_are_refused():
     """A shape that says nothing, a layer of other shapes, a name, memory to read only."""
     layer = kc.Dense(in_features=5, out_features=3, bias=False, weight_layout="io")
