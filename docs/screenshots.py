@@ -49,6 +49,10 @@ SEARCHES = {
     "approximation conv net": ("choosing",),
     "train own model": ("quickstart_torch",),
     "train my own model": ("quickstart_torch",),
+    "pytorch example": ("quickstart_torch",),
+    "transformers callback": ("trainers",),
+    "conv2d": ("choosing",),
+    "cuda": ("hardware",),
     "kfac-jax": ("compared",),
     "difference kfac-jax": ("compared",),
 }

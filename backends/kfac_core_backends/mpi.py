@@ -182,7 +182,9 @@ def problem() -> str | None:
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
-        return f"mpi4py finds no MPI ({error}); pip install mpich"
+        # mpi4py lists every library that it looked for, a line each.
+        reason = str(error).replace("\\n", "\n").splitlines()[0]
+        return f"mpi4py finds no MPI ({reason}); pip install mpich"
     return None
 
 

@@ -87,3 +87,12 @@ def test_a_backend_that_it_does_not_know_is_refused(
     out, err = capsys.readouterr()
     assert out == ""
     assert name in err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_a_run_takes_some_seconds(seconds, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        demo("numpy", tmp_path, monkeypatch, "--seconds", seconds)
+
+    assert ended.value.code == 2
+    assert f"expected seconds > 0, got '{seconds}'" in capsys.readouterr().err

@@ -4,13 +4,29 @@ const searched = (new URLSearchParams(location.search).get("q") || "")
   .split(/\W+/)
   .filter((word) => word.length > 2);
 
+// Where a word is best answered, if the page contains it.
+const answers = {
+  callback: "trainers",
+  conv2d: "choosing",
+  covered: "reference_torch",
+  cuda: "hardware",
+  example: "quickstart_torch",
+  mseloss: "guide_torch",
+  norm: "reference_torch",
+  resnet: "choosing",
+  skip: "reference_torch",
+  train: "quickstart_torch",
+};
+
 var Scorer = {
   score: ([page, title, anchor, , score, , kind]) => {
     if (kind === "object") return score;
     const words = title.toLowerCase();
     const named = searched.filter((word) => words.includes(word)).length;
     const guide = !page.includes("/") && !anchor;
-    return score + 5 * named + (guide ? 1 : 0);
+    const answer = searched.some((word) => answers[word] === page && !anchor);
+    const old = page === "changelog" ? 10 : 0;
+    return score + 5 * named + (guide ? 1 : 0) + (answer ? 20 : 0) - old;
   },
   objNameMatch: 11,
   objPartialMatch: 6,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_json", "positive"]
+__all__ = ["add_json", "positive", "positive_seconds"]
 
 
 def add_json(parser: argparse.ArgumentParser, /) -> None:
@@ -20,5 +20,17 @@ def positive(text: str, /) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         message = f"expected an integer >= 1, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def positive_seconds(text: str, /) -> float:
+    """Return a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        message = f"expected seconds > 0, got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return number

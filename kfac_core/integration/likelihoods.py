@@ -89,6 +89,6 @@ def row_loss(likelihood: Any, /) -> RowLoss:
         raise errors.ConventionError(
             f"Expected `likelihood` to be one of {', '.join(map(repr, _NAMED))}, or an "
             "object of `kfac_core.losses` such as `Gaussian(variance=1.0)`; got "
-            f"{likelihood!r}."
+            f"{likelihood!r}. PyTorch's KFAC takes loss modules too: nn.MSELoss()."
         )
     return RowLoss(likelihood=likelihood)

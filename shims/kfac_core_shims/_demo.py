@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import kfac_core as kc
+from kfac_core.cli.options import positive_seconds
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 
@@ -57,7 +58,9 @@ COLORS = "#009E73", "#E69F00"
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Add the options of the demonstration to a parser."""
     parser.add_argument(
-        "--seconds", type=float, help="CPU time of a run (default 2, or 1 with --quick)"
+        "--seconds",
+        type=positive_seconds,
+        help="CPU time of a run (default 2, or 1 with --quick)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="one seed and one learning rate of Adam"

@@ -170,6 +170,9 @@ def _only_record_errors(prefix: str = "") -> Iterator[None]:
         raise RecordError(
             f"{prefix}damaged, incomplete, or not a .safetensors file ({what})"
         ) from None
+    except FileNotFoundError:
+        # The reader's message would repeat the path.
+        raise RecordError(f"{prefix}No such file or directory") from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise RecordError(f"{prefix}{one_line(reason)[:200]}") from None

@@ -493,6 +493,6 @@ def _as_matrices(returned: Any) -> list[Any]:
             form = tuple(term.shape) if hasattr(term, "shape") else type(term)
             raise kc.ShapeError(
                 "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
-                f"got {form}."
+                f"got {form}: return the residuals, and not their mean square."
             )
     return [term if term.ndim == 2 else term[:, None] for term in terms]
