@@ -127,6 +127,14 @@ class Network:
                 "not have. Take damping_scaling='none', got "
                 f"{self.refreshing.damping_scaling!r}."
             )
+        # Read the flags of all blocks together, in one synchronization with the device.
+        self._update_options = UpdateOptions(
+            conventions,
+            decay=1.0,
+            weight=self.averaging.weight,
+            max_patch_elements=max_patch_elements,
+            deferred=True,
+        )
         self._refresh_options = self.refreshing.options(
             rule=damping_rule, debias=self.averaging.debias, precision=self.precision
         )
@@ -227,15 +235,7 @@ class Network:
         require_decay(decay)
         constraints.require_check(check)
         state = state.part_of(self.blocks, executor.share)
-        # Read the flags of all blocks together, in one synchronization with the device.
-        common = UpdateOptions(
-            self.conventions,
-            check=check,
-            decay=decay,
-            weight=self.averaging.weight,
-            max_patch_elements=self.max_patch_elements,
-            deferred=True,
-        )
+        common = replaced(self._update_options, check=check, decay=decay)
         tasks: dict[str, tuple[Any, ...]] = {}
         try:
             by_block = executor.to_update(self.layers.batches(batches), self.blocks)
@@ -459,7 +459,7 @@ class Network:
             # traced count cannot raise, so the products are zero until then.
             if type(refreshes := state.blocks[name].refreshes) is not int:
                 products[name] = states.zero_unless(refreshes > 0, vector)
-        return self.layers.products(products)
+        return self.layers.products(products) if self.layers.has_chains else products
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh; see `Estimator.operator`."""
@@ -468,7 +468,8 @@ class Network:
         block_state = state.blocks[name]
         operator, refreshes = block_state.operator, block_state.refreshes
         if operator is None or (type(refreshes) is int and not refreshes):
-            self._require_ready(state, name)
+            has_bases = self.blocks[name].approximation.has_bases
+            block_state.require_ready(name, has_bases=has_bases)
             raise errors.NotReadyError(
                 f"Block {name!r} has no operator yet; call `refresh` first."
             )
@@ -487,12 +488,9 @@ class Network:
         else:
             names = self.layers.known_names(names)
         for name in names:
-            self._require_ready(state, name)
+            has_bases = self.blocks[name].approximation.has_bases
+            state.blocks[name].require_ready(name, has_bases=has_bases)
         return names
-
-    def _require_ready(self, state: NetworkState, name: str) -> None:
-        has_bases = self.blocks[name].approximation.has_bases
-        state.blocks[name].require_ready(name, has_bases=has_bases)
 
     def _solving_of(self, block: Block) -> Solving:
         """Return how a block is solved: only full factors have a choice."""

@@ -35,7 +35,7 @@ from kfac_core.conventions import Conventions
 from kfac_core.damping import require_damping
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.feeding import detached_array, raise_for_flags
+from kfac_core.layers.feeding import detached_array, detached_arrays, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Batch
 from kfac_core.linalg.factorizations import Factorization
@@ -549,10 +549,7 @@ def apply_block(
         constraints.require_kind(
             f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
         )
-    arrays: dict[str, Any] = {}
-    for key, x in parameters.items():
-        arrays[key] = detached_array(x)
-    vector = block.layer.parameters_to_matrix(arrays)
+    vector = block.layer.parameters_to_matrix(detached_arrays(parameters))
     product = getattr(operator, call.product)(vector, *call.arguments, **call.options)
     return block.layer.matrix_to_parameters(product)
 

@@ -566,9 +566,7 @@ if lapack is not None:
         """Return ``S v`` from one triangle of S by SYMM; SYMV for one column."""
         array = matrix.array
         if array.ndim == 3 and matrix.full_storage:
-            rows = np.matrix_transpose(v)
-            if rows.flags.c_contiguous:
-                return np.matrix_transpose(np.matmul(rows, array))
+            return _product_of_stack(array, v)
         if array.ndim != 2 or v.ndim != 2:
             return NotImplemented
         if matrix.full_storage and (v.shape[1] > 1 or array.shape[0] <= _LEAF):
@@ -593,6 +591,16 @@ if lapack is not None:
         options = {"side": int(transposed), "lower": is_lower, "c": out}
         product = _SYMM[a.dtype](1.0, a, v, beta=0.0, overwrite_c=1, **options)
         return product.T if transposed else product
+
+    def _product_of_stack(array: Any, v: Any) -> Any:
+        """Return the products of a stack, in the order of v and in reused memory."""
+        rows = np.matrix_transpose(v)
+        if v.ndim != 3 or len(v) != len(array) or v.dtype != array.dtype:
+            return NotImplemented
+        if not rows.flags.c_contiguous:
+            return np.matmul(array, v, out=empty(v.shape[::-1], v.dtype).T)
+        out = empty(rows.shape[::-1], v.dtype).T
+        return np.matrix_transpose(np.matmul(rows, array, out=out))
 
     def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
         """Return ``|error| / |scale|`` by NRM2, which neither over- nor underflows."""

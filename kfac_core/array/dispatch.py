@@ -39,15 +39,14 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
         raise ValueError(f"{name!r} is not among OPERATIONS: {', '.join(OPERATIONS)}")
 
     @functools.wraps(definition)
-    def operation(*arguments: Any, **options: Any) -> Any:
-        xp = options["xp"]
+    def operation(*arguments: Any, xp: Any, **options: Any) -> Any:
         known = operations_by_namespace.get(xp.__name__)
         native = native_operation(name, xp) if known is None else known.get(name)
         if native is not None:
-            result = native(*arguments, **options)
+            result = native(*arguments, xp=xp, **options)
             if result is not NotImplemented:
                 return result
-        return function(*arguments, **options)
+        return function(*arguments, xp=xp, **options)
 
     return cast("Callable[P, R]", operation)
 

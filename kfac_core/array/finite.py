@@ -14,7 +14,6 @@ from array_api_compat import is_numpy_namespace
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import NUMBER, Scalar
 from kfac_core.array.status import Check
 
 __all__ = [
@@ -29,6 +28,8 @@ __all__ = [
     "quiet",
     "truth_of",
 ]
+
+_TRUTHS = (bool, np.bool_)
 
 
 @dispatched
@@ -67,7 +68,7 @@ def known_true(condition: Array | bool, /, *, xp: Namespace) -> bool:
         or a value that is being traced, would say so.
     """
     # A condition on a Python number, or on a NumPy scalar.
-    if isinstance(condition, bool | np.bool_):
+    if isinstance(condition, _TRUTHS):
         return bool(condition)
     return known_all(condition, xp=xp)
 
@@ -166,15 +167,15 @@ def positive_or_one(x: Array, /, *, xp: Namespace) -> Array:
     return x if known_true(positive, xp=xp) else xp.where(positive, x, 1.0)
 
 
-def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
-    """Return a scalar as a Python number, if that needs no synchronization.
+def plain_number(x: Array, /, *, xp: Namespace) -> float | None:
+    """Return an array of one number as a Python number, if that needs no synchronization.
 
     A calculation with numbers takes a tenth of the time of one with 0-d arrays.
 
     Parameters
     ----------
-    x : float or array
-        Scalar.
+    x : array
+        Array of any shape.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -183,8 +184,6 @@ def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     float or None
         None for an array that is not 0-d, or not `is_plain`.
     """
-    if isinstance(x, NUMBER):
-        return float(x)
     return float(x) if x.ndim == 0 and is_plain(x, xp=xp) else None
 
 

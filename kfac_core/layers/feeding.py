@@ -19,6 +19,7 @@ __all__ = [
     "BatchLike",
     "detached",
     "detached_array",
+    "detached_arrays",
     "is_empty",
     "raise_for_flags",
     "require_finite_rows",
@@ -113,6 +114,15 @@ def detached_array(x: Array, /) -> Array:
         _detaching[kind] = None if generic else native
     detach = _detaching[kind]
     return x if detach is None else detach(x)
+
+
+def detached_arrays(arrays: Mapping[str, Array], /) -> dict[str, Array]:
+    """Return arrays by name, detached from their gradient graphs."""
+    without: dict[str, Array] = {}
+    for name, x in arrays.items():
+        detach = _detaching.get(type(x), detached_array)
+        without[name] = x if detach is None else detach(x)
+    return without
 
 
 def require_finite_rows(updated: Mapping[str, Any], /) -> None:

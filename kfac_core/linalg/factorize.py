@@ -222,7 +222,10 @@ def from_eigenbasis(
 
 
 def _validity(
-    problem: symmetric.ScaledMatrix, image: Array, xp: Namespace
+    problem: symmetric.ScaledMatrix,
+    image: Array,
+    number: Callable[[Array], Any],
+    xp: Namespace,
 ) -> tuple[Conditions, Array | None]:
     """Return the conditions of a valid problem, and whether they hold.
 
@@ -230,7 +233,7 @@ def _validity(
     """
     shift = problem.shift
     # An infinite shift makes the image infinite, so only its sign is left to check.
-    if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
+    if known_finite(image, xp=xp) and known_true(number(shift) >= 0, xp=xp):
         return (), None
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
     return problem_flags(problem, finite, xp), finite & (shift >= 0)
@@ -247,7 +250,7 @@ def _attempt_cholesky(
     image = problem.multiply(z, xp=xp)
     plain = is_plain(image, xp=xp)
     number = _reader(image, plain)
-    conditions, valid = _validity(problem, image, xp)
+    conditions, valid = _validity(problem, image, number, xp)
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
     needed = _needed_eigenvalue(problem, number, xp)
     lower = _lower(problem, valid, xp, in_place=in_place)
@@ -256,15 +259,13 @@ def _attempt_cholesky(
     solving = certificate.pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
     positive = number(lower[..., -1, -1]) > 0
-
-    def smallest() -> Array:
-        # Every pivot of L L^T is at least the smallest eigenvalue.
-        pivots = xp.linalg.diagonal(lower)
-        return xp.min(pivots * pivots, axis=-1)
-
     # Both must hold: the factorization is accurate, and B is stored accurately enough.
     accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    accurate = accurate & _is_stored_well(problem, needed, smallest)
+    if needed is not None:
+        # Every pivot of L L^T is at least the smallest eigenvalue.
+        pivots = xp.linalg.diagonal(lower)
+        smallest = xp.min(pivots * pivots, axis=-1)
+        accurate = accurate & ((needed <= problem.shift) | (needed <= smallest))
     if not in_place and not known_true(positive, xp=xp):
         # Fill the whole matrix with NaN, so that a failed factor cannot be used.
         lower = _nan_unless(positive, lower, xp)
@@ -283,7 +284,7 @@ def _attempt_inverse(
     image = problem.multiply(z, xp=xp)
     plain = is_plain(image, xp=xp)
     number = _reader(image, plain)
-    conditions, valid = _validity(problem, image, xp)
+    conditions, valid = _validity(problem, image, number, xp)
     overwrite = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)
@@ -296,12 +297,10 @@ def _attempt_inverse(
     residual = certificate.inverse_residual(X, z, image, xp=xp)
 
     needed = _needed_eigenvalue(problem, number, xp)
-
-    def smallest() -> Array:
-        return _smallest_eigenvalue(X, z, needed, xp)
-
     accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    accurate = accurate & _is_stored_well(problem, needed, smallest)
+    if needed is not None:
+        smallest = _smallest_eigenvalue(X, z, needed, xp)
+        accurate = accurate & ((needed <= problem.shift) | (needed <= smallest))
     conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
     return Inverse(X, *_judged(conditions, residual, plain, xp))
 
@@ -390,15 +389,6 @@ def _needed_eigenvalue(
     # errors is at most u |B|_F, far below the trace if many eigenvalues share it.
     needed = factor * _frobenius_norm(problem.matrix, xp) / most
     return None if known_true(needed <= shift, xp=xp) else ns.as_array(needed)
-
-
-def _is_stored_well(
-    problem: symmetric.ScaledMatrix, needed: Any, smallest: Callable[[], Array]
-) -> Any:
-    """Return whether an estimate of M's smallest eigenvalue is at least what is needed."""
-    if needed is None:
-        return True
-    return (needed <= problem.shift) | (needed <= smallest())
 
 
 def _frobenius_norm(matrix: symmetric.SymmetricMatrix, xp: Namespace) -> Array:

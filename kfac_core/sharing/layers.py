@@ -37,6 +37,8 @@ class NamedLayers:
     ----------
     by_layer : dict of str to Block
         The blocks as they were given.
+    has_chains : bool
+        Whether some layers are a chain.
     blocks : dict of str to Block
         The chains, and the blocks of layers that are in none.
     factors : SharedFactors
@@ -51,14 +53,10 @@ class NamedLayers:
     def __init__(self, blocks: Mapping[str, Block], coupling: Coupling) -> None:
         self.by_layer = dict(blocks)
         self._chains = Chains(coupling.chains, blocks)
+        self.has_chains = bool(self._chains.of)
         self.blocks = self._chains.blocks
         self._weights = TiedWeights(coupling.weights, self.blocks)
         self.factors = SharedFactors(coupling.factors, self.blocks)
-
-    @property
-    def has_chains(self) -> bool:
-        """Whether some layers are a chain."""
-        return bool(self._chains.of)
 
     @property
     def names(self) -> tuple[str, ...]:
