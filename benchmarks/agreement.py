@@ -20,8 +20,6 @@ import numpy as np
 from benchmarks.stages import rule_of
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-__all__ = ["LIMIT", "Reference"]
-
 LIMIT = 2e-3
 
 Matrix = np.ndarray[Any, Any]

@@ -9,8 +9,6 @@ from benchmarks.measured import KERNELS, Run, ratio
 from benchmarks.result import Result
 from benchmarks.stages import TITLES
 
-__all__ = ["calls", "loops"]
-
 STAGES = ("statistics", "refresh-inverse", "precondition-inverse")
 
 

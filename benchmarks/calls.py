@@ -19,8 +19,6 @@ import numpy as np
 import kfac_core as kc
 from kfac_core.stages import plain
 
-__all__ = ["Counted", "counted", "stages"]
-
 OWN = ("kfac_core", "kfac_core_backends")
 
 

@@ -21,8 +21,6 @@ from benchmarks.workloads import chosen_workloads
 from kfac_core.cli.options import add_json, positive
 from kfac_core.cli.screen import complain, print_json
 
-__all__ = ["add_arguments", "main"]
-
 QUICK_REPETITIONS = 3
 REPETITIONS = 9
 QUICK_SECONDS = 0.5

@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["growth", "slope"]
-
 
 def slope(points: Sequence[tuple[float, float]], /) -> float:
     """Return the slope of the logarithm of the second number over that of the first.

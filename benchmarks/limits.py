@@ -9,17 +9,6 @@ from __future__ import annotations
 
 from benchmarks.measured import CORES
 
-__all__ = [
-    "CALL",
-    "CYCLE_OVER",
-    "DRIVER",
-    "EXPONENTS",
-    "LOOPED",
-    "OVER_THE_ROOFLINE",
-    "TOLERANCE",
-    "TWO_CORES",
-]
-
 OVER_THE_ROOFLINE: dict[str, dict[str, tuple[float, float]]] = {
     "statistics": {"numpy": (1.25, 1.15), "torch": (1.45, 1.45)},
     "refresh-inverse": {"numpy": (1.7, 1.2), "torch": (2.2, 1.9)},

@@ -7,8 +7,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_machine"]
-
 
 def describe_machine() -> dict[str, Any]:
     """Return the processor, its number, the system and how busy it is."""

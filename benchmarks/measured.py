@@ -10,8 +10,6 @@ from typing import Any
 
 from benchmarks.recorded import recorded_cycle
 
-__all__ = ["CORES", "KERNELS", "PLACES", "Run", "ratio", "with_unit"]
-
 KERNELS = {"numpy": "lapack", "torch": "torch-kernels"}
 """The cores that have targets, and what plays their array library's own kernels."""
 

@@ -12,8 +12,6 @@ import gc
 import sys
 from pathlib import Path
 
-__all__ = ["MEMORY_ENVIRONMENT", "Resident"]
-
 # Arrays are given back to the system when they are freed, and are not kept for the next.
 MEMORY_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",

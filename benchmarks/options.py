@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from benchmarks.workloads import Workload
 
-__all__ = ["Options"]
-
 
 @dataclass(frozen=True)
 class Options:

@@ -26,8 +26,6 @@ from benchmarks.stages import MEMORY_LIMITS, TITLES
 from benchmarks.targets import results
 from benchmarks.workloads import SWEEPS
 
-__all__ = ["NAMES", "TABLES", "TRAINING", "keep", "table"]
-
 FOLDER = Path(__file__).resolve().parent / "measured_here"
 
 NAMES = ("autoencoder", "transformer", "small", "growth")

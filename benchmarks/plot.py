@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.stages import TITLES
 
-__all__ = ["draw"]
-
 # Okabe and Ito's colors, which people with any color vision can tell apart: one for each
 # library, green for this one as in all figures, with a line for each of its backends.
 STYLES = {

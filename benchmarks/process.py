@@ -13,8 +13,6 @@ from typing import Any
 
 from benchmarks.threads import environment
 
-__all__ = ["ROOT", "Process"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -10,8 +10,6 @@ from benchmarks.memory import MEMORY_ENVIRONMENT
 from benchmarks.options import Options
 from benchmarks.process import Process
 
-__all__ = ["Processes"]
-
 Found = dict[str, Any]
 
 

@@ -8,8 +8,6 @@ inverses is LU; its default are eigendecompositions.
 
 from __future__ import annotations
 
-__all__ = ["RECORDED", "recorded_cycle"]
-
 RECORDED: dict[str, dict[str, dict[str, float]]] = {
     "autoencoder": {
         "statistics": {"kfac-pytorch": 2.7, "kronfluence": 2.4},

@@ -18,8 +18,6 @@ from benchmarks.result import Result
 from benchmarks.stages import TITLES
 from kfac_core.cli.screen import print_table
 
-__all__ = ["print_report", "print_results"]
-
 Run = dict[str, Any]
 WIDTH = 120
 

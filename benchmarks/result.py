@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Result"]
-
 
 @dataclass(frozen=True)
 class Result:

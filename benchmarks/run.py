@@ -21,8 +21,6 @@ from benchmarks.stages import GPU_STAGES, MEMORY_LIMITS, TITLES, stage_flops
 from benchmarks.timing import ENOUGH, Sample, summary
 from benchmarks.workloads import Workload
 
-__all__ = ["run"]
-
 Found = dict[str, Any]
 
 

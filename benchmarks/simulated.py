@@ -28,8 +28,6 @@ from benchmarks.plan.model import MACHINES, read_shapes
 from kfac_core.cli.screen import print_table
 from kfac_core.distributed import Distributed, Placement
 
-__all__ = ["counted_messages", "main", "summary"]
-
 MOST, LARGEST, SLOWEST = 3.0, 256e6, 2.0
 
 

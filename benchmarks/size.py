@@ -17,8 +17,6 @@ from pathlib import Path
 
 from kfac_core.cli.screen import print_table
 
-__all__ = ["BUDGETS", "Size", "main", "size_of", "sizes"]
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "core": ("kfac_core",),

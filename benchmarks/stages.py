@@ -25,19 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = [
-    "CORE_STAGES",
-    "EIGEN_STAGES",
-    "GPU_STAGES",
-    "LOOPED_STAGES",
-    "MAIN_STAGES",
-    "MEMORY_LIMITS",
-    "TITLES",
-    "chosen_stages",
-    "rule_of",
-    "stage_flops",
-]
-
 TITLES = {
     "statistics": "statistics with moving average",
     "refresh-inverse": "refresh, inverses",

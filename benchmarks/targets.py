@@ -27,8 +27,6 @@ from benchmarks.result import Result
 from benchmarks.stages import MEMORY_LIMITS, TITLES
 from benchmarks.workloads import SWEEPS
 
-__all__ = ["results"]
-
 
 def results(runs: Sequence[dict[str, Any]], /) -> list[Result]:
     """Judge some runs of one benchmark.

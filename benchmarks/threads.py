@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["describe", "environment", "pin", "processors"]
-
 VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 

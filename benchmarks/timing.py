@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Clock", "Sample", "Summary", "calls_for", "summary"]
-
 SHORTEST = 0.02
 QUIET = 1.15
 ENOUGH = 3

@@ -28,8 +28,6 @@ from benchmarks.threads import describe, pin
 from benchmarks.timing import Clock, calls_for
 from benchmarks.workloads import Workload
 
-__all__ = ["Worker", "main"]
-
 
 class Worker:
     """A library, and the stage that is set up.

@@ -25,8 +25,6 @@ from benchmarks.stages import (
     MAIN_STAGES,
 )
 
-__all__ = ["DAMPING", "DECAY", "Layer", "Workload", "chosen_workloads"]
-
 DAMPING = 1e-3
 DECAY = 0.95
 

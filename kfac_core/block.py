@@ -24,12 +24,10 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain
 from kfac_core.layers.conv import Conv
 from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
-from kfac_core.layers.feeding import BatchLike
+from kfac_core.layers.feeding import BatchLike as BatchLike
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses
-
-__all__ = ["BatchLike", "Block", "Vector"]
 
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 """Arrays of the shapes of parameters, by block (or layer) and by parameter."""

@@ -32,8 +32,6 @@ from typing import Literal
 from kfac_core import constraints
 from kfac_core.array import Scalar
 
-__all__ = ["Conventions", "LossReduction", "SourceReduction"]
-
 LossReduction = Literal["sum", "mean", "mean_rows"]
 SourceReduction = Literal["sum", "mean"]
 

@@ -46,8 +46,6 @@ from kfac_core.serialization import dump_state, parse_state
 from kfac_core.stages import EXECUTOR, PREPARE, Executor, LazyMoments
 from kfac_core.state import NetworkState
 
-__all__ = ["Estimator"]
-
 
 class _Change:
     """A context in which one thread changes an estimator; other threads raise.

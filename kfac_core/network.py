@@ -39,8 +39,6 @@ from kfac_core.sharing.layers import NamedLayers
 from kfac_core.stages import Executor, LazyMoments, ProductCall, plain
 from kfac_core.state import BlockState, NetworkState
 
-__all__ = ["Network"]
-
 _OPTIONS = {
     "blocks": constraints.mapping_to(constraints.instance_of(Block)),
     "conventions": constraints.instance_of(Conventions),

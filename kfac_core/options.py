@@ -12,8 +12,6 @@ from kfac_core.array.precision import Precision
 from kfac_core.damping import DampingRule
 from kfac_core.linalg.factorizations import Factorization, Solving
 
-__all__ = ["RANGES", "Averaging", "Coupling", "Execution", "Refreshing"]
-
 RANGES = {
     "debias": constraints.FLAG,
     "burn_in": constraints.WHOLE,

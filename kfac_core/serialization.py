@@ -53,8 +53,6 @@ from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
 from kfac_core.stages import operator_of
 from kfac_core.state import BlockState, NetworkState
 
-__all__ = ["FORMAT", "VERSION", "DeferredArray", "dump_state", "parse_state"]
-
 FORMAT = "kfac_core.estimator"
 VERSION = 2
 

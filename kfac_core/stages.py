@@ -42,31 +42,6 @@ from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
 from kfac_core.options import RANGES
 
-__all__ = [
-    "EXECUTOR",
-    "ABSORB",
-    "APPLY",
-    "PREPARE",
-    "REBASE",
-    "REFRESH",
-    "UPDATE",
-    "Executor",
-    "LazyMoments",
-    "ProductCall",
-    "Refreshed",
-    "Stage",
-    "Tasks",
-    "absorb_block",
-    "apply_block",
-    "batch_moments",
-    "operator_of",
-    "plain",
-    "prepare_block",
-    "rebase_block",
-    "refresh_block",
-    "update_block",
-]
-
 LazyMoments: TypeAlias = Callable[[Statistics | None], Statistics]
 """A function of a block's statistics that returns the moments of a batch."""
 

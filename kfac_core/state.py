@@ -21,24 +21,6 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.options import Averaging
 
-__all__ = [
-    "BlockState",
-    "Count",
-    "NetworkState",
-    "after_rebase",
-    "after_refreshes",
-    "after_update",
-    "after_updates",
-    "all_or_none",
-    "coefficients",
-    "copied",
-    "in_form",
-    "initial_state",
-    "require_same_form",
-    "reset_state",
-    "zero_unless",
-]
-
 _COUNTS = (
     "updates",
     "age",

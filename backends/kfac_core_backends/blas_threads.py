@@ -16,8 +16,6 @@ from kfac_core.array.optional import optional_module
 
 threadpoolctl: Any = optional_module("threadpoolctl")
 
-__all__ = ["hold_threads", "pools", "threads"]
-
 
 def pools() -> Sequence[Any] | None:
     """Return the pools of threads of every BLAS in the process; None where unknown."""

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from kfac_core.distributed.communicator import Communicator, Handle, Operation
 from kfac_core.errors import UnsupportedError
 
-__all__ = ["AxisCommunicator", "connect", "mapped_axes", "problem", "versions"]
-
 
 class AxisCommunicator(Communicator):
     """The devices of one or several named axes.

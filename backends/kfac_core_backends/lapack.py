@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from scipy.linalg import cython_blas, cython_lapack
 
-__all__ = ["lauum", "ormtr", "potrf", "stemr", "symm", "syrk", "sytrd", "trmm", "trsm"]
-
 _PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
 
 _Matrix = np.ndarray[Any, Any]

@@ -27,8 +27,6 @@ import numpy as np
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["MPICommunicator", "connect", "problem", "running", "versions"]
-
 _TAG, _WORD = 4711, np.ones(1, np.int8)
 _PATIENCE = 2.0
 """Seconds in which the ranks that notice a failure find out which do not."""

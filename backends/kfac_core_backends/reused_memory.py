@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["empty"]
-
 _SMALLEST = 1 << 20
 """Bytes below which what the system's own allocator keeps for the next array is enough."""
 

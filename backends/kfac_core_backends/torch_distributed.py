@@ -31,16 +31,6 @@ from kfac_core.array.backend import Array
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = [
-    "TorchCommunicator",
-    "are_similar",
-    "connect",
-    "joined",
-    "problem",
-    "running",
-    "versions",
-]
-
 SLICE_NUMBERS = 1 << 18
 """Length of the slices in which gloo reduces, of which it holds two copies at a time."""
 

@@ -17,17 +17,6 @@ import torch
 
 from kfac_core_backends import blas_threads
 
-__all__ = [
-    "cholesky_inverse",
-    "damped_cholesky",
-    "eigh_in_place",
-    "gram_update",
-    "multiply_symmetric",
-    "on_one_thread",
-    "scale_symmetric",
-    "solve_triangular",
-]
-
 _FROM = 65
 """Below this size PyTorch's own calls cost no more."""
 

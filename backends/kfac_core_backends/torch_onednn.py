@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_available", "product"]
-
 _FROM = 1 << 22
 """Below so many multiplications a call takes longer than the product."""
 

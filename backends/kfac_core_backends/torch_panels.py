@@ -14,14 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "cholesky",
-    "cholesky_inverse",
-    "gram",
-    "multiply_symmetric",
-    "scaled_symmetric",
-]
-
 
 def _panels(n: int, width: int) -> list[tuple[int, int]]:
     """Return the bounds of panels of n rows or columns."""

@@ -23,8 +23,6 @@ from benchmarks.libraries.device import device_events
 from benchmarks.libraries.library import AbsentError, Call, Library
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-__all__ = ["make"]
-
 
 def make(argument: str, /, *, device: str, threads: int) -> Library:
     """Return the adapter."""

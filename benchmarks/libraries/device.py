@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks.libraries.library import Call, Events
 
-__all__ = ["device_counts", "device_events"]
-
 LAUNCHES = (
     *("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel"),
     *("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"),

@@ -21,8 +21,6 @@ from kfac_jax._src.tracer import LayerVjpData
 from benchmarks.libraries.library import AbsentError, Call, Events, Library
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-__all__ = ["make"]
-
 
 def make(argument: str, /, *, device: str, threads: int) -> Library:
     """Return the adapter; `argument` is how it inverts: ``"lu"`` or ``"cholesky"``."""

@@ -16,8 +16,6 @@ from scipy.linalg import blas, lapack
 from benchmarks.libraries.library import AbsentError, Call, Events, Library
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-__all__ = ["make"]
-
 Matrix = Any
 
 KINDS = ("inverse", "cholesky", "solve", "eigen")

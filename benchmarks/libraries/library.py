@@ -9,8 +9,6 @@ import numpy as np
 
 from benchmarks.workloads import Workload
 
-__all__ = ["AbsentError", "Call", "Events", "Library"]
-
 Call = Callable[[], Any]
 """One stage, ready to be timed; what it returns can be waited for."""
 

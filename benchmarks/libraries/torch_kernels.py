@@ -16,8 +16,6 @@ from benchmarks.libraries.device import device_events
 from benchmarks.libraries.library import AbsentError, Call, Library
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-__all__ = ["make"]
-
 Matrix = Any
 
 KINDS = ("inverse", "cholesky", "eigen")

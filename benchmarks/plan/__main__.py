@@ -29,8 +29,6 @@ from kfac_core.distributed.communicator import connect, engine
 from kfac_core.distributed.options import DirectionDtype
 from kfac_core.errors import KFACError, UnsupportedError
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prediction; return 2 where a file or an option cannot be used."""

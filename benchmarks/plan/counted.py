@@ -15,8 +15,6 @@ import numpy as np
 from benchmarks.plan.exchanges import Message
 from kfac_core.distributed.communicator import Communicator, Operation
 
-__all__ = ["CountedRank"]
-
 
 class CountedRank(Communicator):
     """One rank of p.

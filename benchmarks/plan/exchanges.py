@@ -31,8 +31,6 @@ from kfac_core.distributed.whole_batch import counts_first
 from kfac_core.network import Network, NetworkState
 from kfac_core_backends.torch_distributed import are_similar
 
-__all__ = ["Message", "predicted_messages", "predicted_traffic", "rows_sent"]
-
 
 @dataclass(frozen=True)
 class Message:

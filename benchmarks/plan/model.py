@@ -56,20 +56,6 @@ from kfac_core.layers.dense import Dense
 from kfac_core.network import Network
 from kfac_core_backends.torch_distributed import are_similar
 
-__all__ = [
-    "MACHINES",
-    "Machine",
-    "PredictedStep",
-    "Shapes",
-    "chosen_step",
-    "known_networks",
-    "measured_machine",
-    "network_of",
-    "predicted_steps",
-    "read_machine",
-    "read_shapes",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

@@ -22,8 +22,6 @@ import kfac_core as kc
 import kfac_core_shims.torch as shims
 from benchmarks.tasks.problems import Problem, Task
 
-__all__ = ["METHODS", "Method", "available"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Method:

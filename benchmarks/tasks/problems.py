@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as fn
 
-__all__ = ["TASKS", "Problem", "Task"]
-
 CONTEXT = 32
 
 

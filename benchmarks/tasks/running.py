@@ -22,8 +22,6 @@ from benchmarks.tasks.methods import METHODS, Method, set_share
 from benchmarks.tasks.problems import TASKS, Problem
 from kfac_core import KFACError
 
-__all__ = ["SHARES", "one_step", "price_of_work", "reference_of", "run"]
-
 SHARES = 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0
 """When the loss on all training data is measured, as shares of the budget."""
 

@@ -13,16 +13,6 @@ from typing import Any
 from benchmarks.tasks.methods import METHODS
 from benchmarks.tasks.problems import TASKS
 
-__all__ = [
-    "Result",
-    "markdown",
-    "median_of",
-    "number",
-    "read_runs",
-    "results",
-    "tables",
-]
-
 ADAM = "adam", "adamw"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["WITHOUT_ADAPTERS", "looks_at_values"]
-
 WITHOUT_ADAPTERS = os.environ.get("KFAC_CORE_TEST_NO_BACKENDS") == "1"
 """Whether every backend's file is hidden, so that the generic path alone is tested."""
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Traced", "compiled", "compiler_of"]
-
 TORCH_COMPILES_SINCE = "2.13"
 """The first PyTorch whose compiler is known to take the library's functions whole."""
 

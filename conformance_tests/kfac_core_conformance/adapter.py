@@ -29,14 +29,6 @@ from kfac_core_conformance.problem import (
     Sharing,
 )
 
-__all__ = [
-    "Adapter",
-    "AdapterError",
-    "Capabilities",
-    "NotOfferedError",
-    "load_adapter",
-]
-
 
 class AdapterError(KFACError, ImportError):
     """An adapter cannot be loaded, or lacks a required member."""

@@ -18,16 +18,6 @@ from kfac_core_conformance.adapter import Adapter, NotOfferedError
 from kfac_core_conformance.layer import HostArray
 from kfac_core_conformance.problem import Problem
 
-__all__ = [
-    "APART",
-    "SINGLE_TOLERANCE",
-    "Check",
-    "Operation",
-    "Outcome",
-    "Status",
-    "run_check",
-]
-
 Operation = Literal["block", "multiply", "multiply_inverse"]
 Status = Literal["holds", "differs", "not offered", "raised"]
 

@@ -18,15 +18,6 @@ from kfac_core_conformance.layer import HostArray
 from kfac_core_conformance.network import loss_gradient, losses
 from kfac_core_conformance.problem import Data, Problem
 
-__all__ = [
-    "Factors",
-    "approximate_blocks",
-    "damped_blocks",
-    "fisher_blocks",
-    "ggn_blocks",
-    "kronecker_factors",
-]
-
 STEP = 1e-30
 """The complex step; its square is negligible beside any number of a problem."""
 

@@ -15,8 +15,6 @@ from kfac_core_conformance.layer import HostArray, LinearLayer
 from kfac_core_conformance.network import Loss, Network
 from kfac_core_conformance.problem import Data, Dtype, Problem
 
-__all__ = ["in_dtype", "normal", "random_network", "random_targets", "with_problem"]
-
 
 def normal(seed: int, *shape: int) -> HostArray:
     """Return standard normal numbers for a seed."""

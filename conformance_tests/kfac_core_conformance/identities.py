@@ -31,8 +31,6 @@ from kfac_core_conformance.layer import HostArray
 from kfac_core_conformance.problem import Data, Problem
 from kfac_core_conformance.products import product_checks
 
-__all__ = ["identity_checks"]
-
 
 @cache
 def identity_checks() -> tuple[Check, ...]:

@@ -14,8 +14,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-__all__ = ["BiasPosition", "HostArray", "LinearLayer", "WeightLayout"]
-
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
 WeightLayout = Literal["io", "oi"]

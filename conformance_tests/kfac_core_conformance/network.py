@@ -20,16 +20,6 @@ import numpy as np
 
 from kfac_core_conformance.layer import HostArray, LinearLayer
 
-__all__ = [
-    "Forward",
-    "Loss",
-    "Network",
-    "hessian_columns",
-    "loss_gradient",
-    "losses",
-    "softmax",
-]
-
 Loss = Literal["mse", "ce"]
 
 

@@ -13,8 +13,6 @@ from kfac_core_conformance.adapter import Capabilities
 from kfac_core_conformance.layer import HostArray, LinearLayer
 from kfac_core_conformance.problem import Problem, Rows
 
-__all__ = ["Own"]
-
 
 class Own:
     """Blocks of `kfac_core`, recomputed for every question.

@@ -37,17 +37,6 @@ from kfac_core_conformance.network import (
     loss_gradient,
 )
 
-__all__ = [
-    "Approximation",
-    "Data",
-    "Dtype",
-    "Estimation",
-    "Problem",
-    "Reduction",
-    "Rows",
-    "Sharing",
-]
-
 Approximation = Literal["kronecker", "eigen", "tnt", "full", "diagonal"]
 Dtype = Literal["float64", "float32"]
 Estimation = Literal["ggn", "empirical", "labels"]

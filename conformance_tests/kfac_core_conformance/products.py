@@ -22,8 +22,6 @@ from kfac_core_conformance.layer import HostArray
 from kfac_core_conformance.network import Network, loss_gradient
 from kfac_core_conformance.problem import Data, Problem
 
-__all__ = ["product_checks"]
-
 
 def product_checks() -> Iterator[Check]:
     """Yield the checks of products with a block and with its damped inverse."""

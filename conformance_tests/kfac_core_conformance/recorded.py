@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from kfac_core_conformance.records import checks
     from kfac_core_conformance.records.record import Record, RecordedBlock
 
-__all__ = ["record_checks"]
-
 _OPERATIONS: dict[str, Operation] = {
     "to_dense": "block",
     "multiply": "multiply",

@@ -29,16 +29,6 @@ from kfac_core.factors.average import (
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
 
-__all__ = [
-    "accepted",
-    "entering_options",
-    "flags_of_update",
-    "overflow_flags",
-    "require_options",
-    "require_place",
-    "with_status",
-]
-
 
 def require_options(options: UpdateOptions, /) -> None:
     """Raise for options of an update that a caller wrote and no network has checked."""

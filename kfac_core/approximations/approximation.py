@@ -13,8 +13,6 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
-__all__ = ["Approximation", "MomentStart", "Reduction"]
-
 MomentStart = Literal["kronecker", "carried", "zero"]
 """How EKFAC's second moments start after a change of basis; see `kfac_core.EKFAC`."""
 

@@ -16,8 +16,6 @@ from kfac_core.linalg.damped import damped_matrix
 from kfac_core.operators.many_kronecker import ManyKronecker
 from kfac_core.operators.parts import flagged_damping
 
-__all__ = ["axes_operator", "initial_axes", "updated_axes"]
-
 
 def initial_axes(layer: Layer, place: Place, /) -> Statistics:
     """Return zero statistics: one factor an axis.

@@ -64,8 +64,6 @@ from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.products import multiply_matrices
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
-__all__ = ["EKFAC"]
-
 BasisFactor = Literal["full", "diagonal"]
 """Structures of a factor that has an eigenbasis."""
 

@@ -57,8 +57,6 @@ from kfac_core.linalg.kronecker_fit import (
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import CurvatureOperator
 
-__all__ = ["KFOC"]
-
 _KRONECKER = Kronecker()
 
 

@@ -43,8 +43,6 @@ from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["Kronecker", "kronecker_shapes"]
-
 _SUMMED: dict[WeightSharing, Literal["row", "example"]] = {
     "expand": "row",
     "reduce": "example",

@@ -17,8 +17,6 @@ from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization, Solving
 
-__all__ = ["DampingScaling", "OperatorOptions", "RefreshOptions", "UpdateOptions"]
-
 DampingScaling = Literal["none", "mean_eigenvalue"]
 """Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
 

@@ -15,8 +15,6 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
-__all__ = ["ScaledIdentity"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledIdentity(Approximation):

@@ -29,8 +29,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
-__all__ = ["Diagonal", "Full"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Diagonal(Approximation):

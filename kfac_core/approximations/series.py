@@ -45,8 +45,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.operator import CurvatureOperator
 
-__all__ = ["Series", "SeriesVariant"]
-
 SeriesVariant = Literal["independent", "symmetric", "infinite"]
 
 _LAG_0 = Kronecker()

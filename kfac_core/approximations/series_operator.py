@@ -30,8 +30,6 @@ from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.operators.parts import applied_in
 from kfac_core.operators.series import SeriesOperator
 
-__all__ = ["series_operator"]
-
 _FULL = FullFactor()
 
 

@@ -40,8 +40,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.operator import CurvatureOperator
 
-__all__ = ["TNT", "Positions"]
-
 Positions = Literal["summed", "independent"]
 
 _KRONECKER = Kronecker()

@@ -45,8 +45,6 @@ from kfac_core.linalg.series_chain import Root, triangular_root
 from kfac_core.operators.parts import applied_in
 from kfac_core.operators.tridiagonal import TRIDIAGONAL_LACKS, TridiagonalOperator
 
-__all__ = ["BlockTridiagonal"]
-
 _OF_A_LAYER = Kronecker()
 
 

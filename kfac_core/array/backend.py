@@ -37,23 +37,6 @@ from kfac_core.array.structure import Registrar, register_structures_with
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "OPERATIONS",
-    "Array",
-    "Backend",
-    "Namespace",
-    "adapter_problem",
-    "backend_names",
-    "backend_of",
-    "get_backend",
-    "load_adapters",
-    "native_operation",
-    "native_operations",
-    "operations_by_namespace",
-    "register_backend",
-]
-
 Array: TypeAlias = Any
 """An array of any library that follows the Array API standard."""
 

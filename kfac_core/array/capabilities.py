@@ -14,8 +14,6 @@ from kfac_core.array.backend import (
     native_operations,
 )
 
-__all__ = ["Capability", "capability_table"]
-
 Capability = Literal["native", "generic", "unavailable"]
 
 

@@ -8,8 +8,6 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import map_structure
 
-__all__ = ["choose"]
-
 T = TypeVar("T")
 
 

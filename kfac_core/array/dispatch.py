@@ -12,8 +12,6 @@ from kfac_core.array.backend import (
     operations_by_namespace,
 )
 
-__all__ = ["dispatched", "is_factorization_failure"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -16,19 +16,6 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.status import Check
 
-__all__ = [
-    "all_finite",
-    "is_plain",
-    "is_readable",
-    "known_all",
-    "known_finite",
-    "known_true",
-    "plain_number",
-    "positive_or_one",
-    "quiet",
-    "truth_of",
-]
-
 _TRUTHS = (bool, np.bool_)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BrokenBackend", "GenericBackend"]
-
 
 class GenericBackend:
     """A backend made from nothing but the name of a package.

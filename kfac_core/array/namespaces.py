@@ -22,34 +22,6 @@ from kfac_core.array.backend import Array, Namespace, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import Status
 
-__all__ = [
-    "NUMBER",
-    "any_status",
-    "Scalar",
-    "as_array",
-    "as_number",
-    "as_scalar",
-    "cast",
-    "common_namespace",
-    "device_of",
-    "full_of",
-    "is_finite_number",
-    "is_row_major",
-    "is_usable",
-    "moved_axis",
-    "namespace_of",
-    "own_namespace",
-    "require_floating",
-    "require_matrix",
-    "reshaped",
-    "roundoff_of",
-    "same_place",
-    "smallest_normal_of",
-    "status_unless",
-    "transposed",
-    "wide_dtype",
-]
-
 _FLAGS = tuple(int(flag) for flag in Status)
 
 ARRAY_API_VERSION = "2024.12"

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["broken_packages", "entry_points_of", "optional_module"]
-
 _broken: dict[str, str] = {}
 broken_packages: Mapping[str, str] = MappingProxyType(_broken)
 """The exceptions of packages that are installed and cannot be used, by name."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kfac_core.array.backend import Array, Namespace
 
-__all__ = ["Place"]
-
 
 @dataclass(frozen=True)
 class Place:

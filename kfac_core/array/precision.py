@@ -14,8 +14,6 @@ from typing import Any, Literal, get_args
 from kfac_core import constraints
 from kfac_core.array.backend import Namespace
 
-__all__ = ["FloatName", "Precision"]
-
 FloatName = Literal["float32", "float64"]
 
 

@@ -36,17 +36,6 @@ from kfac_core.array.backend import (
     get_backend,
 )
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "Selection",
-    "asarray",
-    "enable_float64",
-    "selected_backend",
-    "set_default_backend",
-    "to_numpy",
-    "use_backend",
-]
-
 ENVIRONMENT_VARIABLE = "KFAC_CORE_BACKEND"
 
 _context: ContextVar[str | None] = ContextVar("kfac_core_backend", default=None)

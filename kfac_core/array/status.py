@@ -15,8 +15,6 @@ from typing import Literal
 
 from kfac_core import errors
 
-__all__ = ["Check", "Status", "raise_flagged"]
-
 Check = Literal["raise", "status"]
 """Whether a failure raises, or sets a flag in the result."""
 

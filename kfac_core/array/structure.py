@@ -19,27 +19,6 @@ from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
 
-__all__ = [
-    "Registrar",
-    "array_fields",
-    "combinable",
-    "fields_of",
-    "form_of",
-    "in_dtype",
-    "is_plain",
-    "is_structure",
-    "leaves",
-    "map_structure",
-    "rebuilt",
-    "register_structures_with",
-    "replaced",
-    "static_fields",
-    "structure",
-    "structure_of_name",
-    "split_structure",
-    "without_scalars",
-]
-
 T = TypeVar("T")
 
 Registrar = Callable[[type[Any], tuple[str, ...], tuple[str, ...]], None]

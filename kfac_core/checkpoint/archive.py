@@ -22,8 +22,6 @@ from kfac_core import errors
 from kfac_core.constraints import shown
 from kfac_core.linalg.packing import Triangle
 
-__all__ = ["Archive", "StoredArray", "opened", "path_of", "pieces_of", "write_archive"]
-
 StoredArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]] | Triangle"
 """What is written: an array, or a triangle that is packed as it is written."""
 

@@ -32,8 +32,6 @@ from kfac_core.constraints import shown
 from kfac_core.estimator import Estimator
 from kfac_core.serialization import DeferredArray
 
-__all__ = ["join_checkpoints", "load_checkpoint", "read_header"]
-
 
 def load_checkpoint(
     path: str | os.PathLike[str],

@@ -15,8 +15,6 @@ from typing import Any, Literal, TypeAlias
 from kfac_core import errors
 from kfac_core.block import Block
 
-__all__ = ["Layouts", "renamed", "with_layouts_of"]
-
 Layouts: TypeAlias = Literal["same", "any"]
 
 _LAYOUTS = ("weight_layout", "data_layout")

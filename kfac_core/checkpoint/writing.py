@@ -35,15 +35,6 @@ from kfac_core.estimator import Estimator
 from kfac_core.execution.hosted import host_view
 from kfac_core.linalg.packing import Triangle
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "Parts",
-    "save_checkpoint",
-    "target_of",
-    "write_atomically",
-]
-
 FORMAT = "kfac_core.checkpoint"
 VERSION = 2
 

@@ -20,8 +20,6 @@ from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import print_json, print_table, printable, wrapped
 from kfac_core.distributed import communicator
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
-
 SUMMARY = "show installed array libraries and the one in use"
 EXAMPLES = (
     "kfac-core doctor",

@@ -11,8 +11,6 @@ from kfac_core.checkpoint import read_header
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import aligned, print_json, printable
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
-
 SUMMARY = "show what a checkpoint contains"
 EXAMPLES = (
     "kfac-core inspect curvature.npz",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_json", "positive", "positive_seconds"]
-
 
 def add_json(parser: argparse.ArgumentParser, /) -> None:
     """Declare ``--json``, which every command has."""

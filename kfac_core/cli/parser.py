@@ -11,8 +11,6 @@ from typing import NoReturn
 
 from kfac_core.cli.screen import wrapped
 
-__all__ = ["Parser", "suggestion"]
-
 
 def suggestion(word: str, known: Iterable[str], /) -> str:
     """Return ``; did you mean 'doctor'?`` for ``dcotor``, or nothing.

@@ -14,16 +14,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "WIDTH",
-    "aligned",
-    "complain",
-    "print_json",
-    "print_table",
-    "printable",
-    "wrapped",
-]
-
 WIDTH = 80
 """Width of a line of text, where possible."""
 

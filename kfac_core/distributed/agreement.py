@@ -23,15 +23,6 @@ from numpy.typing import ArrayLike
 from kfac_core import errors
 from kfac_core.distributed.communicator import Communicator
 
-__all__ = [
-    "Agreement",
-    "Rider",
-    "are_equal",
-    "digest_of",
-    "error_as_data",
-    "error_from_data",
-]
-
 HEAD = 5
 """Numbers of a vote besides its values."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from kfac_core.distributed.communicator import Communicator, Operation
 
-__all__ = ["Alone", "connect", "problem", "versions"]
-
 
 class Alone(Communicator):
     """The communicator of one process, for programs that also run without others."""

@@ -28,19 +28,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.optional import entry_points_of
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "ENVIRONMENT_VARIABLE",
-    "Communicator",
-    "Handle",
-    "Operation",
-    "Traffic",
-    "Votes",
-    "communicator_names",
-    "connect",
-    "engine",
-]
-
 ENTRY_POINT_GROUP = "kfac_core.communicators"
 ENVIRONMENT_VARIABLE = "KFAC_CORE_COMMUNICATOR"
 

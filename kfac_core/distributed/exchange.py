@@ -24,8 +24,6 @@ from kfac_core.distributed.transport import (
     unpack,
 )
 
-__all__ = ["Exchange", "SentDirections"]
-
 Vectors = Mapping[str, Array]
 """Arrays by parameter."""
 

@@ -59,8 +59,6 @@ from kfac_core.network import Network
 from kfac_core.stages import APPLY, Executor, Stage, Tasks, plain
 from kfac_core.state import BlockState, NetworkState, require_same_form
 
-__all__ = ["DistributedExecutor", "vote_length"]
-
 Moments: TypeAlias = tuple[dict[str, Any], Exception | None]
 """Statistics of this rank's rows by block, or what was raised instead."""
 

@@ -11,8 +11,6 @@ from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.placement import divisors
 from kfac_core.options import Execution
 
-__all__ = ["Distributed", "DirectionDtype", "LossScale", "MessageDtype"]
-
 LossScale = Literal["shard", "batch", "ddp"]
 """What each process's output gradients are gradients of; see `Distributed`."""
 

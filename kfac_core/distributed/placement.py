@@ -48,17 +48,6 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
 
-__all__ = [
-    "BlockLoad",
-    "Placement",
-    "RowRange",
-    "block_loads",
-    "choose_placement",
-    "divisors",
-    "place",
-    "shared_owners",
-]
-
 FLOPS_PER_BYTE = 200.0
 """Flops in the time of sending one byte: 6 for MPI and 36 for gloo within a machine, 90 for
 H100 GPUs within a node and 700 between nodes."""

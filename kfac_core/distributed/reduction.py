@@ -28,13 +28,6 @@ from kfac_core.distributed.transport import buckets, pack, unpack
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
-__all__ = [
-    "Item",
-    "absorbed_share",
-    "bytes_of",
-    "summed",
-]
-
 
 @dataclass(frozen=True)
 class Item:

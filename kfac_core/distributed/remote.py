@@ -15,14 +15,6 @@ from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 
-__all__ = [
-    "InverseRows",
-    "RemoteOperator",
-    "has_inverses",
-    "larger_first",
-    "rows_of_inverses",
-]
-
 
 @structure()
 class InverseRows:

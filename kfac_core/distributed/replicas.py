@@ -20,8 +20,6 @@ from kfac_core.array.structure import leaves
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 
-__all__ = ["code_digests", "require_same"]
-
 _PACKAGES = "kfac_core", "kfac_core_backends", "kfac_core_shims"
 """The core, its backends and its integrations, none of which is imported."""
 

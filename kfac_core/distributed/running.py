@@ -19,8 +19,6 @@ from kfac_core.distributed.communicator import (
 )
 from kfac_core.distributed.options import Distributed
 
-__all__ = ["execution_for", "running_processes"]
-
 
 def execution_for(
     communicator: Communicator | str | None, /, *, timeout: float = 60.0, **options: Any

@@ -24,8 +24,6 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.stages import Executor, Stage, Tasks, plain
 
-__all__ = ["SummedOver"]
-
 
 class SummedOver(Executor):
     """An executor for a program that runs on several devices, each with its own rows.

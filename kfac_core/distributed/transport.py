@@ -27,22 +27,6 @@ from kfac_core.array.structure import (
 from kfac_core.linalg.packing import PackedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = [
-    "BYTES",
-    "Packed",
-    "buckets",
-    "dtype_name",
-    "in_dtype",
-    "lengths_of",
-    "message_bytes",
-    "narrower",
-    "pack",
-    "packed_matrices",
-    "rounded",
-    "unpack",
-    "unpacked_matrices",
-]
-
 T = TypeVar("T")
 
 BYTES = {

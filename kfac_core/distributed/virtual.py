@@ -19,8 +19,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["VirtualRank", "run_ranks"]
-
 T = TypeVar("T")
 
 

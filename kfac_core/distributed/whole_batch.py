@@ -21,8 +21,6 @@ from kfac_core.distributed.options import LossScale
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.network import Network
 
-__all__ = ["counts_first", "in_whole_batch", "no_arrays"]
-
 
 def counts_first(network: Network, loss: LossScale, /) -> bool:
     """Return whether an update needs the numbers of examples before anything else.

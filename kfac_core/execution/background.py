@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kfac_core.state import NetworkState
 
-__all__ = ["BackgroundRefresh"]
-
 
 class BackgroundRefresh:
     """A running refresh; made by `kfac_core.Estimator.start_refresh`.

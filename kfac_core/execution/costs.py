@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from kfac_core.block import Block
 
-__all__ = ["BlockCosts", "block_costs"]
-
 SYRK, POTRF, POTRI, SYMM, TRSM = 0.85, 0.65, 0.55, 0.95, 0.65
 """Rates relative to a matrix product of the same sizes."""
 

@@ -23,16 +23,6 @@ from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_plain, is_structure, rebuilt
 from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Tasks, plain
 
-__all__ = [
-    "Hosted",
-    "from_host",
-    "from_views",
-    "host_computes",
-    "host_view",
-    "viewed_on_host",
-]
-
-
 LARGE = 10**8
 """Flops of products from which on a library is asked whether its own are faster."""
 

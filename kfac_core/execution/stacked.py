@@ -29,8 +29,6 @@ from kfac_core.array.structure import form_of, is_plain, is_structure, split_str
 from kfac_core.block import Block
 from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
 
-__all__ = ["STACKED_UP_TO", "Stacked", "stacked", "unstacked"]
-
 STACKED_UP_TO = 128
 """The number of rows up to which blocks are stacked; from 256 on NumPy loses by it."""
 

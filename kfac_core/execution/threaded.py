@@ -21,8 +21,6 @@ from kfac_core.array.backend import Backend, backend_of
 from kfac_core.array.structure import is_plain, leaves
 from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
 
-__all__ = ["Threaded", "in_bundles", "in_threads"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -20,14 +20,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import is_structure, structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = [
-    "Average",
-    "coefficient_flags",
-    "require_decay",
-    "require_weight",
-    "share_of",
-]
-
 
 @structure()
 class Average:

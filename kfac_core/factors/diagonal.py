@@ -12,8 +12,6 @@ from kfac_core.factors.average import Average
 from kfac_core.linalg.diagonal import damped_diagonal
 from kfac_core.linalg.gram import HomogeneousRows
 
-__all__ = ["DiagonalFactor"]
-
 
 @dataclass(frozen=True)
 class DiagonalFactor:

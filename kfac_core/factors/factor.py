@@ -20,8 +20,6 @@ from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.rank_one import DampedRankOne
 
-__all__ = ["Factor", "FactorKind", "Damped", "factor_of"]
-
 FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
 Damped: TypeAlias = DampedMatrix | DampedDiagonal | DampedRankOne

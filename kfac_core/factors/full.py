@@ -11,8 +11,6 @@ from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
-__all__ = ["FullFactor"]
-
 
 @dataclass(frozen=True)
 class FullFactor:

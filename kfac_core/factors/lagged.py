@@ -22,8 +22,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.layers.rows import Rows, require_no_weights
 
-__all__ = ["LaggedFactor", "length_shares"]
-
 
 @dataclass(frozen=True)
 class LaggedFactor:

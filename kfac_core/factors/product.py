@@ -15,8 +15,6 @@ from kfac_core import errors
 from kfac_core.array import Array, Scalar
 from kfac_core.array.structure import structure
 
-__all__ = ["RunningProduct"]
-
 
 @structure()
 class RunningProduct:

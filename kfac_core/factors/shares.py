@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from kfac_core.array import Scalar
 
-__all__ = ["Shares"]
-
 
 class Shares(NamedTuple):
     """Scales and weights of the sums in one update.

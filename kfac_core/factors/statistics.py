@@ -14,8 +14,6 @@ from kfac_core.array.structure import structure, without_scalars
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Eigendecomposition
 
-__all__ = ["Statistics"]
-
 _ALL_ALIKE: Mapping[str, Scalar] = MappingProxyType({})
 
 

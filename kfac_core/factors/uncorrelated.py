@@ -30,8 +30,6 @@ from kfac_core.linalg.gram import gram
 from kfac_core.linalg.rank_one import DampedRankOne
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["ChannelMoments", "UncorrelatedFactor"]
-
 
 @structure()
 class ChannelMoments:

@@ -19,8 +19,6 @@ from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["Chunks", "example_chunk", "joined", "parts", "score_chunks"]
-
 
 class Chunks(NamedTuple):
     """Largest numbers of queries and examples to process at a time, and the method."""

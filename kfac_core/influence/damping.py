@@ -16,8 +16,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.damping import require_damping
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["damping_by_block", "mean_eigenvalue_damping"]
-
 
 def mean_eigenvalue_damping(
     blocks: Mapping[str, SpectralOperator], /, *, fraction: Scalar

@@ -17,8 +17,6 @@ import numpy as np
 
 from kfac_core import constraints, errors
 
-__all__ = ["DatamodelingScore", "linear_datamodeling_score", "retrained_losses"]
-
 _RESAMPLES = 1000
 
 Losses = Callable[[Any, int], Any]

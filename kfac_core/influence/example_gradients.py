@@ -25,8 +25,6 @@ from kfac_core.layers.whole_rows import whole_rows
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.operators.spectral_rows import row_coordinates, row_squares
 
-__all__ = ["ExamplePart", "LayerGradients"]
-
 
 class LayerGradients:
     """The gradients of N examples for one layer.

@@ -40,8 +40,6 @@ from kfac_core.layers.rows import Batch
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.spectra import spectral_blocks
 
-__all__ = ["Gradients", "Influence"]
-
 Gradients: TypeAlias = Mapping[str, Mapping[str, Array] | Batch | Sequence[Batch]]
 """For each block, batches with gradients of each example's own loss, or parameter-shaped
 gradients with a first axis of examples."""

@@ -17,16 +17,6 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 
-__all__ = [
-    "LowRankQueries",
-    "Queries",
-    "Storage",
-    "StoredQueries",
-    "low_rank_queries",
-    "storage_dtype",
-    "stored_queries",
-]
-
 Storage = Literal["float16", "bfloat16", "float32", "float64"]
 
 

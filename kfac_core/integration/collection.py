@@ -42,8 +42,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.stages import rebase_block, update_block
 from kfac_core.state import BlockState, NetworkState
 
-__all__ = ["Capture", "Collected", "collect_statistics", "with_moments"]
-
 _SLICE = 2**17
 """Numbers of a sum that processes exchange at a time."""
 

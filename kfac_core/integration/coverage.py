@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from kfac_core.block import Block
 
-__all__ = ["coverage_table"]
-
 
 def coverage_table(blocks: Mapping[str, Block], skipped: Mapping[str, str], /) -> str:
     """Return a table of blocks, and of the parameters that have none.

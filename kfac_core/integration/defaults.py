@@ -10,20 +10,6 @@ from typing import Literal
 
 from kfac_core.integration.schedules import Falling
 
-__all__ = [
-    "DAMPING",
-    "DAMPING_RULE",
-    "DECAY",
-    "KL_CLIP",
-    "LEARNING_RATE",
-    "MODEL_DAMPING",
-    "MODEL_DAMPING_RULE",
-    "MODEL_REFRESH_EVERY",
-    "MODEL_UPDATE_EVERY",
-    "REFRESH_EVERY",
-    "UPDATE_EVERY",
-]
-
 # Beside an optimizer that has a learning rate.
 # Too much damping slows the end of a run, and too little at the start leads a classifier of
 # few examples to a minimum with twice the test error.

@@ -9,8 +9,6 @@ from kfac_core.array.precision import Precision
 from kfac_core.losses.drawn import Positions
 from kfac_core.losses.modes import EstimationMode
 
-__all__ = ["EstimatorOptions", "require_estimation"]
-
 
 class EstimatorOptions(TypedDict, total=False):
     """Options of `kfac_core.Estimator` that integrations pass on.

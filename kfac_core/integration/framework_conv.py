@@ -10,8 +10,6 @@ import numpy as np
 from kfac_core import constraints
 from kfac_core.layers.conv import Conv
 
-__all__ = ["framework_conv"]
-
 Channels = Literal["first", "last"]
 
 

@@ -22,8 +22,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.rows import Batch
 
-__all__ = ["LayerCall", "batches_in_parts", "batches_of_calls"]
-
 
 class LayerCall:
     """One call of a layer: its inputs, and the output gradients that came back to it.

@@ -18,8 +18,6 @@ from kfac_core.losses.categorical import Categorical
 from kfac_core.losses.gaussian import Gaussian, SquaredError
 from kfac_core.losses.loss import Loss
 
-__all__ = ["RowLoss", "row_loss"]
-
 _NAMED: dict[str, Loss] = {
     "categorical": Categorical(),
     "bernoulli": Bernoulli(),

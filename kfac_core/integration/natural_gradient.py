@@ -35,8 +35,6 @@ from kfac_core.integration.scheduled import (
 from kfac_core.state import NetworkState
 from kfac_core.steps.vectors import Vector
 
-__all__ = ["NaturalGradient"]
-
 _NOTHING_SEEN = (
     "No outputs, or no output gradients, were recorded for this step: observe the "
     "outputs before each backward pass."

@@ -20,8 +20,6 @@ from kfac_core.steps.quadratic_model import QuadraticModel, quadratic_model
 from kfac_core.steps.reduction import reduction_ratio
 from kfac_core.steps.vectors import Vector, linear_combination
 
-__all__ = ["DampingRule", "QuadraticStep", "quadratic_step"]
-
 
 @dataclass(frozen=True)
 class QuadraticStep:

@@ -29,8 +29,6 @@ from kfac_core.state import copied
 from kfac_core.steps.trust_region import TrustRegion, clip_of_product
 from kfac_core.steps.vectors import Vector, dot, widest
 
-__all__ = ["ScheduleOptions", "ScheduledSteps", "require_finite"]
-
 
 class ScheduleOptions(TypedDict, total=False):
     """Options of `ScheduledSteps` beside the reduction."""

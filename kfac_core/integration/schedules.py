@@ -16,15 +16,6 @@ from typing import Any, TypeAlias
 from kfac_core import errors
 from kfac_core.array import Scalar
 
-__all__ = [
-    "Falling",
-    "Interval",
-    "Schedule",
-    "interval_at",
-    "require_positive",
-    "value_at",
-]
-
 Schedule: TypeAlias = Scalar | Callable[[int], Scalar]
 """A number or a 0-d array, or a callable ``step -> number`` of the steps taken so far."""
 

@@ -23,8 +23,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch
 from kfac_core.losses.sources import SourceVectors
 
-__all__ = ["Captured", "Use", "Wiring", "usual_approximation"]
-
 Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
 """A name, a layer, and the place of each of its parameters."""
 

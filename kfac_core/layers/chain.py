@@ -24,8 +24,6 @@ from kfac_core.layers.dense import Dense
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
 from kfac_core.layers.rows import Batch, Rows, require_no_weights, zeroed
 
-__all__ = ["Chain", "ChainRows"]
-
 
 class ChainRows(NamedTuple):
     """The rows of all layers of a chain, for the same examples.

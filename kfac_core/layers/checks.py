@@ -9,9 +9,6 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["entering", "require_mask", "require_output_grads", "require_parameters"]
-
-
 _UNSUPPORTED = {
     "bias": (
         "only dense layers, and convolutions read as one batch, can mark the rows of a "

@@ -55,8 +55,6 @@ from kfac_core.linalg.patches import (
     resolve_padding,
 )
 
-__all__ = ["Conv", "ConvWeightLayout", "DataLayout"]
-
 ConvWeightLayout = Literal["spatial_io", "oi_spatial"]
 DataLayout = Literal["channels_last", "channels_first"]
 

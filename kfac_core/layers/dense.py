@@ -25,8 +25,6 @@ from kfac_core.layers.checks import (
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import Batch, Rows, with_some_biases, zeroed
 
-__all__ = ["Dense", "WeightLayout"]
-
 WeightLayout = Literal["io", "oi"]
 
 

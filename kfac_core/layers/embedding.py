@@ -20,8 +20,6 @@ from kfac_core.layers.dense import Dense, WeightLayout
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Batch, counted_rows
 
-__all__ = ["Duplicates", "Embedding"]
-
 Duplicates = Literal["binary", "count"]
 
 

@@ -15,8 +15,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.conventions import LossReduction
 
-__all__ = ["ExampleGradients", "GradientBatch", "require_known_rows"]
-
 
 @structure(static=("batch_size", "sources"))
 class GradientBatch:

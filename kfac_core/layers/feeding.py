@@ -15,16 +15,6 @@ from kfac_core.array.structure import is_structure
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.rows import ARGUMENT_FLAGS, Batch
 
-__all__ = [
-    "BatchLike",
-    "detached",
-    "detached_array",
-    "detached_arrays",
-    "is_empty",
-    "raise_for_flags",
-    "require_finite_rows",
-]
-
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
 """A batch, several uses of one layer, or a batch of each layer of a chain."""
 

@@ -9,8 +9,6 @@ from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import require_parameters
 
-__all__ = ["Flat", "flatten_parameters", "unflatten_parameters"]
-
 
 class Flat:
     """A layer whose matrix is one column: its parameters, flattened row-major."""

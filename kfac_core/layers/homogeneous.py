@@ -11,8 +11,6 @@ from __future__ import annotations
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["append_coordinate", "homogeneous_coordinate", "join_bias", "split_bias"]
-
 
 def homogeneous_coordinate(
     x: Array, mask: Array | None, dtype: object, /, *, xp: Namespace

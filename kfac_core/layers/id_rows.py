@@ -19,8 +19,6 @@ from kfac_core.layers.rows import (
 )
 from kfac_core.linalg.indexing import count_indices, sum_rows_at
 
-__all__ = ["IdRows"]
-
 
 @structure(static=("size", "bag", "binary"))
 class IdRows(OfOutputs):

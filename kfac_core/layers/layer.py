@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from kfac_core.array import Array
 
-__all__ = ["Layer"]
-
 
 class Layer(Protocol):
     """The geometry of one layer; a frozen dataclass without arrays."""

@@ -24,8 +24,6 @@ from kfac_core.array.backend import backend_of
 from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.layer import Layer
 
-__all__ = ["matrices_to_stack", "stack_to_matrices"]
-
 
 def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
     """Turn a stack of parameters into a stack of the layer's matrices.

@@ -17,8 +17,6 @@ from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.flat import Flat
 
-__all__ = ["Parameters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters(Flat):

@@ -26,23 +26,6 @@ from kfac_core.linalg.gram import HomogeneousRows
 from kfac_core.linalg.groups import join_groups
 from kfac_core.linalg.products import multiply_matrices
 
-__all__ = [
-    "ARGUMENT_FLAGS",
-    "Batch",
-    "OfOutputs",
-    "PixelRows",
-    "Rows",
-    "WeightSharing",
-    "counted_rows",
-    "has_weights",
-    "join_uses",
-    "output_rows",
-    "require_no_weights",
-    "with_some_biases",
-    "zeroed",
-]
-
-
 ARGUMENT_FLAGS = {
     "inputs": Status.INPUTS_NOT_FINITE,
     "output_grads": Status.OUTPUT_GRADS_NOT_FINITE,

@@ -18,8 +18,6 @@ from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import Flat
 from kfac_core.layers.rows import Batch
 
-__all__ = ["ScaleShift"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleShift(Flat):

@@ -8,8 +8,6 @@ from kfac_core import constraints, errors
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows, join_uses
 
-__all__ = ["whole_rows"]
-
 
 def whole_rows(layer: Layer, batches: Any, /) -> Any:
     """Turn batches of a layer into rows that hold each example's gradient.

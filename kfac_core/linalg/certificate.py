@@ -24,32 +24,6 @@ from kfac_core.linalg.symmetric import (
 )
 from kfac_core.linalg.triangular import multiply_triangular
 
-__all__ = [
-    "ERROR_LIMIT",
-    "RESIDUAL_LIMIT",
-    "SPECTRAL_GAP",
-    "Spectrum",
-    "backward_residual",
-    "cholesky_residual",
-    "constant",
-    "eigen_residual",
-    "eigenvalue_errors",
-    "eigenvalues_apart",
-    "inverse_residual",
-    "pivot_error",
-    "positive_eigenvalues",
-    "probe",
-    "probe_of",
-    "relative_norm",
-    "root_condition",
-    "roundoff_units",
-    "settled_eigenvalues",
-    "smallest_known",
-    "spectrum_error",
-    "undetermined",
-    "undetermined_error",
-]
-
 RESIDUAL_LIMIT = 1e-2
 """A factorization whose residual is above this is not accepted."""
 

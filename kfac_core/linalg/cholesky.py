@@ -12,16 +12,6 @@ from kfac_core.array.dispatch import dispatched, is_factorization_failure
 from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
 from kfac_core.linalg.triangular import triangular_inverse
 
-__all__ = [
-    "add_to_diagonal",
-    "cholesky_in_place",
-    "cholesky_inverse",
-    "damped_cholesky",
-    "inverse_from_cholesky",
-    "is_positive_factor",
-    "restored_matrix",
-]
-
 
 @dispatched
 def damped_cholesky(

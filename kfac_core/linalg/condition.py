@@ -20,8 +20,6 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.linalg.certificate import relative_norm
 
-__all__ = ["estimated_norm", "measured_residual"]
-
 _MOST_STEPS = 5
 """The estimate stops to grow after two or three, nearly always."""
 

@@ -38,8 +38,6 @@ from kfac_core.linalg.series_chain import (
     positive_flags,
 )
 
-__all__ = ["Link", "conditional", "marginal"]
-
 
 @structure()
 class Link:

@@ -48,8 +48,6 @@ from kfac_core.linalg.symmetric import (
 )
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
-__all__ = ["GONE", "DampedMatrix", "real_exponent", "require_readable", "damped_matrix"]
-
 T = TypeVar("T")
 
 _FIELDS: dict[Factorization, str] = {

@@ -17,8 +17,6 @@ from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.fallback import raise_invalid
 
-__all__ = ["DampedDiagonal", "damped_diagonal"]
-
 
 @structure(static=("definite",))
 class DampedDiagonal:

@@ -11,8 +11,6 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array.dispatch import dispatched, is_factorization_failure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["eigh", "eigh_in_place"]
-
 
 @dispatched
 def eigh(matrix: SymmetricMatrix, /, *, xp: Namespace) -> tuple[Array, Array]:

@@ -16,14 +16,6 @@ from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import root_condition
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = [
-    "CholeskyFactor",
-    "Eigendecomposition",
-    "Factorization",
-    "Inverse",
-    "Solving",
-]
-
 Solving = Literal["inverse", "triangular"]
 """Whether solves use an explicit inverse or triangular factors."""
 

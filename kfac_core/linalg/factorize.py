@@ -37,15 +37,6 @@ from kfac_core.linalg.fallback import (
     with_fallbacks,
 )
 
-__all__ = [
-    "cholesky_factor",
-    "damped_inverse",
-    "eigendecomposition",
-    "from_eigenbasis",
-    "problem_flags",
-]
-
-
 _ROWS_AT_ONCE = 512
 
 Conditions = tuple[tuple[Any, Status], ...]

@@ -25,19 +25,6 @@ from kfac_core.array.status import raise_flagged
 from kfac_core.array.structure import in_dtype, leaves
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 
-__all__ = [
-    "Fallback",
-    "with_fallbacks",
-    "fallback_of",
-    "first_flag",
-    "guarded",
-    "in_narrow_dtype",
-    "in_wider_dtype",
-    "raise_invalid",
-    "untouched",
-    "widened",
-]
-
 P = TypeVar("P")
 M = TypeVar("M")
 

@@ -17,8 +17,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["HomogeneousRows", "gram", "gram_update", "updated_gram"]
-
 
 class HomogeneousRows(NamedTuple):
     """Rows ``(x, 1)`` with the last coordinate apart, so that no x is copied.

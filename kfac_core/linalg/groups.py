@@ -14,14 +14,6 @@ from collections.abc import Callable
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = [
-    "dense_of_blocks",
-    "dense_of_groups",
-    "join_groups",
-    "side_by_side",
-    "split_groups",
-]
-
 
 def split_groups(V: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Array:
     """Return vectors of shape (..., n, Q m) as stacks of shape (..., Q, n, m)."""

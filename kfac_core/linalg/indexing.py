@@ -11,8 +11,6 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 
-__all__ = ["count_indices", "set_block", "sum_rows_at"]
-
 _BLOCK_ELEMENTS = 2**22
 """How many comparisons the definition of `sum_rows_at` holds at a time."""
 

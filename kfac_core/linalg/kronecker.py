@@ -14,8 +14,6 @@ from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["kronecker_dense", "kronecker_multiply"]
-
 
 def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
     """Multiply a Kronecker product of matrices with a vector in its array shape.

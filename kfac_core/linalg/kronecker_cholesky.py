@@ -37,8 +37,6 @@ from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
-__all__ = ["KroneckerCholesky", "spectral_cholesky"]
-
 
 @structure()
 class KroneckerCholesky:

@@ -29,16 +29,6 @@ from typing import NamedTuple, Protocol
 from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.linalg.gram import updated_gram
 
-__all__ = [
-    "FitTerm",
-    "GradientTerm",
-    "KroneckerFit",
-    "ProductTerm",
-    "RowTerm",
-    "kronecker_fit",
-    "unit_norm",
-]
-
 
 class FitTerm(Protocol):
     """A term of F: its rearranged matrix as two products."""

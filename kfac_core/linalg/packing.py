@@ -24,17 +24,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = [
-    "PackedMatrix",
-    "Triangle",
-    "pack_rows",
-    "pack_triangle",
-    "packed_rows",
-    "packed_shape",
-    "unpack_triangle",
-]
-
-
 _PIECE = 2**16
 """Numbers of a rectangle that are packed at a time where it is not kept."""
 

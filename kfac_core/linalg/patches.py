@@ -18,8 +18,6 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["Padding", "Sizes", "extract_patches", "output_size", "resolve_padding"]
-
 Sizes: TypeAlias = tuple[int, ...]
 """One number for each spatial axis."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kfac_core.array import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 
-__all__ = ["multiply_matrices"]
-
 
 @dispatched
 def multiply_matrices(a: Array, b: Array, /, *, xp: Namespace) -> Array:

@@ -23,8 +23,6 @@ from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
-__all__ = ["DampedRankOne"]
-
 
 @structure(static=("repeats", "bias"))
 class DampedRankOne:

@@ -23,8 +23,6 @@ from kfac_core import constraints
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["series_gamma", "series_sum", "shares_of_lengths"]
-
 
 def series_gamma(
     correlation: Array, /, *, steps: int, lengths: Array | None = None

@@ -33,18 +33,6 @@ from kfac_core.linalg.series import series_sum
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
-__all__ = [
-    "Root",
-    "WeightedRoots",
-    "excess",
-    "flagged_eigenbasis",
-    "into",
-    "out_of",
-    "positive_flags",
-    "symmetric_chain",
-    "triangular_root",
-]
-
 
 @structure()
 class Root:

@@ -35,8 +35,6 @@ from kfac_core.linalg.series_chain import (
     positive_flags,
 )
 
-__all__ = ["InfiniteChain", "infinite_chain", "stein_solve"]
-
 _DOUBLINGS = 24
 """Without looking at values: enough for a spectral radius of Psi up to 1 - 2e-6."""
 

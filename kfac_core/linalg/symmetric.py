@@ -13,17 +13,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import structure
 
-__all__ = [
-    "ScaledMatrix",
-    "SymmetricMatrix",
-    "for_matrices",
-    "matrix_diagonal",
-    "matrix_trace",
-    "multiply_symmetric",
-    "one_norm",
-    "scale_symmetric",
-]
-
 
 def _full_if_all_are(*fields: dict[str, Any]) -> dict[str, Any]:
     """Return the static fields of a sum: only the lower triangle of all is sure."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from kfac_core.array import Array, Namespace
 from kfac_core.array.dispatch import dispatched, is_factorization_failure
 
-__all__ = ["multiply_triangular", "solve_triangular", "triangular_inverse"]
-
 _LEAF = 64
 """Below this size a general solve of the standard is as fast as further halving."""
 

@@ -20,8 +20,6 @@ from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural
 
-__all__ = ["Bernoulli"]
-
 
 @dataclass(frozen=True)
 class Bernoulli(Loss):

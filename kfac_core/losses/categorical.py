@@ -27,8 +27,6 @@ from kfac_core.losses import outputs
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 
-__all__ = ["Categorical"]
-
 
 @dataclass(frozen=True)
 class Categorical(Loss):

@@ -12,8 +12,6 @@ from kfac_core.losses.modes import EstimationMode, noise_spec
 from kfac_core.losses.noise import NoiseSpec, draw_noise
 from kfac_core.losses.sources import SourceVectors, vectors, with_random_signs
 
-__all__ = ["Positions", "drawn_vectors"]
-
 Positions = Literal["signs", "separate", "together"]
 """Treatment of rows that share an example by exact modes; see `drawn_vectors`."""
 

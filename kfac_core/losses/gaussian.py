@@ -24,8 +24,6 @@ from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import require_positive, wide_companion, wide_natural
 
-__all__ = ["Gaussian", "SquaredError"]
-
 
 class _OfVariance(Loss):
     """The functions of a Gaussian distribution, whatever its variance is called."""

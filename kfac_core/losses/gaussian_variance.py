@@ -28,8 +28,6 @@ from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import wide_companion, wide_natural
 
-__all__ = ["GaussianLearnedVariance"]
-
 
 @dataclass(frozen=True)
 class GaussianLearnedVariance(Loss):

@@ -27,8 +27,6 @@ from typing import ClassVar, Protocol
 from kfac_core.array import Array
 from kfac_core.losses.noise import NoiseDistribution
 
-__all__ = ["Loss"]
-
 
 class Loss(Protocol):
     """A negative log-probability: its gradients, its samples and its curvature.

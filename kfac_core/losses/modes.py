@@ -41,14 +41,6 @@ from kfac_core.conventions import SourceReduction
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseSpec
 
-__all__ = [
-    "CurvatureMatrix",
-    "EstimationMode",
-    "curvature_matrix",
-    "noise_spec",
-    "source_reduction_of",
-]
-
 EstimationMode = Literal[
     "gradients",
     "empirical",

@@ -19,8 +19,6 @@ from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 
-__all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]
-
 NoiseDistribution = Literal["uniform", "normal"]
 
 

@@ -13,15 +13,6 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = [
-    "is_integral",
-    "is_uniform",
-    "require_last_axes",
-    "require_positive",
-    "wide_companion",
-    "wide_natural",
-]
-
 
 def wide_natural(
     natural: Array, /, *, multiple_of: int = 1, **others: Array

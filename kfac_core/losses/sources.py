@@ -28,8 +28,6 @@ from kfac_core.losses.modes import (
 )
 from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural
 
-__all__ = ["SourceVectors", "vectors", "with_random_signs"]
-
 
 @structure(static=("mode", "sources", "source_reduction"))
 class SourceVectors:

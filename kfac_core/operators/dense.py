@@ -13,8 +13,6 @@ from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.operator import CurvatureOperator, products_without
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["DenseOperator"]
-
 
 @structure(static=("matrix_shape",))
 class DenseOperator(CurvatureOperator):

@@ -21,8 +21,6 @@ from kfac_core.operators.operator import CurvatureOperator, log_sum, products_wi
 from kfac_core.operators.parts import Bases, eigenbasis_of, flagged_damping
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["FactoredKronecker", "exactly_damped", "kronecker_operator"]
-
 _ASYMMETRY = 1e3
 """Largest difference of the two triangles of a given factor, in roundoffs."""
 

@@ -14,8 +14,6 @@ from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 
-__all__ = ["LinearMap"]
-
 
 class LinearMap(abc.ABC):
     """A symmetric matrix of shape ``(p, p)`` that multiplies flat vectors.

@@ -22,8 +22,6 @@ from kfac_core.operators.operator import (
 )
 from kfac_core.operators.parts import accurate_bases
 
-__all__ = ["ManyKronecker"]
-
 _REASON = (
     "under exact damping the Cholesky factor of a product of many factors has no "
     "structure. Take a factored rule, or `sample` for draws"

@@ -28,18 +28,6 @@ from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.operators.linear_map import LinearMap
 
-__all__ = [
-    "EVERY_PRODUCT",
-    "FACTORIZATION_OF",
-    "VECTOR_PRODUCTS",
-    "CurvatureOperator",
-    "MatrixPower",
-    "entering",
-    "log_sum",
-    "products_without",
-    "raise_for",
-]
-
 VECTOR_PRODUCTS = (
     "multiply",
     "multiply_inverse",

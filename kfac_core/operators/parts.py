@@ -23,16 +23,6 @@ from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import DampedRankOne
 
-__all__ = [
-    "Bases",
-    "ChainOperator",
-    "accurate_bases",
-    "applied_in",
-    "eigenbasis_of",
-    "flagged_damping",
-    "undetermined",
-]
-
 
 class ChainOperator(Protocol):
     """An operator that is computed in the computing dtype and then rounded."""

@@ -33,8 +33,6 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.operator import CurvatureOperator, raise_for
 
-__all__ = ["DENSE_LIMIT", "SeriesOperator"]
-
 DENSE_LIMIT = 2048
 """The most rows that F may have to be factorized as a dense matrix (34 MB)."""
 

@@ -35,8 +35,6 @@ from kfac_core.linalg.products import multiply_matrices
 from kfac_core.operators.operator import CurvatureOperator, log_sum, raise_for
 from kfac_core.operators.parts import accurate_bases, flagged_damping
 
-__all__ = ["SpectralOperator", "spectral_operator"]
-
 
 @structure(static=("matrix_shape", "definite"))
 class SpectralOperator(CurvatureOperator):

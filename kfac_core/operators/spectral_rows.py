@@ -20,8 +20,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["row_coordinates", "row_products", "row_squares"]
-
 
 def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
     """Return each example's gradient in the eigenbasis.

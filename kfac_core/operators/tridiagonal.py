@@ -34,8 +34,6 @@ from kfac_core.linalg.series_chain import WeightedRoots
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 
-__all__ = ["TRIDIAGONAL_LACKS", "TridiagonalOperator"]
-
 _NO_BASIS = "the layers' blocks and those between them share no eigenvectors"
 _NO_FACTOR = (
     "a root of the inverse is known and the Cholesky factor is not; take `sample`"

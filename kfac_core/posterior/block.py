@@ -26,8 +26,6 @@ from kfac_core.operators.spectral import SpectralOperator
 
 _PRECISION = constraints.POSITIVE_SCALAR._replace(error=errors.DampingError)
 
-__all__ = ["BlockPosterior", "block_posterior"]
-
 
 @structure(static=("name", "check"))
 class BlockPosterior:

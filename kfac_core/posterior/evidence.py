@@ -15,8 +15,6 @@ from __future__ import annotations
 from kfac_core.array import Array
 from kfac_core.array.structure import structure
 
-__all__ = ["Evidence"]
-
 
 @structure()
 class Evidence:

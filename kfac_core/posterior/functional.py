@@ -20,14 +20,6 @@ from kfac_core.array import Array
 from kfac_core.operators.spectral_rows import row_products, row_squares
 from kfac_core.posterior.block import BlockPosterior
 
-__all__ = [
-    "covariance_of_coordinates",
-    "covariance_of_rows",
-    "functional_covariance",
-    "functional_variance",
-    "variance_of_rows",
-]
-
 
 def functional_covariance(posterior: BlockPosterior, jacobians: Array, /) -> Array:
     """Return ``J P^-1 J^T`` for each example.

@@ -20,8 +20,6 @@ from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["MergedWeight", "merged_weight"]
-
 
 class MergedWeight(NamedTuple):
     """A merged weight, and how well its linear system is solved.

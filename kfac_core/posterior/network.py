@@ -35,8 +35,6 @@ from kfac_core.posterior.functional import (
 )
 from kfac_core.posterior.spectra import spectral_blocks
 
-__all__ = ["Jacobians", "Parameters", "Posterior"]
-
 Parameters: TypeAlias = Mapping[str, Mapping[str, Array]]
 """A network's parameters: blocks to names to arrays."""
 

@@ -18,8 +18,6 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.stages import operator_of
 
-__all__ = ["spectral_blocks"]
-
 _FULL_PRECISION = Precision()
 
 

@@ -7,8 +7,6 @@ from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["damping_array", "symmetric_argument"]
-
 
 def symmetric_argument(
     matrix: SymmetricMatrix | Array, name: str, /

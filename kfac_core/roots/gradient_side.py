@@ -46,8 +46,6 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["GradientFactors"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFactors:

@@ -35,8 +35,6 @@ from kfac_core.linalg.fallback import first_flag, guarded, raise_invalid
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import symmetric_argument
 
-__all__ = ["OrderedBasis", "ordered_basis", "refreshed_basis"]
-
 
 @structure()
 class OrderedBasis:

@@ -33,8 +33,6 @@ from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import damping_array, symmetric_argument
 
-__all__ = ["InverseRoot", "inverse_root", "root_residual"]
-
 
 @structure(static=("degree",))
 class InverseRoot:

@@ -27,21 +27,6 @@ from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.roots.orthogonal_iteration import ordered_basis
 
-__all__ = [
-    "adam_quotient",
-    "adapted_share",
-    "agreement",
-    "annealed_rate",
-    "averaged_factor",
-    "bounded_gradient",
-    "carried_moments",
-    "diagonal_blocks",
-    "from_basis",
-    "in_basis",
-    "renewed_basis",
-    "side_blocks",
-]
-
 
 def side_blocks(
     n: int, other: int, /, *, least: int = 128, block: int = 1024, largest: int = 8192

@@ -34,14 +34,6 @@ from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
-__all__ = [
-    "DirectKernel",
-    "SampleCurvature",
-    "damped_kernel",
-    "sample_curvature",
-    "squared_norm",
-]
-
 REMAINDER = 1e-6
 """Largest ``|F x - v| / |v|`` of a product with the inverse."""
 

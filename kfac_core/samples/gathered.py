@@ -17,8 +17,6 @@ from kfac_core.layers.id_rows import IdRows
 from kfac_core.samples.gram import widest_dtype
 from kfac_core.samples.jacobian import Jacobian, LayerJacobian
 
-__all__ = ["gathered", "gathered_jacobian"]
-
 
 def gathered(x: Array, communicator: Communicator, /, *, axis: int = 0) -> Array:
     """Return the arrays of all processes, one after the other along an axis.

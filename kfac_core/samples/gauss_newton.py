@@ -33,13 +33,6 @@ from kfac_core.samples.iterative import NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 from kfac_core.samples.search import Evaluation, search_step
 
-__all__ = [
-    "BatchProgress",
-    "GaussNewtonOptions",
-    "GaussNewtonStep",
-    "gauss_newton_step",
-]
-
 RATE, MOMENTUM, FIRST_DAMPING = 0.3, 0.95, 1.0
 
 # Local energies have no variance at the solution, where the noise of samples is left: a

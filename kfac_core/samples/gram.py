@@ -28,8 +28,6 @@ from kfac_core.linalg.indexing import set_block
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.jacobian import Jacobian
 
-__all__ = ["sample_gram", "widest_dtype"]
-
 _LEAST_ELEMENTS = 2**18
 """Products of fewer numbers than this are made at once: smaller ones leave BLAS idle."""
 

@@ -22,8 +22,6 @@ from kfac_core.array.structure import structure
 from kfac_core.linalg.triangular import solve_triangular
 from kfac_core.samples.jacobian import Jacobian
 
-__all__ = ["IterativeKernel", "NystromKernel", "nystrom_kernel"]
-
 TOLERANCE = 1e-10
 """Residual at which conjugate gradients stop, relative to the right-hand side."""
 

@@ -26,8 +26,6 @@ from kfac_core.layers.rows import Batch, Rows
 from kfac_core.layers.whole_rows import whole_rows
 from kfac_core.samples.row_products import combined_rows, row_products
 
-__all__ = ["Derivatives", "Jacobian", "LayerJacobian", "Parameters"]
-
 Derivatives: TypeAlias = Batch | Sequence[Batch] | Mapping[str, Array]
 """What a layer saw, output gradients with one source for each output; several uses of the
 layer in each example; or the derivatives themselves, parameters by name with the axes

@@ -19,8 +19,6 @@ from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.losses.loss import Loss
 
-__all__ = ["LikelihoodResiduals", "likelihood_residuals"]
-
 
 class LikelihoodResiduals(NamedTuple):
     """A likelihood as a problem of least squares, at some outputs.

@@ -17,8 +17,6 @@ from kfac_core.layers.rows import Rows
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.indexing import sum_rows_at
 
-__all__ = ["combined_rows", "row_products"]
-
 
 @singledispatch
 def row_products(rows: Any, V: Array, /, *, xp: Namespace) -> Array:

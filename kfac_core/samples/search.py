@@ -34,8 +34,6 @@ from kfac_core.samples.curvature import SampleCurvature, damped_kernel, squared_
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
-__all__ = ["Evaluation", "SearchedStep", "search_step"]
-
 RAISE, LOWER = 3.0, 5.0
 """Factors on the damping after a trial that failed, and after a first one that succeeded.
 

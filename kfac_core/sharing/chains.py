@@ -18,8 +18,6 @@ from kfac_core.array import Array
 from kfac_core.block import Block, Vector
 from kfac_core.layers.chain import Chain
 
-__all__ = ["Chains"]
-
 
 class Chains:
     """The chains of layers in a network.

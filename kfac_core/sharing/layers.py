@@ -20,8 +20,6 @@ from kfac_core.sharing.chains import Chains
 from kfac_core.sharing.shared_factors import SharedFactors
 from kfac_core.sharing.tied_weights import TiedWeights
 
-__all__ = ["NamedLayers"]
-
 
 class NamedLayers:
     """The layers of a network by name, and the sharing of their blocks.

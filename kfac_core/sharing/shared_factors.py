@@ -21,8 +21,6 @@ from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["SharedFactors"]
-
 
 class SharedFactors:
     """The factors that blocks take from other blocks.

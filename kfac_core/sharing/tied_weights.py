@@ -16,8 +16,6 @@ from typing import Any
 from kfac_core import constraints, errors
 from kfac_core.block import Block
 
-__all__ = ["TiedWeights"]
-
 
 class TiedWeights:
     """The names of further uses of each block's weight.

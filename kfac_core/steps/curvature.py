@@ -31,8 +31,6 @@ from kfac_core.steps.vectors import (
     widest,
 )
 
-__all__ = ["curvature_of_outputs", "curvature_of_products"]
-
 
 def curvature_of_products(
     directions: Sequence[Vector], products: Sequence[Vector], /

@@ -24,8 +24,6 @@ from kfac_core.steps.rejection import select
 
 _GAMMA = constraints.POSITIVE_SCALAR._replace(error=errors.DampingError)
 
-__all__ = ["Trial", "gamma_candidates", "search_gamma"]
-
 Step = TypeVar("Step")
 
 

@@ -32,8 +32,6 @@ from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.small_system import guarded_minimizer
 from kfac_core.steps.vectors import Vector, dots, entered, scalar_of, widest
 
-__all__ = ["Minimum", "QuadraticModel", "quadratic_model"]
-
 
 @structure()
 class Minimum:

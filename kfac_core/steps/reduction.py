@@ -14,8 +14,6 @@ from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.steps.vectors import scalar_of
 
-__all__ = ["reduction_ratio"]
-
 
 def reduction_ratio(
     loss_before: Scalar, loss_after: Scalar, /, *, predicted: Scalar

@@ -18,8 +18,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import combinable, is_structure
 from kfac_core.layers.feeding import detached_array
 
-__all__ = ["is_accepted", "select"]
-
 T = TypeVar("T")
 
 

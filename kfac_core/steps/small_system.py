@@ -11,8 +11,6 @@ from __future__ import annotations
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 
-__all__ = ["guarded_minimizer"]
-
 PIVOT_TOLERANCE = 64.0
 """In units of roundoff, the least pivot relative to its diagonal entry.
 

@@ -27,8 +27,6 @@ from kfac_core.array.structure import structure
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
 
-__all__ = ["TrustRegion", "clip_of_product", "kl_clip", "trust_region_rate"]
-
 _NOT_FINITE = (
     "The length of the step is not finite: {}. Look for NaN or infinity in the gradient "
     "and the direction; a preconditioner with a larger damping may be needed."

@@ -20,20 +20,8 @@ from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_structure
-from kfac_core.block import Vector
+from kfac_core.block import Vector as Vector
 from kfac_core.layers.feeding import detached_array
-
-__all__ = [
-    "Vector",
-    "dot",
-    "dots",
-    "entered",
-    "inner_product",
-    "linear_combination",
-    "scalar_of",
-    "sums_of_products",
-    "widest",
-]
 
 
 def inner_product(left: Vector, right: Vector, /) -> Array:

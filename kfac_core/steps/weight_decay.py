@@ -24,8 +24,6 @@ from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
 
-__all__ = ["Decayed", "add_l2", "decay_decoupled", "l2_curvature", "l2_penalty"]
-
 Decayed: TypeAlias = Callable[[str, str], bool]
 """Takes the names of a block and of a parameter; says whether that decays."""
 

@@ -28,8 +28,6 @@ import numpy as np
 import kfac_core as kc
 from kfac_core.cli.options import positive_seconds
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Trainer: TypeAlias = tuple[Callable[[float], Any], Callable[[Any], Any]]
 """A function that trains at some share of the run, and one of its result to the loss."""

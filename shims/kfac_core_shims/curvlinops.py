@@ -21,12 +21,6 @@ from kfac_core_shims.torch import KFAC
 from kfac_core_shims.torch.gradients import differentiate
 from kfac_core_shims.torch.merging import FactorProducts
 
-__all__ = [
-    "FactorsLinearOperator",
-    "KFACInverseLinearOperator",
-    "KFACLinearOperator",
-]
-
 MODES: dict[Any, Any] = {
     FisherType.TYPE2: "exact",
     FisherType.MC: "gradients",

@@ -19,8 +19,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import KFAC
 from kfac_core_shims.torch.gradients import differentiate
 
-__all__ = ["CoreEF", "CoreGGN"]
-
 
 class _Kronecker:
     """The Kronecker factors of a model, of the loss's own mode."""

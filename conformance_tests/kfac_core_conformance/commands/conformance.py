@@ -23,8 +23,6 @@ from kfac_core_conformance import (
     run_check,
 )
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
-
 SUMMARY = "check another K-FAC library against identities and records"
 EXAMPLES = (
     "kfac-core conformance --adapter kfac_core_conformance.own:Own",

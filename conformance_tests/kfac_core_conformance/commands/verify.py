@@ -24,8 +24,6 @@ from kfac_core.errors import RecordError
 if TYPE_CHECKING:
     from kfac_core_conformance.records import CheckDtype, Verdict
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
-
 SUMMARY = "recompute the answers in verification records"
 EXAMPLES = (
     "kfac-core verify step.safetensors",

@@ -29,8 +29,6 @@ from kfac_core_conformance.records.answers import (
 from kfac_core_conformance.records.diagnosis import CLOSE, distance
 from kfac_core_conformance.records.record import Record, Seen
 
-__all__ = ["alternative"]
-
 _FAILURES = (KFACError, ArithmeticError, RuntimeError, np.linalg.LinAlgError)
 
 

@@ -30,15 +30,6 @@ from kfac_core_conformance.records.checks import Check, Factor, ToDense
 from kfac_core_conformance.records.container import HostArray
 from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
 
-__all__ = [
-    "Answer",
-    "DampingKey",
-    "Place",
-    "Recomputation",
-    "damping_key",
-    "sample_answers",
-]
-
 Answer: TypeAlias = Mapping[str, HostArray]
 """Arrays by parameter, or one under ``""`` if the answer is no vector."""
 

@@ -9,18 +9,6 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 
 from kfac_core_conformance.records.schema import Part
 
-__all__ = [
-    "APPROXIMATIONS",
-    "TNT",
-    "AnyApproximation",
-    "Approximation",
-    "Diagonal",
-    "EKFAC",
-    "Full",
-    "Kronecker",
-    "Series",
-]
-
 
 class Approximation(Part, tag_field="name", frozen=True):
     """An approximation of a block."""

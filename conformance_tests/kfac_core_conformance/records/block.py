@@ -16,8 +16,6 @@ from kfac_core_conformance.records.approximations import (
 from kfac_core_conformance.records.layers import LAYERS, AnyLayer, Conv, Embedding
 from kfac_core_conformance.records.schema import Part
 
-__all__ = ["BlockDescription", "describe"]
-
 
 class BlockDescription(Part, frozen=True):
     """A block as the document describes it."""

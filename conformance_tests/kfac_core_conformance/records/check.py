@@ -33,8 +33,6 @@ from kfac_core_conformance.records.record import Record, norm_of
 from kfac_core_conformance.records.samples import condition_of
 from kfac_core_conformance.records.text import one_line
 
-__all__ = ["CheckDtype", "Verdict", "check_record"]
-
 CheckDtype = Literal["float64", "float32"]
 
 DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 1e-10, 1e-4

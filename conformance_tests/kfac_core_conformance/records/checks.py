@@ -11,27 +11,6 @@ from kfac_core_conformance.records.approximations import EKFAC, Full, Series
 from kfac_core_conformance.records.block import BlockDescription
 from kfac_core_conformance.records.schema import Name, NonNegative, Part, Shape
 
-__all__ = [
-    "CHECKS",
-    "AnyCheck",
-    "Check",
-    "DampingSplit",
-    "Eigenvalues",
-    "Factor",
-    "Logdet",
-    "Multiply",
-    "MultiplyCholesky",
-    "MultiplyCholeskyInverse",
-    "MultiplyInverse",
-    "MultiplyMatpower",
-    "ToDense",
-    "Trace",
-    "VectorCheck",
-    "LARGEST_TOLERANCE",
-    "answer_shape",
-]
-
-
 LARGEST_TOLERANCE = 0.1
 """The largest relative tolerance: an answer without one correct digit does not agree.
 

@@ -37,8 +37,6 @@ from kfac_core_conformance.records.checks import (
 )
 from kfac_core_conformance.records.record import norm_of
 
-__all__ = ["SLACK", "condition_bound"]
-
 SLACK = 4.0
 """Allows for several roundings: of inputs, sums and factorizations."""
 

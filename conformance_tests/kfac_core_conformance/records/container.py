@@ -21,8 +21,6 @@ from kfac_core.errors import ArgumentError, RecordError
 from kfac_core_conformance.records.schema import Shape
 from kfac_core_conformance.records.text import one_line, shown
 
-__all__ = ["METADATA_KEY", "Container", "HostArray", "open_container"]
-
 METADATA_KEY = "kfac_core_record"
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]

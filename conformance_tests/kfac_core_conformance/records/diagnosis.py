@@ -16,8 +16,6 @@ import numpy as np
 from kfac_core_conformance.records.answers import Answer
 from kfac_core_conformance.records.record import norm_of
 
-__all__ = ["CLOSE", "diagnosis", "distance"]
-
 CLOSE = 1e-4
 """How near an explained answer comes, relative to the expected one."""
 

@@ -39,8 +39,6 @@ from kfac_core_conformance.records.schema import (
 )
 from kfac_core_conformance.records.text import one_line, shown
 
-__all__ = ["FORMAT", "VERSION", "Document", "MovingAverage", "parse_document"]
-
 FORMAT = "kfac_core.record"
 VERSION = 1
 

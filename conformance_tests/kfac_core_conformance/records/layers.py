@@ -14,17 +14,6 @@ from kfac_core.errors import RecordError
 from kfac_core_conformance.records.schema import Count, Name, Part, Shape, Size, Sizes
 from kfac_core_conformance.records.text import shape_text, shown
 
-__all__ = [
-    "LAYERS",
-    "AnyLayer",
-    "Conv",
-    "Dense",
-    "Embedding",
-    "Layer",
-    "Parameters",
-    "ScaleShift",
-]
-
 Padding: TypeAlias = (
     Literal["same", "valid"]
     | Annotated[

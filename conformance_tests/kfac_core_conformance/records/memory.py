@@ -23,8 +23,6 @@ from kfac_core_conformance.records.checks import (
 from kfac_core_conformance.records.layers import Conv, Embedding
 from kfac_core_conformance.records.schema import Shape
 
-__all__ = ["UpdateShapes", "memory_limit_of", "require_affordable"]
-
 _BYTES = 8
 _FLOOR = 2**26
 _FACTOR = 64

@@ -35,8 +35,6 @@ from kfac_core_conformance.records.memory import (
 from kfac_core_conformance.records.samples import RecordedSamples, read_samples
 from kfac_core_conformance.records.text import one_line
 
-__all__ = ["Record", "RecordedBlock", "Seen", "assemble", "norm_of", "read_record"]
-
 
 @dataclass(frozen=True)
 class Seen:

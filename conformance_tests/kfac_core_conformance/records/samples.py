@@ -27,8 +27,6 @@ from kfac_core_conformance.records.schema import Part
 if TYPE_CHECKING:
     from kfac_core_conformance.records.record import RecordedBlock
 
-__all__ = ["RecordedSamples", "Samples", "read_samples"]
-
 Vectors = Mapping[str, Mapping[str, HostArray]]
 
 

@@ -10,18 +10,6 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-__all__ = [
-    "NAME_PATTERN",
-    "NAME_WORDS",
-    "Count",
-    "Name",
-    "NonNegative",
-    "Part",
-    "Shape",
-    "Size",
-    "Sizes",
-]
-
 NAME_PATTERN = r"^[A-Za-z0-9_-]+\Z"
 NAME_WORDS = "a name of letters, digits, '_' and '-'"
 

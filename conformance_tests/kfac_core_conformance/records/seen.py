@@ -18,8 +18,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch
 from kfac_core_conformance.records.container import HostArray
 
-__all__ = ["host_array", "tensors_of"]
-
 
 def tensors_of(
     batch: Batch | GradientBatch, layer: Layer, conventions: Conventions, /

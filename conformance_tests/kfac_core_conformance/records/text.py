@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import reprlib
 
-__all__ = ["one_line", "shape_text", "shown"]
-
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
 

@@ -46,8 +46,6 @@ from kfac_core_conformance.records.record import assemble, read_record
 from kfac_core_conformance.records.seen import host_array, tensors_of
 from kfac_core_conformance.records.text import shown
 
-__all__ = ["RecordWriter"]
-
 # Whoever writes a record could already compute with it.
 _UNLIMITED = 2**63
 

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import kfac_core as kc
 from kfac_core_shims.jax.network import Network
 
-__all__ = ["collect"]
-
 
 def collect(
     network: Network,

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 import kfac_core as kc
 
-__all__ = ["compiled", "compiler_options", "traced_once"]
-
 
 class _Compiled(kc.execution.Executor):
     """Runs a stage of several blocks as one compiled program.

@@ -32,18 +32,6 @@ from kfac_core_shims.jax.program import (
 )
 from kfac_core_shims.jax.views import View
 
-__all__ = [
-    "Counts",
-    "ExampleAxis",
-    "Where",
-    "counts",
-    "doubled",
-    "example_axes",
-    "reversed_lengths",
-    "traced_twice",
-    "with_examples",
-]
-
 # Operations that may put rows in another order.
 REORDERING = frozenset(
     {

@@ -22,9 +22,6 @@ from kfac_core_shims.jax.marks import Label, mark
 from kfac_core_shims.jax.program import Operand, Operation, Program, Trace
 from kfac_core_shims.jax.views import Piece, View, joined, whole_axes
 
-__all__ = ["Arrangement", "Layers", "Loop", "Meeting", "Part", "Site", "find"]
-
-
 Consumer: TypeAlias = tuple[Operation, int]
 """An operation, and which of its operands a value is."""
 

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import kfac_core as kc
 from kfac_core_shims.jax.jacobians import JacobianFinder
 
-__all__ = ["GaussNewton", "GaussNewtonProgress", "GaussNewtonState"]
-
 
 class GaussNewtonState(NamedTuple):
     """Everything that changes from step to step, beside the parameters.

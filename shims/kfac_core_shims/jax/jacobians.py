@@ -22,8 +22,6 @@ from kfac_core_shims.jax.leaves import leaf_name, put, taken
 from kfac_core_shims.jax.network import Network
 from kfac_core_shims.jax.program import forms
 
-__all__ = ["Columns", "JacobianFinder"]
-
 Slot: TypeAlias = tuple[Part, int | None]
 """The part of a leaf that a layer's parameter is, and the turn of its loop."""
 

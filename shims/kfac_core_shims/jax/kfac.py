@@ -21,8 +21,6 @@ from kfac_core_shims.jax.mapped import (
 )
 from kfac_core_shims.jax.network import Network
 
-__all__ = ["KFAC", "started"]
-
 T = TypeVar("T")
 
 _DEFAULTS = kc.integration.defaults

@@ -19,8 +19,6 @@ from kfac_core_shims.jax.examples import Counts, ExampleAxis, row_axes
 from kfac_core_shims.jax.finding import Layers, Part, Site
 from kfac_core_shims.jax.program import Trace
 
-__all__ = ["Leaves", "leaf_name", "put", "taken"]
-
 
 class Leaves:
     """Names of parameters, and the parts of them that blocks have.

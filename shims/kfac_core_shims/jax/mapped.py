@@ -14,15 +14,6 @@ import jax.custom_batching
 
 import kfac_core as kc
 
-__all__ = [
-    "averaged",
-    "explicit_axes",
-    "gathered",
-    "mapped_axes",
-    "summed_over",
-    "watched",
-]
-
 
 def mapped_axes() -> tuple[set[Any], set[Any]]:
     """Return the names of the axes that the caller is mapped over.

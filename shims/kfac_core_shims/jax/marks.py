@@ -14,8 +14,6 @@ from jax.interpreters import ad, batching, mlir
 
 import kfac_core as kc
 
-__all__ = ["Label", "dense", "mark", "tap"]
-
 
 class Label:
     """Contents of a mark: the block's name, its layer, and the roles of the operands.

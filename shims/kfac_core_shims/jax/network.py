@@ -37,8 +37,6 @@ from kfac_core_shims.jax.program import (
 )
 from kfac_core_shims.jax.rows import Rows, in_roles, joined_uses
 
-__all__ = ["Network"]
-
 
 class Network:
     """A network function, the ``blocks`` found in it, and its derivatives.

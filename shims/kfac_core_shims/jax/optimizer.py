@@ -26,9 +26,6 @@ from kfac_core_shims.jax.kfac import KFAC, started
 from kfac_core_shims.jax.mapped import averaged
 from kfac_core_shims.jax.network import Network
 
-__all__ = ["Optimizer", "OptimizerState", "Progress", "kfac_optimizer"]
-
-
 _DEFAULTS = kc.integration.defaults
 
 Likelihood: TypeAlias = str | kc.losses.Loss | kc.integration.RowLoss

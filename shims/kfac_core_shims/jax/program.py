@@ -19,20 +19,6 @@ import jax.numpy as jnp
 from kfac_core_shims.jax.marks import mark
 from kfac_core_shims.jax.views import View
 
-__all__ = [
-    "CALLS",
-    "Operand",
-    "Operation",
-    "Program",
-    "Trace",
-    "bound",
-    "forms",
-    "jaxprs_in",
-    "operations_of",
-    "run",
-    "traced",
-]
-
 Operand: TypeAlias = Any
 """The place of a value, or a literal of JAX."""
 

@@ -12,8 +12,6 @@ import kfac_core as kc
 from kfac_core_shims.jax.mapped import averaged, mapped_axes
 from kfac_core_shims.jax.network import Network
 
-__all__ = ["SOAPState", "soap"]
-
 _DENSE = 3
 """The bases are renewed at each of so many first steps."""
 

@@ -21,8 +21,6 @@ import kfac_core as kc
 from kfac_core_shims.jax.examples import Counts, ExampleAxis
 from kfac_core_shims.jax.finding import Arrangement, Site
 
-__all__ = ["Rows", "in_roles", "joined_uses"]
-
 
 class Rows:
     """The arrays of one site in the order that its layer has.

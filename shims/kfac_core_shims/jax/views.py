@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-__all__ = ["Piece", "View", "joined", "whole_axes"]
-
 Piece: TypeAlias = tuple[int, int, int]
 
 SAME = frozenset(

@@ -20,8 +20,6 @@ from keras import ops
 import kfac_core as kc
 from kfac_core_shims.keras import layers, losses, private, taps
 
-__all__ = ["KFAC"]
-
 BACKENDS = "torch", "jax"
 
 _DEFAULTS = kc.integration.defaults

@@ -18,8 +18,6 @@ import kfac_core as kc
 from kfac_core_shims.keras import private
 from kfac_core_shims.keras.taps import Tape
 
-__all__ = ["Place", "Site", "each_site", "sites_of", "tapped"]
-
 DENSE = layers.Dense
 CONVOLUTIONS = layers.Conv1D, layers.Conv2D, layers.Conv3D
 NORMALIZATIONS = layers.LayerNormalization, layers.BatchNormalization

@@ -21,15 +21,6 @@ from keras import ops
 import kfac_core as kc
 from kfac_core_shims.keras import private
 
-__all__ = [
-    "OutputLoss",
-    "layer_weights",
-    "losses_of",
-    "own_loss_of",
-    "rows_of",
-    "sample_weights",
-]
-
 RowLoss = kc.integration.RowLoss
 CATEGORICAL = RowLoss(likelihood=kc.losses.Categorical())
 BERNOULLI = RowLoss(likelihood=kc.losses.Bernoulli(), mean_over_outputs=True)

@@ -11,20 +11,6 @@ from typing import Any
 import keras
 from keras.src.backend import get_keras_mask
 
-__all__ = [
-    "compiled_losses",
-    "compiled_reductions",
-    "is_compiled",
-    "layers_of",
-    "loss_options",
-    "mask_of",
-    "optimizer_variables",
-    "own_variables",
-    "recomputed_layers",
-    "trace_state",
-    "training_option",
-]
-
 
 def mask_of(x: Any, /) -> Any:
     """Return the mask that Keras carries with an array, None without one."""

@@ -14,8 +14,6 @@ from keras import layers, ops
 
 from kfac_core_shims.keras.taps import Tape
 
-__all__ = ["recurrent_call"]
-
 
 def recurrent_call(names: dict[str, str], layer: Any, tape: Tape) -> Callable[..., Any]:
     """Return the call of an `LSTM`, `GRU` or `SimpleRNN` layer on a tape.

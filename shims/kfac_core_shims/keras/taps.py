@@ -16,8 +16,6 @@ import keras
 import kfac_core as kc
 from kfac_core_shims.keras import private
 
-__all__ = ["Tape", "Use", "run_taped", "shadowed"]
-
 
 @dataclass
 class Use:

@@ -9,8 +9,6 @@ from typing import Any
 from kfac_core_shims.torch.loss_checks import LossCheck
 from kfac_core_shims.torch.observation import Observation
 
-__all__ = ["balance", "have_weights", "numbers_of", "require_scale"]
-
 
 def _is_one(x: float) -> bool:
     """Whether a scale is one: a sum and a mean are twofold apart, or more."""

@@ -18,17 +18,6 @@ from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.sites import Site
 
-__all__ = [
-    "Factors",
-    "collect",
-    "evaluated",
-    "example_losses",
-    "factors_from",
-    "outputs_of",
-    "read_factors",
-    "require_order",
-]
-
 
 @dataclass
 class Factors:

@@ -18,8 +18,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["ComputedSite"]
-
 
 @dataclass(eq=False, kw_only=True)
 class ComputedSite(Site):

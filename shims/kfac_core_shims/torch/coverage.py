@@ -11,8 +11,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import ModelBlocks
 
-__all__ = ["APPROXIMATIONS", "ASKED", "Coverage", "approximation_of", "choose"]
-
 ASKED = "it was asked for"
 """The reason for a parameter that an option leaves alone."""
 

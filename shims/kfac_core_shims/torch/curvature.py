@@ -27,8 +27,6 @@ from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
 from kfac_core_shims.torch.passes import PassRecorder
 from kfac_core_shims.torch.sites import ModelBlocks, Site
 
-__all__ = ["Curvature"]
-
 
 class Curvature(kc.integration.NaturalGradient):
     """Statistics of the passes of a model, without the steps.

@@ -9,8 +9,6 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["factors_of"]
-
 
 def factors_of(site: Site, statistics: Any, /) -> tuple[Any, Any, Any]:
     """Return both factors of a layer's block, and the scale of their product.

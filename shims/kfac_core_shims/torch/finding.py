@@ -15,8 +15,6 @@ from kfac_core_shims.torch.computed import ComputedSite
 from kfac_core_shims.torch.layers import Parts, describe, describe_tied
 from kfac_core_shims.torch.sites import ModelBlocks, Site
 
-__all__ = ["find_sites"]
-
 
 def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> ModelBlocks:
     """Return the blocks of a model.

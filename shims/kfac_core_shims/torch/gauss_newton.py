@@ -19,8 +19,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.jacobians import JacobianFinder
 
-__all__ = ["GaussNewton", "GaussNewtonReport"]
-
 Residuals: TypeAlias = Any
 """A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms; or outputs
 and targets, with a likelihood."""

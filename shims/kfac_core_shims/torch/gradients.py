@@ -18,8 +18,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["Gradients", "differentiate", "drawing", "is_drawn_through"]
-
 _drawn_through: list[Any] = []
 """Models through which K-FAC is backpropagating vectors of its own.
 

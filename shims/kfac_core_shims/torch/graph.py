@@ -23,16 +23,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = [
-    "Reached",
-    "RecordedCall",
-    "Walk",
-    "calls_below",
-    "gradients_at",
-    "pull_back",
-    "whole",
-]
-
 _SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
 _VIEWS = *_SAME, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"
 _TRANSPOSED = "TBackward0", "TransposeBackward0"

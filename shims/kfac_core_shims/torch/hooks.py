@@ -14,8 +14,6 @@ from kfac_core_shims.torch.graph import RecordedCall
 from kfac_core_shims.torch.private import forget_compiled, outside_compilers
 from kfac_core_shims.torch.sites import ModelBlocks, Site
 
-__all__ = ["Around", "Inert", "install"]
-
 
 class Inert:
     """A hook whose copies and pickles do nothing."""

@@ -21,8 +21,6 @@ from kfac_core_shims.torch.hooks import install
 from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
-__all__ = ["JacobianFinder"]
-
 
 @dataclass(eq=False)
 class JacobianFinder:

@@ -13,8 +13,6 @@ from kfac_core_shims.torch.curvature import Curvature
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.observation import Observation
 
-__all__ = ["KFAC"]
-
 _DEFAULTS = kc.integration.defaults
 
 _OUTPUT = kc.constraints.either(

@@ -25,16 +25,6 @@ from torch.nn import functional as fn
 import kfac_core as kc
 from kfac_core_shims.torch import private
 
-__all__ = [
-    "Part",
-    "Parts",
-    "Reading",
-    "covered_modules",
-    "describe",
-    "describe_tied",
-    "register_layer",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:

@@ -9,8 +9,6 @@ from torch import nn
 
 import kfac_core as kc
 
-__all__ = ["BERNOULLI", "CATEGORICAL", "Criterion", "criterion_of"]
-
 CATEGORICAL, BERNOULLI = kc.losses.Categorical(), kc.losses.Bernoulli()
 
 

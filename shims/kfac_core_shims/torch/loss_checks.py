@@ -19,8 +19,6 @@ from kfac_core_shims.torch.likelihoods import CATEGORICAL, Criterion
 from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.weights import RowWeights, weights_of_rows
 
-__all__ = ["LossCheck"]
-
 _SCALED = 100.0
 """Largest gradient of a row that is taken for a factor of the loss, times that of one."""
 

@@ -13,8 +13,6 @@ import kfac_core as kc
 from kfac_core_shims.torch.collecting import Factors, read_factors
 from kfac_core_shims.torch.stacks import ParameterStacks
 
-__all__ = ["FactorProducts", "Merged", "merge", "scipy_operator"]
-
 
 @dataclass(frozen=True)
 class Merged:

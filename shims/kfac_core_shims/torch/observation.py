@@ -9,8 +9,6 @@ import kfac_core as kc
 from kfac_core_shims.torch import uses
 from kfac_core_shims.torch.graph import RecordedCall
 
-__all__ = ["Observation"]
-
 
 @dataclass(eq=False)
 class Observation:

@@ -27,8 +27,6 @@ from kfac_core_shims.torch.outputs import RandomState, pick
 from kfac_core_shims.torch.private import without_fused_kernels
 from kfac_core_shims.torch.saving import as_bytes, of_bytes
 
-__all__ = ["KFACOptimizer"]
-
 _DEFAULTS = kc.integration.defaults
 
 Vectors = list[Any]

@@ -12,14 +12,6 @@ from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
 
-__all__ = [
-    "CollectOptions",
-    "CurvatureOptions",
-    "rate_of",
-    "require_made",
-    "require_sensible",
-]
-
 Likelihood: TypeAlias = (
     str | kc.losses.Loss | kc.integration.RowLoss | torch.nn.Module | None
 )

@@ -23,8 +23,6 @@ from kfac_core_shims.torch.likelihoods import CATEGORICAL
 from kfac_core_shims.torch.parallel import require_all_take_part
 from kfac_core_shims.torch.passes import Pass, PassRecorder
 
-__all__ = ["OutputHook", "RandomHook", "RandomState", "pick", "rows_of"]
-
 
 def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
     """Return the tensor that the likelihood reads, out of a model's outputs, or None.

@@ -13,14 +13,6 @@ from kfac_core_shims.torch import private
 if TYPE_CHECKING:
     from kfac_core_shims.torch.sharded import Division
 
-__all__ = [
-    "execution_of",
-    "inner",
-    "processes_of",
-    "require_all_take_part",
-    "require_one_process",
-]
-
 TIMEOUT = 1800.0
 """Seconds to wait for other processes: those of ``torch.distributed`` by default."""
 

@@ -29,8 +29,6 @@ from kfac_core_shims.torch.loss_checks import LossCheck
 from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.weights import RowWeights, coarseness
 
-__all__ = ["Pass", "PassRecorder"]
-
 
 class Pass:
     """One forward pass of the model, which a backward pass may reach.

@@ -26,8 +26,6 @@ from kfac_core_shims.torch.scoring import (
     skipped_parameters,
 )
 
-__all__ = ["Posterior"]
-
 
 class Posterior:
     r"""Laplace's approximation: the parameters are normal about their trained values.

@@ -18,31 +18,6 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = [
-    "accumulates",
-    "add_to_each",
-    "backward_pass",
-    "filled_copy",
-    "forget_compiled",
-    "ids_in",
-    "is_graph_kept",
-    "is_transformed",
-    "levels",
-    "multiply_each",
-    "outside_compilers",
-    "padding_widths",
-    "overflows",
-    "replicas_may_leave",
-    "saved",
-    "signed",
-    "tangents",
-    "unbatched_ndim",
-    "uncompiled",
-    "unwrapped",
-    "version",
-    "without_fused_kernels",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

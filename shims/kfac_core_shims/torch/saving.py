@@ -10,8 +10,6 @@ import torch
 
 import kfac_core as kc
 
-__all__ = ["DistributedState", "as_bytes", "of_bytes"]
-
 
 def as_bytes(state: Any, /) -> bytes:
     """Return plain data and tensors as bytes."""

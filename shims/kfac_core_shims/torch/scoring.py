@@ -28,15 +28,6 @@ from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.likelihoods import criterion_of
 from kfac_core_shims.torch.stacks import ParameterStacks
 
-__all__ = [
-    "Scores",
-    "influence",
-    "output_rows",
-    "scored_blocks",
-    "self_influence",
-    "skipped_parameters",
-]
-
 Losses = Callable[[Any, Any], Any]
 """``(model, batch) -> losses`` of the batch's examples, shape (N,)."""
 

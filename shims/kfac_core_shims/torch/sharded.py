@@ -28,8 +28,6 @@ from torch.distributed.fsdp import FSDPModule
 import kfac_core as kc
 from kfac_core_shims.torch.sites import ModelBlocks, Site
 
-__all__ = ["Division", "division_of"]
-
 _DIVISIBLE = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm
 
 Arrays = dict[str, dict[str, Any]]

@@ -12,8 +12,6 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.layers import Part
 
-__all__ = ["ModelBlocks", "Site"]
-
 
 @dataclass(eq=False, kw_only=True)
 class Site:

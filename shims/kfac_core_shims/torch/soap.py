@@ -16,8 +16,6 @@ from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.soap_rows import RowRecorder
 from kfac_core_shims.torch.soap_stacks import Side, Stack, Vectors, Weight, real
 
-__all__ = ["SOAP"]
-
 _DENSE = 3
 """The bases are renewed at each of so many first steps."""
 

@@ -19,8 +19,6 @@ from kfac_core_shims.torch.hooks import Around, Inert
 from kfac_core_shims.torch.layers import Part
 from kfac_core_shims.torch.sites import ModelBlocks, Site
 
-__all__ = ["RowRecorder", "Rows"]
-
 
 class Rows:
     """One call's rows on one side of a layer, which several layers may share.

@@ -10,8 +10,6 @@ import torch
 
 import kfac_core as kc
 
-__all__ = ["Side", "Stack", "Vectors", "Weight"]
-
 
 @dataclass(eq=False, kw_only=True)
 class Side:

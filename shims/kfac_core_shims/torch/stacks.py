@@ -10,8 +10,6 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["ParameterStacks"]
-
 
 class ParameterStacks:
     """Vectors in the space of some blocks' parameters.

@@ -16,8 +16,6 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.graph import Reached, RecordedCall, gradients_at
 
-__all__ = ["find_examples", "joined", "sums_over_positions"]
-
 
 def sums_over_positions(block: kc.Block, /) -> bool:
     """Whether a block sums gradients over the positions of each example."""

@@ -15,8 +15,6 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.likelihoods import BERNOULLI, CATEGORICAL, Criterion
 
-__all__ = ["RowWeights", "coarseness", "weights_of_rows"]
-
 _SAMPLED = 1 << 13
 """Numbers of a large pass that are read to see that its rows still have one factor."""
 

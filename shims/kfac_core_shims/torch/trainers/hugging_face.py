@@ -13,8 +13,6 @@ import kfac_core as kc
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.options import TrainerOptions
 
-__all__ = ["HuggingFaceCallback"]
-
 
 class HuggingFaceCallback(TrainerCallback):
     """Replaces the gradients of a Trainer by natural gradients.

@@ -10,8 +10,6 @@ from lightning import Callback
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.options import TrainerOptions
 
-__all__ = ["LightningCallback"]
-
 
 class LightningCallback(Callback):
     """Replaces the gradients of a Lightning module by natural gradients.
