@@ -4,12 +4,15 @@ Conventions.  All layers are dense, with ``y = x W + b``; a convolution stands h
 the dense layer of its patches, so that extracting them is nobody's time.  The rows are
 drawn from seeds, a batch and a layer at a time, so that every process makes the same
 ones: independent normal numbers, of which the scale falls off over the coordinates, which
-gives the factors a spread of eigenvalues and a condition that float32 can bear.
+gives the factors a spread of eigenvalues and a condition that float32 can bear.  Those of
+the workload "activations" are of a network's passes instead, behind whose bottleneck
+factors have few eigenvalues above roundoff.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +69,9 @@ class Workload:
         Where on that axis.
     memory : bool
         Whether peak memory is measured too.
+    passes : bool
+        Whether the rows are activations and gradients of the layers in a chain, with tanh
+        between them and a label drawn for each of the outputs.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Workload:
     sweep: str = ""
     size: int = 0
     memory: bool = False
+    passes: bool = False
 
     @property
     def factor_bytes(self) -> int:
@@ -88,6 +95,8 @@ class Workload:
 
     def rows(self, index: int, layer: int, /) -> tuple[Matrix, Matrix]:
         """Return one layer's rows ``(x, g)`` of a batch."""
+        if self.passes:
+            return _rows_of_passes(self.layers, index)[layer]
         of = self.layers[layer]
         x = _normal((1, index, layer, 0), (of.rows, of.inputs))
         g = _normal((1, index, layer, 1), (of.rows, of.outputs))
@@ -114,6 +123,32 @@ def _normal(seed: tuple[int, ...], shape: tuple[int, int]) -> Matrix:
     x = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     x *= scale
     return x
+
+
+@functools.lru_cache(maxsize=1)
+def _rows_of_passes(
+    layers: tuple[Layer, ...], index: int
+) -> list[tuple[Matrix, Matrix]]:
+    """Return the rows of a chain of layers, from a pass forward and one back."""
+    normal = np.random.default_rng(3).standard_normal
+    weights = [normal((x.inputs, x.outputs)) / x.inputs**0.5 for x in layers]
+    # Few numbers decide each example, as they do with images.
+    latent = normal((16, layers[0].inputs)) / 4.0
+    generator = np.random.default_rng((4, index))
+    x = _sigmoid(generator.standard_normal((layers[0].rows, 16)) @ latent) ** 4
+    inputs = [x]
+    for weight in weights[:-1]:
+        inputs.append(np.tanh(inputs[-1] @ weight))
+    p = _sigmoid(inputs[-1] @ weights[-1])
+    gradients = [p - (generator.uniform(size=p.shape) < p)]
+    for weight, y in zip(weights[:0:-1], inputs[:0:-1], strict=True):
+        gradients.append((gradients[-1] @ weight.T) * (1.0 - y * y))
+    pairs = zip(inputs, reversed(gradients), strict=True)
+    return [(x.astype(np.float32), g.astype(np.float32)) for x, g in pairs]
+
+
+def _sigmoid(z: Matrix) -> Matrix:
+    return 1.0 / (1.0 + np.exp(-z))
 
 
 def _chain(widths: Sequence[int], rows: int) -> tuple[Layer, ...]:
@@ -147,6 +182,12 @@ AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 ALL = MAIN_STAGES + EIGEN_STAGES + GPU_STAGES
 WORKLOADS = (
     Workload("autoencoder", _chain(AUTOENCODER, 512), ALL, batches=3, memory=True),
+    Workload(
+        "activations",
+        _chain(AUTOENCODER, 512),
+        CORE_STAGES + EIGEN_STAGES,
+        passes=True,
+    ),
     Workload(
         "transformer",
         tuple(

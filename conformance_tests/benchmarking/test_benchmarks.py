@@ -129,6 +129,20 @@ def test_resnet50_has_its_layers():
     assert sum(x.inputs * x.outputs for x in resnet.layers) == 23_454_912
 
 
+def test_rows_of_passes_are_activations_and_gradients():
+    """Each layer's are linear in the last one's, up to tanh and its derivative."""
+    layers = (workloads.Layer(3, 5, True, 40), workloads.Layer(5, 4, True, 40))
+    (x, g), (h, e) = workloads.Workload("w", layers, (), passes=True).batch(0)
+
+    def residual(inputs, outputs):
+        solution = np.linalg.lstsq(inputs, outputs)[0]
+        return np.abs(inputs @ solution - outputs).max()
+
+    assert residual(x, np.arctanh(h)) < 1e-5
+    assert residual(e, g / (1.0 - h * h)) < 1e-5
+    assert np.abs(e).max() < 1.0
+
+
 def test_a_run_has_the_form_that_is_reported(capsys):
     """One process, two points of a sweep and a workload, into JSON and a table."""
     square = (workloads.Layer(3, 3, False, 4),)
