@@ -445,7 +445,7 @@ def after_update(
 
 
 def after_updates(
-    state: NetworkState, statistics: Mapping[str, Statistics], good: Any, /
+    state: NetworkState, statistics: Mapping[str, Statistics], good: Array | int, /
 ) -> NetworkState:
     """Return a network's state with new statistics of some blocks; as `after_update`."""
     after: dict[str, BlockState] = {}

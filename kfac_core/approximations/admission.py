@@ -164,7 +164,7 @@ def overflow_flags(
     )
 
 
-def with_status(statistics: Statistics, status: Any, /) -> Statistics:
+def with_status(statistics: Statistics, status: Array, /) -> Statistics:
     """Return statistics with other flags, and 0-d arrays in place of NumPy scalars."""
     averages = statistics.averages
     if isinstance(status, (np.generic, np.ndarray)):

@@ -56,6 +56,7 @@ from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached_array, is_empty, raise_for_flags
 from kfac_core.network import Network
+from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.stages import APPLY, Executor, Stage, Tasks, plain
 from kfac_core.state import BlockState, NetworkState, require_same_form
 
@@ -736,7 +737,7 @@ class DistributedExecutor(Executor):
             )
         }
 
-    def _divides(self, name: str, operator: Any) -> bool:
+    def _divides(self, name: str, operator: CurvatureOperator) -> bool:
         """Return whether several ranks compute the directions of an operator."""
         if name not in self.placement.workers:
             return False

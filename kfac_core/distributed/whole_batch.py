@@ -15,6 +15,7 @@ import numpy as np
 from kfac_core import errors
 from kfac_core.array import Array, replaced
 from kfac_core.array import namespaces as ns
+from kfac_core.block import BatchLike, Block
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.options import LossScale
@@ -169,7 +170,7 @@ def _summed_gradients(
     return GradientBatch(summed, int(examples), sources or None)
 
 
-def _counts_of(block: Any, batch: Any) -> tuple[float, float, float, float]:
+def _counts_of(block: Block, batch: BatchLike) -> tuple[float, float, float, float]:
     """Return the numbers of examples, of rows that count, of sources (or 0), and 1."""
     if isinstance(batch, GradientBatch):
         return (

@@ -224,7 +224,7 @@ def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
     """Return a function that views an array and records the owner of each view."""
     view_of = _native("host_view", host_view, xp)
 
-    def view(x: Any) -> Any:
+    def view(x: Array) -> Any:
         array: np.ndarray[Any, Any] | None = view_of(x, xp=xp)
         if array is None:
             raise _ElsewhereError

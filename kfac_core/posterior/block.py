@@ -22,6 +22,7 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
+from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.spectral import SpectralOperator
 
 _PRECISION = constraints.POSITIVE_SCALAR._replace(error=errors.DampingError)
@@ -123,7 +124,7 @@ class BlockPosterior:
 
 
 def block_posterior(
-    operator: Any,
+    operator: CurvatureOperator,
     /,
     *,
     examples: Scalar,
