@@ -52,7 +52,7 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
             "anneal_after": (100.0, 400.0, 1200.0, None),
             "gradient_bound": (1.0, 1.5, 2.0, 4.0, None),
             "gain": (0.02, 0.05, 0.1, None),
-            "beta": ((0.9, 0.95), (0.95, 0.95), (0.9, 0.98), (0.95, 0.98)),
+            "beta": ((0.9, 0.9), (0.93, 0.93), (0.95, 0.95), (0.9, 0.95), (0.95, 0.98)),
             "update_every": (5, 10, 20),
             "decay": (0.8, 0.9),
         },

@@ -11,7 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.jax import Network, soap  # noqa: E402
 
-RATE, BETAS, EPS, STEPS, FALL = 1e-1, (0.9, 0.95), 1e-8, 13, 400
+RATE, BETAS, EPS, STEPS, FALL = 1e-1, (0.93, 0.93), 1e-8, 13, 400
 
 
 @pytest.fixture(autouse=True)

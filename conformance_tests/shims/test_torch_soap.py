@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import SOAP  # noqa: E402
 
-RATE, BETAS, EPS, FALL = 1e-2, (0.9, 0.95), 1e-8, 400
+RATE, BETAS, EPS, FALL = 1e-2, (0.93, 0.93), 1e-8, 400
 STEPS = 13
 
 

@@ -424,9 +424,10 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     0.951
     """
     xp = ns.own_namespace(sums)
+    # Not finite in a pass that a gradient scaler leaves out, zero before the first step.
+    sums = xp.where(xp.all(xp.isfinite(sums)), sums, xp.zeros_like(sums))
     norm = sums[1] ** 0.5 * sums[2] ** 0.5
-    # Zero before the first step, infinite in a pass that a gradient scaler leaves out.
-    is_defined = (norm > 0) & xp.isfinite(norm)
+    is_defined = norm > 0
     one = xp.ones_like(norm)
     cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
     return xp.minimum(share * xp.exp(gain * cosine), one)

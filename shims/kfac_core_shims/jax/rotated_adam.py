@@ -48,7 +48,7 @@ class SOAPState(NamedTuple):
 def soap(
     network: Network,
     learning_rate: kc.integration.Schedule = 1e-2,
-    betas: tuple[float, float] = (0.9, 0.95),
+    betas: tuple[float, float] = (0.93, 0.93),
     *,
     weight_decay: float = 0.0,
     update_every: int = 10,
@@ -77,7 +77,8 @@ def soap(
     learning_rate : float or callable of int
         Rate, or its schedule by the number of steps taken.
     betas : tuple of float
-        Decays of the first and the second moment.
+        Decays of the first and the second moment.  While a basis lasts, no coordinate of a
+        weight moves by more than the rate if they are equal.
     weight_decay : float
         Decoupled weight decay.
     update_every : int
@@ -115,7 +116,8 @@ def soap(
 
     References
     ----------
-    Vyas et al. (2024), arXiv:2409.11321; George et al. (2018), arXiv:1806.03884.
+    Vyas et al. (2024), arXiv:2409.11321; George et al. (2018), arXiv:1806.03884; Orvieto
+    and Gower (2025), arXiv:2505.21829, for equal betas.
 
     Examples
     --------

@@ -14,7 +14,14 @@ from torch.optim.adamw import adamw
 import kfac_core as kc
 from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.soap_rows import RowRecorder
-from kfac_core_shims.torch.soap_stacks import Side, Stack, Vectors, Weight, real
+from kfac_core_shims.torch.soap_stacks import (
+    Moments,
+    Side,
+    Stack,
+    Vectors,
+    Weight,
+    real,
+)
 
 _DENSE = 3
 """The bases are renewed at each of so many first steps."""
@@ -42,7 +49,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     lr : float
         Learning rate eta of the first step, as for Adam.
     betas : tuple of float
-        Decays of the first and the second moment.
+        Decays of the first and the second moment.  While a basis lasts, no coordinate of a
+        weight moves by more than the rate if they are equal.
     weight_decay : float
         Decoupled weight decay, as of AdamW.
     update_every : int
@@ -99,7 +107,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     References
     ----------
     Vyas et al. (2024), "SOAP", arXiv:2409.11321, for Adam in an eigenbasis; George et al.
-    (2018), arXiv:1806.03884, for second moments in the eigenbasis of K-FAC's factors.
+    (2018), arXiv:1806.03884, for second moments in the eigenbasis of K-FAC's factors;
+    Orvieto and Gower (2025), arXiv:2505.21829, for equal betas.
 
     Examples
     --------
@@ -125,7 +134,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self,
         model: torch.nn.Module | Iterable[Any],
         lr: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.93, 0.93),
         *,
         weight_decay: float = 0.0,
         update_every: int = 10,
@@ -258,13 +267,13 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 stack.average(decay=group["betas"][1])
         if self._is_due(self.param_groups[0]["steps"] + 1):
             self._renew()
-        grads = [[part.gradients() for part in parts] for parts in self._parts]
+        grads = [[m.gradients() for m in moments] for moments in self._moments]
         self._adapt(grads)
-        for group, parts, gradients in zip(
-            self.param_groups, self._parts, grads, strict=True
+        for group, moments, gradients in zip(
+            self.param_groups, self._moments, grads, strict=True
         ):
-            if parts:
-                self._step(group, parts, gradients)
+            if moments:
+                self._step(group, moments, gradients)
             group["steps"] += 1
         self._record_next()
         return loss
@@ -303,7 +312,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._weights: dict[Any, list[Weight]] = {}
         self._key = None
         self._stacks: list[list[Stack]] = []
-        self._parts: list[list[Stack | Vectors]] = []
+        self._moments: list[list[Moments]] = []
         self._warned = False
         self._recorder: RowRecorder | None = None
         if self._model is not None:
@@ -396,8 +405,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         if key != self._key:
             self._stacks = [self._stacked(ps) for ps in present]
             vectors = [[p for p in ps if not self._weights_of(p)] for ps in present]
-            self._parts = [
-                [*self._joined(ps), *stacks]
+            self._moments = [
+                _joined([*self._vectors(ps), *stacks])
                 for ps, stacks in zip(vectors, self._stacks, strict=True)
             ]
             self._key = key
@@ -431,7 +440,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 alike.setdefault(form, []).append((w, state))
         return [Stack(*zip(*pairs, strict=True)) for pairs in alike.values()]
 
-    def _joined(self, parameters: list[Any]) -> list[Vectors]:
+    def _vectors(self, parameters: list[Any]) -> list[Vectors]:
         alike: dict[Any, list[tuple[Any, Any]]] = {}
         for p in parameters:
             state = self.state[p]
@@ -444,23 +453,25 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             alike.setdefault(form, []).append((p, state))
         return [Vectors(*zip(*pairs, strict=True)) for pairs in alike.values()]
 
-    def _step(self, group: dict[str, Any], parts: list[Any], grads: list[Any]) -> None:
+    def _step(
+        self, group: dict[str, Any], moments: list[Moments], grads: list[Any]
+    ) -> None:
         """Update the parameters of a group: AdamW, on stacks in their bases."""
         rate = group["share"] * kc.roots.annealed_rate(
             group["lr"], group["steps"], after=self._options["anneal_after"]
         )
-        for i, part in enumerate(parts):
-            if part.is_dense:
+        for i, m in enumerate(moments):
+            if m.is_dense:
                 # Reading a number synchronizes a GPU; on a CPU it saves operations.
-                on_host = part.step.device.type == "cpu"
+                on_host = m.step.device.type == "cpu"
                 grads[i] = kc.roots.bounded_gradient(
                     grads[i],
-                    part.exp_avg_sq,
-                    steps=float(part.step) if on_host else part.step,
+                    m.exp_avg_sq,
+                    steps=float(m.step) if on_host else m.step,
                     decay=group["betas"][1],
                     bound=self._options["gradient_bound"],
                 )
-        targets = [x for part in parts for x in part.targets]
+        targets = [x for m in moments for x in m.targets]
         if group["weight_decay"] != 0:
             # Not by `adamw` below, whose arguments are steps from zero, with nothing to
             # decay.
@@ -469,10 +480,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         adamw(
             arguments,
             grads,
-            [part.exp_avg for part in parts],
-            [part.exp_avg_sq for part in parts],
+            [m.exp_avg for m in moments],
+            [m.exp_avg_sq for m in moments],
             [],
-            [part.step for part in parts],
+            [m.step for m in moments],
             fused=all(x.device.type in ("cpu", "cuda") for x in arguments),
             amsgrad=False,
             beta1=group["betas"][0],
@@ -482,8 +493,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             eps=group["eps"],
             maximize=False,
         )
-        pairs = zip(parts, arguments, strict=True)
-        steps = [x for part, d in pairs for x in part.directions(d)]
+        pairs = zip(moments, arguments, strict=True)
+        steps = [x for m, d in pairs for x in m.directions(d)]
         private.add_to_each(targets, steps)
 
     def _adapt(self, grads: list[list[Any]]) -> None:
@@ -492,19 +503,23 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         if gain is None:
             return
         sums = [
-            kc.roots.agreement(V, part.exp_avg, part.exp_avg_sq)
-            for parts, gradients in zip(self._parts, grads, strict=True)
-            for part, V in zip(parts, gradients, strict=True)
-            if part.is_dense
+            kc.roots.agreement(V, m.exp_avg, m.exp_avg_sq)
+            for moments, gradients in zip(self._moments, grads, strict=True)
+            for m, V in zip(moments, gradients, strict=True)
+            if m.is_dense
         ]
         if not sums:
             return
         total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
-        share = kc.roots.adapted_share(self.param_groups[0]["share"], total, gain=gain)
-        # Reading a number synchronizes a GPU.
-        share = float(share) if share.device.type == "cpu" else share
+        # Reading a number synchronizes a GPU; on a CPU it saves operations.
+        on_host = total.device.type == "cpu"
+        share = kc.roots.adapted_share(
+            self.param_groups[0]["share"],
+            total.numpy() if on_host else total,
+            gain=gain,
+        )
         for group in self.param_groups:
-            group["share"] = share
+            group["share"] = float(share) if on_host else share
 
     def _renew(self) -> None:
         """Average the factors with the rows of this step, and renew the bases."""
@@ -649,6 +664,17 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             "SOAP(compiled).",
             stacklevel=6,
         )
+
+
+def _joined(parts: list[Stack | Vectors]) -> list[Moments]:
+    """Return the moments of parts, of one dtype, device and number of steps each."""
+    alike: dict[Any, list[Stack | Vectors]] = {}
+    for part in parts:
+        state, prefix = part.slots[0]
+        x = state[f"{prefix}exp_avg"]
+        form = (x.dtype, x.device, part.is_dense, float(state[f"{prefix}step"]))
+        alike.setdefault(form, []).append(part)
+    return [Moments(members) for members in alike.values()]
 
 
 def _weight(

@@ -1,4 +1,4 @@
-"""Weights of equal shapes as one stack, and vectors as one: gradients and moments."""
+"""Weights of equal shapes as one stack, and the moments of all of them as one vector."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class Stack:
     weights : sequence of Weight
         The weights.
     states : sequence of dict
-        State of the parameter of each; its moments become parts of the stack.
+        State of the parameter of each.
 
     Attributes
     ----------
-    step, exp_avg, exp_avg_sq : torch.Tensor
-        Number of steps, 0-d; Adam's moments in the bases, shape (k, n, m).
+    exp_avg, exp_avg_sq : torch.Tensor
+        Adam's moments in the bases, shape (k, n, m); see `hold`.
     bases : dict of str to torch.Tensor
         Bases of the sides that have one, shape (k, c, b, b).
     factors : dict of str to torch.Tensor
@@ -87,16 +87,9 @@ class Stack:
 
     def __init__(self, weights: Sequence[Weight], states: Sequence[Any]) -> None:
         self.weights, self.states = list(weights), list(states)
-        self.step = self.states[0][f"{weights[0].part}step"].clone()
-        self.exp_avg, self.exp_avg_sq = (
-            torch.stack([s[w.part + name] for w, s in self._pairs])
-            for name in ("exp_avg", "exp_avg_sq")
-        )
-        # Views: the states, and so `state_dict`, see what is updated in the stack.
-        for i, (w, s) in enumerate(self._pairs):
-            s[f"{w.part}step"] = self.step
-            s[f"{w.part}exp_avg"] = self.exp_avg[i]
-            s[f"{w.part}exp_avg_sq"] = self.exp_avg_sq[i]
+        self._shape = len(weights), *weights[0].shape
+        self.exp_avg: Any = None
+        self.exp_avg_sq: Any = None
         self.bases = self._of_states("basis")
         sides = weights[0].sides
         # The rows of rare tokens are usually zero: an embedding has one basis.
@@ -111,9 +104,21 @@ class Stack:
         return list(zip(self.weights, self.states, strict=True))
 
     @property
+    def slots(self) -> list[tuple[Any, str]]:
+        """The states with the moments, and what their names begin with."""
+        return [(s, w.part) for w, s in self._pairs]
+
+    @property
     def targets(self) -> list[Any]:
         """The weights' rows of their parameters, whose memory a program may exchange."""
         return [w.slice(w.parameter.detach()) for w in self.weights]
+
+    def hold(self, first: Any, second: Any) -> None:
+        """Let parts of two vectors be the moments."""
+        self.exp_avg, self.exp_avg_sq = (
+            first.view(self._shape),
+            second.view(self._shape),
+        )
 
     def average(self, *, decay: float) -> None:
         """Average the factors that are the gradients' own.
@@ -141,6 +146,7 @@ class Stack:
 
     def directions(self, d: Any) -> list[Any]:
         """Return what is in the bases in the coordinates of each weight."""
+        d = d.view(self._shape)
         d = kc.roots.from_basis(d, self.bases.get("left"), self.bases.get("right"))
         pairs = zip(d.unbind(0), self.targets, strict=True)
         return [x.view(target.shape) for x, target in pairs]
@@ -177,19 +183,17 @@ class Stack:
 
 
 class Vectors:
-    """Parameters without a basis as one vector: one call for all of them.
+    """Parameters without a basis.
 
     Parameters
     ----------
     parameters : sequence of torch.nn.Parameter
-        The parameters, of one dtype and device and as many steps.
+        The parameters.
     states : sequence of dict
-        State of each; its moments become parts of the vector.
+        State of each.
 
     Attributes
     ----------
-    step, exp_avg, exp_avg_sq : torch.Tensor
-        Number of steps, 0-d; Adam's moments, 1-d.
     is_dense : bool
         Whether coordinates are rarely zero: these have a bound, and decide on the rate.
     """
@@ -198,36 +202,84 @@ class Vectors:
         self._parameters = list(parameters)
         self._shapes = [real(p).shape for p in parameters]
         self._sizes = [shape.numel() for shape in self._shapes]
-        self.step = states[0]["step"].clone()
-        self.exp_avg, self.exp_avg_sq = (
-            torch.cat([s[name].reshape(-1) for s in states])
-            for name in ("exp_avg", "exp_avg_sq")
-        )
+        self.slots = [(s, "") for s in states]
         self.is_dense = all(p.ndim < 2 for p in self._parameters)
-        # Views: the states, and so `state_dict`, see what is updated in the vector.
-        for name in ("exp_avg", "exp_avg_sq"):
-            for s, x in zip(states, self._parts(vars(self)[name]), strict=True):
-                s[name] = x
-        for s in states:
-            s["step"] = self.step
 
     @property
     def targets(self) -> list[Any]:
         """The parameters, real."""
         return [real(p.detach()) for p in self._parameters]
 
+    def hold(self, first: Any, second: Any) -> None:
+        """Note the dtype of the moments."""
+        self._dtype = first.dtype
+
     def gradients(self) -> Any:
         """Return the gradients, shape (n,)."""
         grads = [real(p.grad).reshape(-1) for p in self._parameters]
-        return torch.cat(grads).to(self.exp_avg.dtype)
+        return torch.cat(grads).to(self._dtype)
 
     def directions(self, d: Any) -> list[Any]:
         """Return the parameters' parts of a vector."""
-        return self._parts(d)
-
-    def _parts(self, x: Any) -> list[Any]:
-        pairs = zip(x.split(self._sizes), self._shapes, strict=True)
+        pairs = zip(d.split(self._sizes), self._shapes, strict=True)
         return [part.view(shape) for part, shape in pairs]
+
+
+class Moments:
+    """Stacks and vectors with as many steps, as one vector: one call for all of them.
+
+    Parameters
+    ----------
+    parts : sequence of Stack and Vectors
+        Parts of one parameter group, dtype, device and number of steps.
+
+    Attributes
+    ----------
+    step, exp_avg, exp_avg_sq : torch.Tensor
+        Number of steps, 0-d; Adam's moments in the bases, 1-d.
+    is_dense : bool
+        Whether coordinates are rarely zero: these have a bound, and decide on the rate.
+    """
+
+    exp_avg: Any
+    exp_avg_sq: Any
+
+    def __init__(self, parts: Sequence[Stack | Vectors]) -> None:
+        self.parts = list(parts)
+        self.is_dense = parts[0].is_dense
+        slots = [slot for part in parts for slot in part.slots]
+        self.step = slots[0][0][f"{slots[0][1]}step"].clone()
+        # Views: the states, and so `state_dict`, see what is updated in the vectors.
+        for name in ("exp_avg", "exp_avg_sq"):
+            each = [s[prefix + name] for s, prefix in slots]
+            whole = torch.cat([x.reshape(-1) for x in each])
+            pieces = whole.split([x.numel() for x in each])
+            for (s, prefix), x, piece in zip(slots, each, pieces, strict=True):
+                s[prefix + name] = piece.view(x.shape)
+            vars(self)[name] = whole
+        for s, prefix in slots:
+            s[f"{prefix}step"] = self.step
+        self._sizes = [
+            sum(s[f"{prefix}exp_avg"].numel() for s, prefix in part.slots)
+            for part in parts
+        ]
+        moments = (x.split(self._sizes) for x in (self.exp_avg, self.exp_avg_sq))
+        for part, first, second in zip(parts, *moments, strict=True):
+            part.hold(first, second)
+
+    @property
+    def targets(self) -> list[Any]:
+        """The parameters' parts that `directions` is of."""
+        return [x for part in self.parts for x in part.targets]
+
+    def gradients(self) -> Any:
+        """Return the gradients in the bases, shape (n,)."""
+        return torch.cat([part.gradients().reshape(-1) for part in self.parts])
+
+    def directions(self, d: Any) -> list[Any]:
+        """Return a vector in the bases in the coordinates of each parameter."""
+        pairs = zip(self.parts, d.split(self._sizes), strict=True)
+        return [x for part, piece in pairs for x in part.directions(piece)]
 
 
 def real(x: Any) -> Any:
