@@ -46,7 +46,7 @@ def test_hugging_face_is_resumed_to_the_bit(tmp_path):
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
 
-    def train(folder, checkpoint=None, **options):
+    def train(folder, checkpoint=None, optim="sgd", **options):
         torch.manual_seed(0)
         model = transformers.GPT2LMHeadModel(config)
         arguments = transformers.TrainingArguments(
@@ -54,7 +54,7 @@ def test_hugging_face_is_resumed_to_the_bit(tmp_path):
             max_steps=4,
             save_steps=2,
             gradient_accumulation_steps=2,
-            optim="sgd",
+            optim=optim,
             learning_rate=0.1,
             max_grad_norm=0.0,
             use_cpu=True,
@@ -78,6 +78,8 @@ def test_hugging_face_is_resumed_to_the_bit(tmp_path):
     assert_same(whole, train("elsewhere", middle, resumed=middle)[0])
     with pytest.raises(kc.StateError, match="resumed"):
         train("nowhere", middle)
+    with pytest.raises(kc.ConventionError, match="AdamW divides.*optim='sgd'"):
+        train("adam", optim="adamw_torch")
 
 
 def test_lightning_is_resumed_to_the_bit(tmp_path):

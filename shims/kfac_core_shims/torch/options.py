@@ -114,11 +114,13 @@ def rate_of(lr: Any, /) -> Any:
     """
     if isinstance(lr, torch.optim.Optimizer):
         if any("eps" in group or "betas" in group for group in lr.param_groups):
+            # accelerate and others wrap the optimizer.
+            kind = type(getattr(lr, "optimizer", lr)).__name__
             raise kc.ConventionError(
-                f"`lr` is {type(lr).__name__}, which divides a direction by its own "
-                "size: K-FAC's scaling is lost, and the learning rate is not the "
-                "length of a step. Use torch.optim.SGD; or pass the KL clip a number, "
-                "lr=0.1."
+                f"The optimizer {kind} divides a direction by its own size: K-FAC's "
+                "scaling is lost, and the learning rate is not the length of a step. Use "
+                "torch.optim.SGD (optim='sgd' of Hugging Face's Trainer); or pass KFAC a "
+                "number, lr=0.1."
             )
         rates = lr.param_groups
         return lambda step: max(float(group["lr"]) for group in rates) or _RESTING
