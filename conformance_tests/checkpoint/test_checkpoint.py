@@ -1,7 +1,6 @@
 """Estimators in files: whole or not at all, and the same on every backend."""
 
 import contextlib
-import functools
 import json
 import tracemalloc
 
@@ -198,12 +197,11 @@ def test_collecting_by_parts_has_one_part_in_memory(tmp_path):
         yield lambda x, seed: ([{name: kc.Batch(x, x) for name in taken}], len(x))
 
     def run(taken, name):
-        estimator = functools.partial(kc.Estimator, reduction="sum")
         kc.integration.collect_statistics(
             taken,
             capture,
             data,
-            estimator=estimator,
+            fisher="exact",
             path=tmp_path / name,
             max_elements=1,
         )

@@ -78,7 +78,7 @@ def test_hugging_face_is_resumed_to_the_bit(tmp_path):
     assert_same(whole, train("elsewhere", middle, resumed=middle)[0])
     with pytest.raises(kc.StateError, match="resumed"):
         train("nowhere", middle)
-    with pytest.raises(kc.ConventionError, match="AdamW divides.*optim='sgd'"):
+    with pytest.raises(kc.ConventionError, match="AdamW divides"):
         train("adam", optim="adamw_torch")
 
 

@@ -10,6 +10,7 @@ second moments in their bases.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -39,6 +40,7 @@ from kfac_core.estimator import Estimator
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.losses.modes import EstimationMode, source_reduction_of
 from kfac_core.stages import rebase_block, update_block
 from kfac_core.state import BlockState, NetworkState
 
@@ -174,7 +176,7 @@ def collect_statistics(
     loader: Iterable[Any],
     /,
     *,
-    estimator: Callable[[Blocks], Estimator],
+    fisher: EstimationMode,
     path: str | os.PathLike[str] | None = None,
     backend: str | None = None,
     max_elements: int | None = None,
@@ -192,8 +194,8 @@ def collect_statistics(
         Runs the network.
     loader : iterable
         Batches; gone through once or twice for each part, and the same each time.
-    estimator : callable
-        Makes an estimator of some of the blocks, with ``reduction="sum"``.
+    fisher : kfac_core.losses.EstimationMode
+        Which vectors `capture` backpropagates.
     path : path-like, optional
         Checkpoint that the result is written to.  Where it exists already and is of these
         blocks, it is the result; unfinished parts beside it are resumed, to the bit.
@@ -229,6 +231,13 @@ def collect_statistics(
     for name, number in (("max_elements", max_elements), ("save_every", save_every)):
         optional = constraints.optional(constraints.COUNT)
         constraints.require_range(name, number, optional)
+    estimator = functools.partial(
+        Estimator,
+        reduction="sum",
+        decay=1.0,
+        sources=source_reduction_of(fisher),
+        mode=fisher,
+    )
     target = None if path is None else Path(path)
     if target is not None and target.exists():
         about = read_header(target)["document"].get("about") or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,13 +117,7 @@ def collect(
         blocks,
         capture,
         loader,
-        estimator=functools.partial(
-            kc.Estimator,
-            reduction="sum",
-            decay=1.0,
-            sources=kc.losses.source_reduction_of(fisher),
-            mode=fisher,
-        ),
+        fisher=fisher,
         path=path,
         backend="numpy" if on_host else "jax",
         max_elements=max_elements,

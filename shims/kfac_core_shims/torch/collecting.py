@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -233,13 +232,7 @@ def collect(
         blocks,
         capture,
         loader,
-        estimator=functools.partial(
-            kc.Estimator,
-            reduction="sum",
-            decay=1.0,
-            sources=kc.losses.source_reduction_of(fisher),
-            mode=fisher,
-        ),
+        fisher=fisher,
         path=path,
         backend=_backend(plain),
         max_elements=max_elements,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch.collecting import Factors, read_factors
+from kfac_core_shims.torch.collecting import Factors, factors_from
 from kfac_core_shims.torch.stacks import ParameterStacks
 
 
@@ -64,10 +64,7 @@ def merge(
     kfac_core.UnknownBlockError
         If the models' blocks differ.
     """
-    factors = [
-        file if isinstance(file, Factors) else read_factors(model, file)
-        for model, file in zip(models, files, strict=True)
-    ]
+    factors = [factors_from(*pair) for pair in zip(models, files, strict=True)]
     for other in factors[1:]:
         kc.constraints.require_names("factors", other.blocks, factors[0].blocks)
     curvatures = [kc.posterior.spectral_blocks(f.blocks, f.statistics) for f in factors]
