@@ -70,7 +70,25 @@ def tap(
 
 
 def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None) -> Any:
-    """Return ``x @ weight + bias``, marked by `tap`; the weight has shape (in, out).
+    """Return ``x @ weight + bias``, marked by `tap` as a dense layer.
+
+    Parameters
+    ----------
+    name : str
+        Name of the block.
+    x : array, shape (N, ..., in)
+        Inputs, with the examples on the first axis.
+    weight : array, shape (in, out)
+        Leaf of the parameters.
+    bias : array, shape (out,), optional
+        Leaf of the parameters.
+    mask : array of bool, shape (N, ...), optional
+        Rows that count.
+
+    Returns
+    -------
+    array, shape (N, ..., out)
+        Outputs.
 
     Examples
     --------

@@ -131,6 +131,17 @@ def kfac_optimizer(
     Optimizer
         With the methods ``init`` and ``step``.
 
+    Raises
+    ------
+    ConventionError
+        For options out of range.
+    UnsupportedError
+        For a parameter that is in no layer, unless ``uncovered="keep"``.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
+
     Examples
     --------
     >>> import jax

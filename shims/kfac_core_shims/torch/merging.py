@@ -63,6 +63,10 @@ def merge(
     ------
     kfac_core.UnknownBlockError
         If the models' blocks differ.
+
+    References
+    ----------
+    Matena and Raffel (2022), arXiv:2111.09832; Tam et al. (2024), arXiv:2312.04339.
     """
     factors = [factors_from(*pair) for pair in zip(models, files, strict=True)]
     for other in factors[1:]:

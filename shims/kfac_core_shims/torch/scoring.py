@@ -242,7 +242,12 @@ def self_influence(
     damping_fraction: float | None = None,
     max_elements: int = 2**27,
 ) -> Any:
-    """Return the influence of each example on its own loss, shape (N,), not negative.
+    r"""Return the influence of each training example on its own loss.
+
+    .. math:: \text{score}_n = g_n^T (F + \lambda I)^{-1} g_n \geq 0
+
+    with the gradient g of an example's own loss, and F averaged over the N examples.  It
+    is large for mislabeled and rare examples.
 
     Parameters
     ----------
@@ -252,7 +257,16 @@ def self_influence(
     Returns
     -------
     torch.Tensor, shape (N,)
-        ``g_n^T (F + lambda I)^-1 g_n``; large for mislabeled and rare examples.
+        Scores, in the order of `train`.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For two dampings, and for a loader that shuffles or has no batches.
+
+    References
+    ----------
+    Koh and Liang (2017), arXiv:1703.04730; Grosse et al. (2023), arXiv:2308.03296.
     """
     taken, train = _taken(model, loss, train, factors, damping, damping_fraction)
     with taken.gradients() as gradients:
