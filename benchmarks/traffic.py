@@ -163,12 +163,12 @@ def at_defaults(shapes: list[tuple[int, int]], size: int, holders: Any) -> float
 
     Its defaults are a factor update and new inverses at every step.
     """
-    steps = defaults.REFRESH_EVERY
+    steps = defaults.REFRESH_EVERY.later
     sent, *_ = measured(
         *(shapes, size, holders, None),
         steps=steps,
-        update_every=defaults.UPDATE_EVERY,
-        interval=defaults.REFRESH_EVERY,
+        update_every=defaults.UPDATE_EVERY.later,
+        interval=steps,
     )
     sides = [k for n, m in shapes for k in (n + 1, m)]
     numbers = sum(k * (k + 1) + k * k for k in sides)

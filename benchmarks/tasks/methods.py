@@ -102,9 +102,17 @@ def _sgd(problem: Problem, rate: float) -> Any:
     return torch.optim.SGD(problem.network.parameters(), lr=rate, momentum=0.9)
 
 
-def kfac(problem: Problem, rate: float = 0.0, **options: Any) -> Preconditioned:
-    """Return ``KFAC(network, lr=optimizer)``, by default with SGD at 1 and momentum 0.9."""
-    sgd = _sgd(problem, rate or kc.integration.defaults.LEARNING_RATE)
+def kfac(
+    problem: Problem, rate: float = 0.0, *, fused: bool = False, **options: Any
+) -> Preconditioned:
+    """Return ``KFAC(network, lr=sgd)`` with Nesterov's momentum, by default at rate 1."""
+    sgd = torch.optim.SGD(
+        problem.network.parameters(),
+        lr=rate or kc.integration.defaults.LEARNING_RATE,
+        momentum=0.9,
+        nesterov=True,
+        fused=fused,
+    )
     preconditioner = shims.KFAC(
         problem.network, likelihood=problem.likelihood, lr=sgd, **options
     )

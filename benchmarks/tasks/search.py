@@ -40,7 +40,7 @@ def _kfac(problem: Problem, rate: float, **setting: Any) -> Any:
     setting["kl_clip"] = falling(first, after=after, power=setting.pop("power"))
     damping, after = setting.pop("damping"), setting.pop("damped")
     setting["damping"] = damping if after is None else falling(damping, after=after)
-    return kfac(problem, setting.pop("rate"), **setting)
+    return kfac(problem, setting.pop("lr"), **setting)
 
 
 SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] = {
@@ -61,7 +61,7 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
         _kfac,
         "preconditioner",
         {
-            "rate": (0.1, 0.3, 1.0, 3.0),
+            "lr": (0.1, 0.3, 1.0, 3.0),
             "clip": (3e-4, 1e-3, 3e-3, 1e-2),
             "after": (60.0, 120.0, 250.0, 1000.0),
             "power": (1.0, 1.5, 2.0),
@@ -69,6 +69,7 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
             "damped": (30.0, 50.0, 100.0, 300.0, None),
             "update_every": (5, 10, 20, 40),
             "refresh_every": (20, 60, 120),
+            "decay": (0.5, 0.8, 0.95),
         },
     ),
 }

@@ -309,7 +309,7 @@ def test_fit_gives_natural_gradients_to_the_optimizer(tmp_path):
     settings = {
         **SETTINGS,
         "fisher": "gradients",
-        "update_every": 2,
+        "update_every": kc.integration.Widening(1, 2, until=3),
         "refresh_every": 2,
     }
 
@@ -930,22 +930,12 @@ def test_a_layer_within_a_function_that_is_traced_by_itself_is_refused(called):
         model.fit(x, y, verbose=0)
 
 
-@pytest.mark.skipif(not COMPILED, reason="PyTorch runs the step as it is written")
-def test_a_schedule_that_a_compiled_step_would_not_follow_is_refused():
-    """A loop of one's own follows it."""
-    model = network(layers.Dense(3), shape=(4,))
-    KFAC(model, **LOSS, update_every=lambda step: 1)
-    model.compile(keras.optimizers.SGD(1.0), keras.losses.CategoricalCrossentropy(True))
-    with pytest.raises(kc.UnsupportedError, match="`update_every` is a function"):
-        KFAC(model, update_every=lambda step: 1)
-
-
 def test_the_other_backend():
     """A few of these tests on JAX, in a process of its own; `--thorough` runs them all."""
     pytest.importorskip("jax")
     if BACKEND == "jax":
         pytest.skip("this is it")
-    chosen = "step_of_fit or sum_over_batch_size or its_last_batch or would_not_follow"
+    chosen = "step_of_fit or sum_over_batch_size or its_last_batch or gives_natural"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
     here = Path(__file__)
     run = subprocess.run(

@@ -161,7 +161,7 @@ def test_momentum_clipping_and_decay():
         nu = min(1.0, np.sqrt(kappa / (rate**2 * np.sum(V * d))))
         velocity = momentum * velocity + nu * d
         decayed = theta * np.array([[1.0]] * 4 + [[0.0]])
-        theta = theta - rate * (velocity + eta * decayed)
+        theta = theta - rate * (nu * d + momentum * velocity + eta * decayed)
 
         optimizer.step(gradient)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kfac_core.integration.schedules import Falling
+from kfac_core.integration.schedules import Falling, Widening
 
 # Beside an optimizer that has a learning rate.
 # Too much damping slows the end of a run, and too little at the start leads a classifier of
@@ -21,12 +21,14 @@ DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored_unit_
 KL_CLIP = Falling(1e-3, after=120.0, power=2.0)
 # Rarely what decides a step, since the clip does.
 LEARNING_RATE = 1.0
-UPDATE_EVERY = 20
-REFRESH_EVERY = 60
-DECAY = 0.95
+# Curvature at the first parameters says little after twenty steps.
+UPDATE_EVERY = Widening(20, 60, until=60)
+REFRESH_EVERY = UPDATE_EVERY
+DECAY = 0.8
 
 # Where the quadratic model chooses the step, and the damping adapts.
 MODEL_DAMPING = 1e-2
 MODEL_DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored"
 MODEL_UPDATE_EVERY = 5
+MODEL_DECAY = 0.95
 MODEL_REFRESH_EVERY = 5

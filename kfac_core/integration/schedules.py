@@ -56,6 +56,34 @@ class Falling:
         return self.first / (1.0 + (step / self.after) ** self.power)
 
 
+@dataclass(frozen=True)
+class Widening:
+    """An interval that is shorter at first, when curvature changes fast.
+
+    Attributes
+    ----------
+    first, later : int
+        Number of steps between two events, before and from the step `until` on.
+    until : int
+        The step.
+
+    Examples
+    --------
+    >>> from kfac_core.integration import Widening
+    >>> interval = Widening(20, 60, until=60)
+    >>> [step for step in range(200) if step % interval(step) == 0]
+    [0, 20, 40, 60, 120, 180]
+    """
+
+    first: int
+    later: int
+    until: int
+
+    def __call__(self, step: Any, /) -> Any:
+        """Return the interval after a number of steps, which may be traced."""
+        return self.first + (self.later - self.first) * (step >= self.until)
+
+
 def value_at(schedule: Schedule, step: int, /) -> Any:
     """Return what a schedule says at a step.
 

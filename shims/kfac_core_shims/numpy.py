@@ -45,12 +45,13 @@ _APPROXIMATIONS: dict[str, kc.Approximation] = {
 
 
 class KFAC(kc.integration.ScheduledSteps):
-    """K-FAC with momentum, a bound on the step and decoupled weight decay.
+    """K-FAC with Nesterov's momentum, a bound on the step and decoupled weight decay.
 
     With P the inverse of the damped curvature, of step t::
 
         d = P grad;  nu = min(1, sqrt(kl_clip / (lr^2 grad . d)))  (1 without `kl_clip`)
-        v = momentum v + nu d;  theta -= lr (v + weight_decay theta)
+        v = momentum v + nu d
+        theta -= lr (nu d + momentum v + weight_decay theta)
 
     A step that is given the exact curvature of the loss takes its rate and its momentum
     from the quadratic model instead, and one that is given the loss as well its damping;
@@ -412,8 +413,10 @@ class KFAC(kc.integration.ScheduledSteps):
             self._accumulate()
             ratio = math.nan
             if curvature is None:
-                velocity = self._momentum_step(gradients, rate)
-                change = kc.steps.linear_combination([-rate], [velocity])
+                direction, velocity = self._momentum_step(gradients, rate)
+                change = kc.steps.linear_combination(
+                    [-rate, -rate * self.momentum], [direction, velocity]
+                )
             else:
                 rate = 1.0
                 velocity, ratio = self._model_step(gradients, curvature, loss)
@@ -462,15 +465,16 @@ class KFAC(kc.integration.ScheduledSteps):
             # refresh.
             self._refresh_new(self._observed)
 
-    def _momentum_step(self, gradients: Vector, rate: float) -> Update:
-        """Return the velocity after a step of a given rate."""
+    def _momentum_step(self, gradients: Vector, rate: float) -> tuple[Update, Update]:
+        """Return the direction of a step of a given rate, and the velocity after it."""
         bound = kc.integration.value_at(self.kl_clip, self.steps)
         direction, self.clip = self._clipped(gradients, rate, bound)
         if self._velocity is None:
-            return direction
-        return kc.steps.linear_combination(
+            return direction, direction
+        velocity = kc.steps.linear_combination(
             [1.0, self.momentum], [direction, self._velocity]
         )
+        return direction, velocity
 
     def _model_step(
         self,

@@ -207,7 +207,7 @@ class _BaseKFAC(BaseEstimator):  # type: ignore[misc]
         n_iter_no_change: int = 10,
         fisher: Literal["exact", "gradients"] = "exact",
         damping: float = kc.integration.defaults.MODEL_DAMPING,
-        decay: float = kc.integration.defaults.DECAY,
+        decay: float = kc.integration.defaults.MODEL_DECAY,
         update_every: int = kc.integration.defaults.MODEL_UPDATE_EVERY,
         refresh_every: int = kc.integration.defaults.MODEL_REFRESH_EVERY,
     ) -> None:

@@ -259,7 +259,7 @@ class Optimizer:
         max_damping: float = 1e4,
         bases_every: int = 100,
         kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
-        decay: float = _DEFAULTS.DECAY,
+        decay: float = _DEFAULTS.MODEL_DECAY,
         axis_name: Any = None,
         **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:

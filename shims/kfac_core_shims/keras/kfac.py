@@ -49,7 +49,7 @@ class KFAC(kc.integration.NaturalGradient):
         read them.  Needed by a model with a ``compute_loss`` or ``train_step`` of its own.
     damping : float or callable of int
         Damping of the next refresh.  A callable, here and below, takes the number of steps
-        so far, which is traced in ``fit`` on JAX (there intervals are numbers).
+        so far, which is traced in ``fit`` on JAX.
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations.
     kl_clip : float or callable of int, optional
@@ -510,8 +510,6 @@ class KFAC(kc.integration.NaturalGradient):
                 "gradient_accumulation_steps is not known: Keras accumulates after K-FAC. "
                 "Use a larger batch_size."
             )
-        if self._jax:
-            self._require_numbers()
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         step, attached = model.train_step, model.optimizer
@@ -540,16 +538,6 @@ class KFAC(kc.integration.NaturalGradient):
         model.train_function = None
         if self._jax:
             self._make_variables()
-
-    def _require_numbers(self) -> None:
-        """Refuse intervals that the step that Keras compiles would not follow."""
-        for name in ("update_every", "refresh_every"):
-            if callable(getattr(self, name)):
-                raise kc.UnsupportedError(
-                    f"`{name}` is a function of the step, and Keras compiles the step on "
-                    "JAX. Pass a number; or write the loop, with a model that is not "
-                    "compiled."
-                )
 
     def _optimizer(self) -> Any:
         """Return the optimizer that is given unscaled gradients, of finite ones."""
@@ -667,10 +655,11 @@ class KFAC(kc.integration.NaturalGradient):
         if self.update_every == 1:
             state = updated(state)
         else:
-            due = steps % self.update_every == 0
-            state = jax.lax.cond(due, updated, unchanged, state)
+            every = kc.integration.value_at(self.update_every, steps)
+            state = jax.lax.cond(steps % every == 0, updated, unchanged, state)
+        every = kc.integration.value_at(self.refresh_every, steps)
         # Statistics that are not finite leave the last operators in use.
-        due = (steps % self.refresh_every == 0) & state.is_good()
+        due = (steps % every == 0) & state.is_good()
         state = jax.lax.cond(due, refreshed, unchanged, state)
         vector = self._vector(gradients)
         if self.reduction == "sum":

@@ -204,7 +204,8 @@ class KFAC(Curvature):
             model,
             communicator,
             execution,
-            interval=refresh_every if isinstance(refresh_every, int) else 10,
+            # Planned for the many steps after the first ones.
+            interval=kc.integration.interval_at("refresh_every", refresh_every, 1000),
         )
         model_blocks = find_sites(plain, skip_layers=skip_layers)
         # What cannot be divided has no block, so that nothing is chosen for it below.

@@ -194,7 +194,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             kl_clip=None,
             update_every=update_every,
             refresh_every=refresh_every,
-            **curvature,
+            **{"decay": _DEFAULTS.MODEL_DECAY, **curvature},
         )
         if self.kfac.is_divided:
             self.kfac.remove()
