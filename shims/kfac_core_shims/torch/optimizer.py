@@ -187,6 +187,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             {"lr": lr, "weight_decay": weight_decay},
         )
         self._metrics: dict[str, float] = {}
+        curvature.setdefault("decay", _DEFAULTS.MODEL_DECAY)
         self.kfac = KFAC(
             model,
             damping=damping,
@@ -194,7 +195,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             kl_clip=None,
             update_every=update_every,
             refresh_every=refresh_every,
-            **{"decay": _DEFAULTS.MODEL_DECAY, **curvature},
+            **curvature,
         )
         if self.kfac.is_divided:
             self.kfac.remove()
