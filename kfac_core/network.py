@@ -335,7 +335,6 @@ class Network:
             See `Estimator.rebase`, as the errors.
         """
         constraints.require_one_of("moments", moments, get_args(MomentStart))
-        constraints.require_check(check)
         state = state.part_of(self.blocks, executor.share)
         with_bases = [n for n, b in self.blocks.items() if b.approximation.has_bases]
         if names is None:

@@ -33,8 +33,7 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     """
     function: Any = definition
     name = function.__name__
-    if name not in OPERATIONS:
-        raise ValueError(f"{name!r} is not among OPERATIONS: {', '.join(OPERATIONS)}")
+    assert name in OPERATIONS
 
     @functools.wraps(definition)
     def operation(*arguments: Any, xp: Any, **options: Any) -> Any:

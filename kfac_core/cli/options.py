@@ -20,15 +20,3 @@ def positive(text: str, /) -> int:
         message = f"expected an integer >= 1, got {text!r}"
         raise argparse.ArgumentTypeError(message)
     return number
-
-
-def positive_seconds(text: str, /) -> float:
-    """Return a finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number < float("inf"):
-        message = f"expected seconds > 0, got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return number

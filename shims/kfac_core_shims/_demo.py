@@ -26,7 +26,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.cli.options import positive_seconds
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Trainer: TypeAlias = tuple[Callable[[float], Any], Callable[[Any], Any]]
@@ -53,11 +52,23 @@ SEEDS = 3
 COLORS = "#009E73", "#E69F00"
 
 
+def _positive_seconds(text: str, /) -> float:
+    """Return a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        message = f"expected seconds > 0, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Add the options of the demonstration to a parser."""
     parser.add_argument(
         "--seconds",
-        type=positive_seconds,
+        type=_positive_seconds,
         help="CPU time of a run (default 2, or 1 with --quick)",
     )
     parser.add_argument(
