@@ -4,7 +4,7 @@ Conventions.  The factors A and G are made again from the rows in float64, and a
 to a vector V has the residual ``|F U - V| / |V|`` in the Frobenius norm, with F the
 damped block: ``(A + a I) U (G + b I)`` or ``A U G + lam U``.  Nothing is solved for it, so
 that it shares no algorithm with any library.  Another damping, a lost bias or a wrong
-scale gives residuals of order 1; what rounding gives in float32 lies far below `LIMIT`.
+scale gives residuals of order 1; what rounding gives in float32 lies below `LIMIT`.
 Layers of equal shape and rows are computed alike, and one of each kind is checked.
 """
 
@@ -20,7 +20,9 @@ import numpy as np
 from benchmarks.stages import rule_of
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-LIMIT = 2e-3
+LIMIT = 1e-2
+"""Of rank-deficient factors of activations, which float32 stores, 3e-3 was measured for
+LAPACK's own kernels as for all libraries."""
 
 Matrix = np.ndarray[Any, Any]
 
