@@ -194,7 +194,7 @@ def collect_statistics(
         Runs the network.
     loader : iterable
         Batches; gone through once or twice for each part, and the same each time.
-    fisher : kfac_core.losses.EstimationMode
+    fisher : EstimationMode
         Which vectors `capture` backpropagates.
     path : path-like, optional
         Checkpoint that the result is written to.  Where it exists already and is of these
