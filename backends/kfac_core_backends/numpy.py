@@ -242,9 +242,11 @@ if lapack is not None:
         else:
             # SYRK adds to a copy, since the running sum is the caller's.
             c = empty((n, n), rows.dtype)
-        if c is not sums or beta != 1.0:
+        if sums is None:
+            c[...] = 0.0
+        elif c is not sums or beta != 1.0:
             # BLAS would read the sum once more to multiply it by the decay.
-            np.multiply(0.0 if sums is None else sums, beta, out=c)
+            np.multiply(sums, beta, out=c)
         syrk(alpha, rows, 1.0, c[:d, :d])
         if tail is not None:
             c[d, :d] += alpha * (tail @ rows)

@@ -191,16 +191,15 @@ class GaussNewtonStep(NamedTuple):
 
     Attributes
     ----------
-    step : dict of str to dict of str to array
-        Subtract it from the parameters.
-    last : dict of str to dict of str to array, or None
-        What the next step on other data takes as its last direction.
+    direction : dict of str to dict of str to array
+        Subtract it, times the rate, from the parameters.  The next step on other data
+        takes it as its last direction.
     progress : BatchProgress or None
         Of steps on other data.
     damping : array, 0-d
         The damping that the next search begins with, or that of this step.
     rate : array or float
-        What the direction was multiplied by.
+        The length of the step; 1 where it was searched.
     reached : array or None, 0-d
         The loss after the step, where it was searched.
     accepted : array of bool, 0-d
@@ -211,8 +210,7 @@ class GaussNewtonStep(NamedTuple):
         The relative residual of what solved with ``K + N lam I``.
     """
 
-    step: dict[str, dict[str, Array]]
-    last: dict[str, dict[str, Array]] | None
+    direction: dict[str, dict[str, Array]]
     progress: BatchProgress | None
     damping: Array
     rate: Scalar
@@ -279,7 +277,6 @@ def gauss_newton_step(
         return GaussNewtonStep(
             searched.step,
             None,
-            None,
             searched.damping,
             1.0,
             searched.loss,
@@ -316,7 +313,6 @@ def gauss_newton_step(
     # Conjugate gradients have no factor, and report no residual here.
     factor = getattr(F.kernel, "cholesky", None)
     return GaussNewtonStep(
-        _scaled(direction, rate),
         direction,
         progress,
         F.damping,
@@ -326,13 +322,3 @@ def gauss_newton_step(
         1,
         None if factor is None else factor.residual,
     )
-
-
-def _scaled(vectors: Parameters, rate: Scalar) -> dict[str, dict[str, Array]]:
-    scaled: dict[str, dict[str, Array]] = {}
-    for layer, vector in vectors.items():
-        scaled[layer] = {}
-        for name, x in vector.items():
-            xp = ns.own_namespace(x)
-            scaled[layer][name] = x * ns.full_of(xp, rate, x)
-    return scaled

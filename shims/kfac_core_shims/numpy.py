@@ -730,7 +730,7 @@ class GaussNewton:
             return self._evaluation(np.asarray(residuals(), np.float64), J)
 
         # No step, in case `residuals` raises: the parameters go back.
-        step: Any = kc.steps.linear_combination([0.0], [before])
+        step, rate = kc.steps.linear_combination([0.0], [before]), 1.0
         try:
             result = kc.samples.gauss_newton_step(
                 J,
@@ -745,11 +745,11 @@ class GaussNewton:
                 progress=self._progress,
                 overwrite=True,
             )
-            step = result.step
+            step, rate = result.direction, float(result.rate)
         finally:
-            self._move(before, step)
+            self._move(before, step, rate)
         self.accepted = bool(result.accepted)
-        self._last, self._progress = result.last, result.progress
+        self._last, self._progress = result.direction, result.progress
         if not self.options.minibatch:
             self.damping = float(result.damping)
         self.steps += 1
@@ -759,11 +759,11 @@ class GaussNewton:
         loss: Any = np.sum(r * r) / (2 * J.examples)
         return kc.samples.Evaluation(r.reshape(J.sample_shape), loss)
 
-    def _move(self, start: Vector, step: Any) -> None:
-        """Write ``start - step`` into the parameters."""
+    def _move(self, start: Vector, step: Any, rate: float = 1.0) -> None:
+        """Write ``start - rate step`` into the parameters."""
         for name, arrays in self.parameters.items():
             for key, array in arrays.items():
-                array[...] = start[name][key] - step[name][key]
+                array[...] = start[name][key] - rate * step[name][key]
 
 
 def _blocks(

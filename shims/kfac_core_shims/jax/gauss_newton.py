@@ -368,17 +368,17 @@ class GaussNewton:
         """
         minibatch = self.options.minibatch
         accepted = result.accepted & good
+        direction = columns.tree(result.direction, params)
         new = GaussNewtonState(
             result.damping.astype(state.damping.dtype),
-            columns.tree(result.last, params) if minibatch else None,
+            direction if minibatch else None,
             state.steps + 1,
             result.progress,
         )
         # A search that lowered nothing changes its damping all the same.
         next_state = _where(accepted if minibatch else good, new, state)
-        params = _where(
-            accepted, _moved(params, columns.tree(result.step, params)), params
-        )
+        moved = _moved(params, direction, result.rate)
+        params = _where(accepted, moved, params)
         # A step that is taken again is compared again.
         count = jnp.where(jnp.any(unlike), state.steps, state.steps + 1)
         reached = jnp.full_like(loss, jnp.nan) if minibatch else result.reached
@@ -480,8 +480,8 @@ def _joined(parts: Sequence[Any], scales: Sequence[float]) -> Any:
     return jnp.concatenate([part.reshape(-1) * scale for part, scale in pairs])
 
 
-def _moved(params: Any, step: Any) -> Any:
-    return jax.tree.map(lambda p, d: p - d.astype(p.dtype), params, step)
+def _moved(params: Any, step: Any, rate: Any = 1.0) -> Any:
+    return jax.tree.map(lambda p, d: p - (rate * d).astype(p.dtype), params, step)
 
 
 def _where(condition: Any, first: Any, second: Any) -> Any:

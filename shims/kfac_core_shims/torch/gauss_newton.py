@@ -290,10 +290,18 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 "Leave it out; or compute it with a graph, not in torch.no_grad()."
             )
         samples, scales = self._scales(problem.terms)
-        J = self._finder.jacobian(problem.terms, scales)
+        xp = kc.array.namespaces.own_namespace(problem.terms[0])
+        # NumPy's calls take a third of the time of PyTorch's.
+        on_host = samples <= self._direct_up_to
+        on_host = on_host and kc.execution.hosted.host_computes(xp=xp)
+        J = self._finder.jacobian(
+            problem.terms, scales, on_host=on_host and self._processes is None
+        )
         with torch.no_grad():
             if self._processes is not None:
                 J = kc.samples.gathered_jacobian(J, self._processes)
+                if on_host:
+                    J = kc.execution.hosted.viewed_on_host(J, xp=xp) or J
             r = self._joined(problem.residuals, scales)
             values = r
             if problem.root is not None:
@@ -340,45 +348,35 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """Take the step, or stay where no damping lowers the loss."""
         [group] = self.param_groups
         parameters, state = group["params"], self.state
-        theta = [p.detach().clone() for p in parameters]
+        minibatch = self._options.minibatch
+        theta = parameters if minibatch else [p.detach().clone() for p in parameters]
         last = progress = None
-        if self._options.minibatch and group["progress"] is not None:
+        if minibatch and group["progress"] is not None:
             by_parameter = {p: state[p]["direction"] for p in parameters}
             last = self._finder.vectors(by_parameter, J)
-            progress = kc.samples.BatchProgress(*group["progress"])
+            progress = group["progress"]
 
-        # NumPy's calls take a third of the time of PyTorch's.
-        xp = kc.array.namespaces.own_namespace(J.like)
-        inputs = (J, r, tuple(start), last, progress)
-        views = (
-            kc.execution.hosted.viewed_on_host(inputs, xp=xp)
-            if self._is_direct(J)
-            else None
-        )
-        if views is not None:
-            J, r, values, last, progress = views
-            start = kc.samples.Evaluation(*values)
-            progress = progress and kc.samples.BatchProgress(*progress)
+        hosted, xp = kc.execution.hosted, kc.array.namespaces.own_namespace(r)
+        on_host = not isinstance(J.like, torch.Tensor)
 
-        def returned(value: Any) -> Any:
-            return (
-                value if views is None else kc.execution.hosted.from_views(value, xp=xp)
-            )
+        def viewed(value: Any) -> Any:
+            return hosted.viewed_on_host(value, xp=xp) if on_host else value
 
-        def go(step: Any) -> None:
-            directions = self._finder.directions(returned(step))
+        def go(step: Any, rate: float = 1.0) -> dict[Any, Any]:
+            step = hosted.from_views(step, xp=xp) if on_host else step
+            directions = self._finder.directions(step)
             for p, at_start in zip(parameters, theta, strict=True):
-                torch.sub(at_start, directions[p], out=p)
+                torch.sub(at_start, directions[p], alpha=rate, out=p)
+            return directions
 
         def evaluate(step: Any) -> kc.samples.Evaluation:
             go(step)
             problem = self._problem(residuals, root)
             values = self._joined(problem.terms, scales)
             reached = values, self._loss(values, problem.root)
-            if views is not None:
-                reached = kc.execution.hosted.viewed_on_host(reached, xp=xp)
-            return kc.samples.Evaluation(*reached)
+            return kc.samples.Evaluation(*viewed(reached))
 
+        r, values, last, progress = viewed((r, tuple(start), last, progress))
         try:
             result = kc.samples.gauss_newton_step(
                 J,
@@ -386,35 +384,30 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 r,
                 evaluate,
                 options=self._options,
-                start=start,
+                start=kc.samples.Evaluation(*values),
                 damping=group["damping"],
                 rate=group["lr"] or 1.0,
                 last=last,
-                progress=progress,
+                progress=progress and kc.samples.BatchProgress(*progress),
                 overwrite=True,
             )
         except BaseException:
             for p, at_start in zip(parameters, theta, strict=True):
                 p.copy_(at_start)
             raise
-        go(result.step)
-        if self._options.minibatch:
+        directions = go(result.direction, float(result.rate))
+        if minibatch:
             assert result.progress is not None
-            group["progress"] = list(returned(tuple(result.progress)))
-            last = self._finder.directions(returned(result.last))
-            for p, direction in last.items():
+            group["progress"] = tuple(map(torch.as_tensor, result.progress))
+            for p, direction in directions.items():
                 state[p]["direction"] = direction
         else:
             group["damping"] = float(result.damping)
         return result
 
-    def _is_direct(self, J: kc.samples.Jacobian) -> bool:
-        """Whether K is formed and factorized."""
-        return J.samples <= self._direct_up_to
-
     def _kernel(self, J: kc.samples.Jacobian) -> Any:
         """Return K, or an approximation where it is too large."""
-        if self._is_direct(J):
+        if J.samples <= self._direct_up_to:
             return kc.samples.sample_gram(J)
         # The same at each step, so that resuming is bit-for-bit reproducible.
         generator = torch.Generator().manual_seed(0)

@@ -65,7 +65,12 @@ class JacobianFinder:
         return list(self._parameters.values())
 
     def jacobian(
-        self, residuals: Sequence[Any], scales: Sequence[float], /
+        self,
+        residuals: Sequence[Any],
+        scales: Sequence[float],
+        /,
+        *,
+        on_host: bool = False,
     ) -> kc.samples.Jacobian:
         """Return the Jacobian of residuals, each term times its scale.
 
@@ -75,6 +80,8 @@ class JacobianFinder:
             Terms of the loss, with their graphs, which stay.
         scales : sequence of float
             Factors on the rows of each term.
+        on_host : bool
+            Whether rows are to be NumPy arrays, in the same memory, where they can be.
 
         Returns
         -------
@@ -98,7 +105,9 @@ class JacobianFinder:
                 continue
             layers[name], derivatives[name] = site.layer, batch
         samples = sum(r.numel() for r in residuals)
-        J = _flat_jacobian(layers, derivatives, samples) if layers else None
+        J = None
+        if layers:
+            J = _flat_jacobian(layers, derivatives, samples, on_host)
         for name in self._mixing(J, residuals, scales) if J is not None else ():
             reasons[name] = "the residuals mix examples, as batch norm in training does"
             # Their derivatives are formed below, one backward pass for each residual.
@@ -121,7 +130,7 @@ class JacobianFinder:
             }
             module, _, _ = name.rpartition(".")
             self.formed[name] = reasons.get(module, "it is in no layer that is covered")
-        return _flat_jacobian(layers, derivatives, samples)
+        return _flat_jacobian(layers, derivatives, samples, on_host)
 
     def directions(self, direction: Any, /) -> dict[Any, Any]:
         """Return a direction by parameter, in the parameters' own layouts.
@@ -255,6 +264,8 @@ class JacobianFinder:
             materialize_grads=True,
         )
         by_autograd = dict(zip(self.parameters, gradients, strict=True))
+        # The rows may be NumPy arrays.
+        c = c if isinstance(J.like, torch.Tensor) else c.numpy()
         by_rows = J.multiply_transposed(c)
         expected = self.vectors(by_autograd, J)
         # Roundoff is near eps, and rows of other examples differ by about one.
@@ -262,7 +273,10 @@ class JacobianFinder:
         return [
             name
             for name, parts in by_rows.items()
-            if any(_differ(x, expected[name][role], limit) for role, x in parts.items())
+            if any(
+                _differ(torch.as_tensor(x), expected[name][role], limit)
+                for role, x in parts.items()
+            )
         ]
 
     def _formed(
@@ -317,8 +331,12 @@ def _problem(calls: list[Any], r: Any) -> str | None:
 
 
 def _flat_jacobian(
-    layers: dict[str, Any], derivatives: dict[str, Any], samples: int
+    layers: dict[str, Any], derivatives: dict[str, Any], samples: int, on_host: bool
 ) -> kc.samples.Jacobian:
+    if on_host:
+        xp = kc.array.namespaces.own_namespace(torch.empty(0))
+        views = kc.execution.hosted.viewed_on_host(derivatives, xp=xp)
+        derivatives = views or derivatives
     J = kc.samples.Jacobian.of(layers, derivatives)
     return replace(J, sample_shape=(samples,))
 
@@ -367,7 +385,8 @@ def _joined_terms(
 
 def _part(call: Any, r: Any, scale: float, C: int) -> kc.Batch:
     """Return one term's rows with C outputs for each example."""
-    x, g, mask = call.inputs, torch.stack(call.output_grads), call.mask
+    x, grads, mask = call.inputs, call.output_grads, call.mask
+    g = grads[0][None] if len(grads) == 1 else torch.stack(grads)
     bias = None if call.bias is True else call.bias
     if bias is False:
         bias = torch.zeros(x.shape[: max(1, x.ndim - 1)], dtype=torch.bool).to(x.device)
