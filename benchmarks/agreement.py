@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.stages import rule_of
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
-LIMIT = 1e-2
+LIMIT = 4e-3
 """Of rank-deficient factors of activations, which float32 stores, 3e-3 was measured for
 LAPACK's own kernels as for all libraries."""
 
