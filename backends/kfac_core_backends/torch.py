@@ -290,7 +290,7 @@ def multiply_matrices(a: Any, b: Any, /, *, xp: Any) -> Any:
 
 
 def _large_product(a: Any, b: Any) -> Any:
-    """Return ``a b`` in the order of b, or None where oneDNN does not apply."""
+    """Return ``a b`` of two matrices, or None where oneDNN does not apply."""
     if a.ndim != 2 or b.ndim != 2 or not _plain(a, b):
         return None
     return onednn.product(a, b)

@@ -41,7 +41,10 @@ def is_available() -> bool:
 
 
 def product(a: Any, b: Any, /) -> Any:
-    """Return ``a b`` in the order of b, or None where oneDNN does not apply.
+    """Return ``a b``, or None where oneDNN does not apply.
+
+    The order in memory is that of b, or that of a if b alone is square: rows that a basis
+    multiplies stay in their order.
 
     Parameters
     ----------
@@ -57,8 +60,9 @@ def product(a: Any, b: Any, /) -> Any:
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < _FROM or not is_available():
         return None
+    basis_last = b.shape[0] == b.shape[1] and a.shape[0] != a.shape[1]
     with torch.no_grad():
-        if b.is_contiguous():
+        if (a if basis_last else b).is_contiguous():
             return _linear(a, b.mT, None, "none", [], "")
         # What is transposed is read in the order in which it lies in memory.
         return _linear(b.mT, a, None, "none", [], "").mT

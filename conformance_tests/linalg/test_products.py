@@ -66,6 +66,16 @@ def test_only_large_products_of_float32_are_taken(onednn, monkeypatch):
     assert onednn.product(large, large) is None
 
 
+def test_rows_stay_in_their_order_when_a_basis_multiplies_them(onednn):
+    """LAPACK's bases are column by column; rows in such an order are slow to cut."""
+    import torch
+
+    rows, basis = torch.ones(400, 200), torch.ones(200, 200)
+    for Q in (basis, basis.clone().mT):
+        assert onednn.product(rows, Q).is_contiguous()
+        assert onednn.product(Q, rows.mT).mT.is_contiguous()
+
+
 def test_large_products_stay_in_pytorch(onednn, monkeypatch, rng):
     """Where NumPy computes for PyTorch, it is not given what oneDNN multiplies faster."""
     import torch
