@@ -399,7 +399,7 @@ class DistributedExecutor(Executor):
         def moments_of(empties: Mapping[str, Statistics]) -> Moments:
             of_names = {}
             try:
-                for name in empties.keys() & moments.keys():
+                for name in [name for name in empties if name in moments]:
                     part = moments[name]
                     if callable(part):
                         part = part(empties[name])
