@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.limits import EXPONENTS
 from benchmarks.measured import Run, with_unit
 from benchmarks.result import Result
-from benchmarks.stages import MEMORY_LIMITS, TITLES
+from benchmarks.stages import MEMORY_LIMITS, OPTIMIZER_STAGES, TITLES
 from benchmarks.targets import results
 from benchmarks.workloads import SWEEPS
 
@@ -200,7 +200,7 @@ def _autoencoder() -> str:
     stages = (
         *("statistics", "refresh-inverse", "refresh-cholesky", "precondition-inverse"),
         *("precondition-solve", "cycle", "cycle-triangular", "refresh-eigen"),
-        *("refresh-driver", "precondition-eigen"),
+        *("refresh-driver", "precondition-eigen", *OPTIMIZER_STAGES),
     )
     return _rooflines("autoencoder", stages, PLAIN)
 

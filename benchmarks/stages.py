@@ -11,6 +11,12 @@ precondition      ``2 n m (n + m)``               two GEMMs, whatever is done
 cycle             all three                       everything refreshed at every step
 ================  ==============================  ==========================================
 
+"Space of samples" is a direction of Gauss-Newton with a residual for each row: the Gram
+matrices of x and g (SYRK), POTRF of K, and ``J^T c``, all in float64, where a flop counts
+twice.  "SOAP" is ten steps of the optimizer: the rotations to and fro, and once the rows
+(a pass), their Gram matrices, QR steps, and moments in the new bases; it is counted with
+the blocks that the bases have.
+
 The refresh by factorization alone could be had for a third of its roofline, and by
 eigendecompositions for 14/3 of it; preconditioning in the eigenbases needs four GEMMs.
 They are put over the same flops, so that the columns of a table compare.
@@ -22,8 +28,10 @@ it, in the array library's binding; `GPU_STAGES` are timed on a GPU alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from kfac_core.roots import side_blocks
 
 TITLES = {
     "statistics": "statistics with moving average",
@@ -39,6 +47,8 @@ TITLES = {
     "cycle-status": "whole cycle, failures as statuses",
     "refresh-looped": "refresh, inverses, a call a layer",
     "precondition-looped": "precondition, inverses, a call a layer",
+    "samples-direction": "space of samples, Gram and direction",
+    "soap-steps": "SOAP, ten steps with one renewal",
 }
 CORE_STAGES = ("statistics", "refresh-inverse", "precondition-inverse", "cycle")
 MAIN_STAGES = (
@@ -46,6 +56,7 @@ MAIN_STAGES = (
     *("precondition-inverse", "precondition-solve", "cycle", "cycle-triangular"),
 )
 EIGEN_STAGES = ("refresh-eigen", "refresh-driver", "precondition-eigen")
+OPTIMIZER_STAGES = ("samples-direction", "soap-steps")
 GPU_STAGES = ("cycle-status",)
 LOOPED_STAGES = ("refresh-looped", "precondition-looped")
 MEMORY_LIMITS = {
@@ -73,23 +84,47 @@ class Sized(Protocol):
         """R."""
 
     @property
+    def inputs(self) -> int:
+        """The width of the inputs, without a bias."""
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(n, m)``."""
 
 
-def stage_flops(stage: str, layers: Iterable[Sized], /) -> float:
+def stage_flops(stage: str, layers: Sequence[Sized], /) -> float:
     """Return the flops of a stage's roofline, as the module's table has them."""
     total = 0.0
     for layer in layers:
-        n, m = layer.shape
+        R, (n, m) = layer.rows, layer.shape
         parts = {
-            "statistics": layer.rows * (n * n + m * m),
+            "statistics": R * (n * n + m * m),
             "refresh": n**3 + m**3,
             "precondition": 2 * n * m * (n + m),
         }
         parts["cycle"] = sum(parts.values())
+        parts["samples"] = 2 * (R * R * (n + m) + 2 * R * n * m)
+        parts["soap"] = _soap_flops(layer)
         total += parts[stage.partition("-")[0]]
+    if stage.startswith("samples"):
+        total += 2 * max(layer.rows for layer in layers) ** 3 / 3
     return total
+
+
+def basis_blocks(layer: Sized, /) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return number and size of the blocks of SOAP's bases of inputs and outputs."""
+    n, m = layer.inputs, layer.shape[1]
+    return side_blocks(n, m) or (1, 1), side_blocks(m, n) or (1, 1)
+
+
+def _soap_flops(layer: Sized) -> float:
+    """Return the flops of ten steps: 22 rotations, and a renewal."""
+    R, n, m = layer.rows, layer.inputs, layer.shape[1]
+    sides = basis_blocks(layer)
+    rotation = 2 * n * m * sum(b for _, b in sides)
+    # A product C Q, a QR decomposition with its Q, and Q_old^T Q_new.
+    renewal = sum(c * b**3 * (2 + 8 / 3 + 2) + R * c * b * b for c, b in sides)
+    return 22 * rotation + renewal + 4 * R * n * m
 
 
 def rule_of(stage: str, /) -> str:

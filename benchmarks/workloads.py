@@ -26,6 +26,7 @@ from benchmarks.stages import (
     GPU_STAGES,
     LOOPED_STAGES,
     MAIN_STAGES,
+    OPTIMIZER_STAGES,
 )
 
 DAMPING = 1e-3
@@ -118,6 +119,11 @@ class Workload:
         return Workload(**{**plain, "layers": layers, "stages": tuple(plain["stages"])})
 
 
+def residuals(rows: int, /) -> Matrix:
+    """Return a residual for each row, for stages in the space of samples."""
+    return np.random.default_rng(5).standard_normal(rows, dtype=np.float32)
+
+
 def _normal(seed: tuple[int, ...], shape: tuple[int, int]) -> Matrix:
     scale = 0.05 + np.sqrt(1.0 / np.arange(1, shape[1] + 1, dtype=np.float32))
     x = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -179,13 +185,13 @@ def _resnet50(images: int, most_rows: int) -> tuple[Layer, ...]:
 
 
 AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
-ALL = MAIN_STAGES + EIGEN_STAGES + GPU_STAGES
+ALL = MAIN_STAGES + EIGEN_STAGES + OPTIMIZER_STAGES + GPU_STAGES
 WORKLOADS = (
     Workload("autoencoder", _chain(AUTOENCODER, 512), ALL, batches=3, memory=True),
     Workload(
         "activations",
         _chain(AUTOENCODER, 512),
-        CORE_STAGES + EIGEN_STAGES,
+        CORE_STAGES + EIGEN_STAGES + OPTIMIZER_STAGES,
         passes=True,
     ),
     Workload(

@@ -14,7 +14,7 @@ import numpy as np
 import kfac_core as kc
 from benchmarks.libraries.device import device_events
 from benchmarks.libraries.library import AbsentError, Call, Library
-from benchmarks.workloads import DAMPING, DECAY, Workload
+from benchmarks.workloads import DAMPING, DECAY, Workload, residuals
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "inverse": {},
@@ -91,6 +91,12 @@ class _Core:
         if kind == "looped" and self._backend == "jax":
             raise AbsentError("it would compile a program for each layer")
         batch = self._batch
+        if name == "samples-direction":
+            if self._backend == "jax":
+                raise AbsentError("it is computed in float64, which is off")
+            return self._direction
+        if name == "soap-steps":
+            return self._soap()
         if name == "statistics":
             self._timed = estimator = self._made()
             return lambda: estimator.update(batch)
@@ -165,6 +171,40 @@ class _Core:
         estimator.update(self._batch, check=check)
         estimator.refresh(check=check)
         return estimator.precondition(self._gradients)
+
+    def _direction(self) -> Any:
+        """Return a direction of Gauss-Newton, with a residual for each row."""
+        layers = {name: block.layer for name, block in self._blocks.items()}
+        J = kc.samples.Jacobian.of(layers, self._batch)
+        r = self._array(residuals(J.examples))
+        return kc.samples.sample_curvature(J, damping=DAMPING).direction(r)
+
+    def _soap(self) -> Call:
+        """Return ten steps of the optimizer, with rows on the last, which renews."""
+        if self._backend != "torch":
+            raise AbsentError("SOAP is an optimizer of frameworks")
+        torch = self._library
+        soap = importlib.import_module("kfac_core_shims.torch").SOAP
+        batches = list(self._batch.values())
+        model = torch.nn.Sequential()
+        for block in self._blocks.values():
+            of = block.layer
+            linear = torch.nn.Linear(of.in_features, of.out_features, bias=of.bias)
+            model.append(linear.to(batches[0].inputs.device))
+        optimizer = soap(model)
+
+        def take(pairs: Any, steps: int) -> None:
+            optimizer.zero_grad()
+            outputs = [layer(batch.inputs) for layer, batch in pairs]
+            torch.autograd.backward(outputs, [b.output_grads for _, b in pairs])
+            for _ in range(steps):
+                optimizer.step()
+
+        pairs = list(zip(model, batches, strict=True))
+        for _ in range(9):
+            take(pairs, 1)
+        # The tenth step renews the bases, the nine after it use them.
+        return lambda: take(pairs, 10)
 
     def _refresh_looped(self) -> None:
         for name in self._blocks:

@@ -14,7 +14,7 @@ import scipy
 from scipy.linalg import blas, lapack
 
 from benchmarks.libraries.library import AbsentError, Call, Events, Library
-from benchmarks.workloads import DAMPING, DECAY, Workload
+from benchmarks.workloads import DAMPING, DECAY, Workload, residuals
 
 Matrix = Any
 
@@ -60,6 +60,8 @@ class _Lapack:
             return self._cycle_of_solves
         if name == "refresh-driver":
             return self._drivers()
+        if name == "samples-direction":
+            return self._direction
         kind = name.partition("-")[2]
         if kind not in KINDS:
             raise AbsentError("it is a loop over the layers already, without statuses")
@@ -130,6 +132,19 @@ class _Lapack:
         self._update()
         return self._precondition("solve", self._refresh("cholesky"))
 
+    def _direction(self) -> list[Matrix]:
+        """Return ``J^T (K + R lam I)^-1 r`` in float64, K from Gram matrices of rows."""
+        rows = [tuple(x.astype(np.float64) for x in pair) for pair in self._rows]
+        R = len(rows[0][0])
+        K = np.zeros((R, R), order="F")
+        for x, g in rows:
+            K += _gram(x) * _gram(g)
+        K.reshape(-1, order="F")[:: R + 1] += R * DAMPING
+        L, info = lapack.dpotrf(K, lower=1, clean=0, overwrite_a=1)
+        assert info == 0
+        c, info = lapack.dpotrs(L, residuals(R).astype(np.float64), lower=1)
+        return [(x * c[:, None]).T @ g for x, g in rows]
+
     def _drivers(self) -> Call:
         """Return the eigendecompositions alone, each by the driver that is fastest."""
         chosen = []
@@ -149,6 +164,10 @@ def _seconds(driver: Any, M: Matrix) -> float:
         driver(M, lower=1)
         taken.append(time.process_time() - start)
     return min(taken)
+
+
+def _gram(x: Matrix) -> Matrix:
+    return blas.dsyrk(1.0, x.T, trans=1, lower=1)
 
 
 def _zeros(size: int) -> Matrix:

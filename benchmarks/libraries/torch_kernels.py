@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.libraries.device import device_events
 from benchmarks.libraries.library import AbsentError, Call, Library
+from benchmarks.stages import basis_blocks
 from benchmarks.workloads import DAMPING, DECAY, Workload
 
 Matrix = Any
@@ -62,6 +63,8 @@ class _TorchKernels:
         if name == "cycle":
             self._start()
             return self._cycle
+        if name == "soap-steps":
+            return self._soap()
         kind = name.partition("-")[2]
         if kind in ("solve", "triangular"):
             raise AbsentError("its triangular solves want transposed copies")
@@ -131,6 +134,22 @@ class _TorchKernels:
         apply: Any = _by_bases if kind == "eigen" else _by_inverses
         return [apply(*pair, V) for pair, V in zip(made, self._vectors, strict=True)]
 
+    def _soap(self) -> Call:
+        """Return ten steps of Adam in bases, of which one renews them by a QR step."""
+        states = []
+        for layer, (x, g) in zip(self._layers, self._rows, strict=True):
+            rows = g, x[:, : layer.inputs]
+            V = rows[0].mT @ rows[1]
+            sides = [
+                (
+                    block.reshape(len(x), c, b).permute(1, 0, 2),
+                    torch.eye(b).repeat(c, 1, 1),
+                )
+                for block, (c, b) in zip(rows, basis_blocks(layer)[::-1], strict=True)
+            ]
+            states.append((V, sides, torch.zeros_like(V), torch.zeros_like(V)))
+        return lambda: [_soap_steps(*state) for state in states]
+
     def _cycle(self) -> list[Matrix]:
         self._update()
         return self._precondition("inverse", self._refresh("inverse"))
@@ -145,3 +164,24 @@ def _by_bases(A: Any, G: Any, V: Matrix) -> Matrix:
     in_basis = Q_A.mT @ V @ Q_G
     in_basis /= a.clamp(min=0)[:, None] * g.clamp(min=0)[None, :] + DAMPING
     return Q_A @ in_basis @ Q_G.mT
+
+
+def _rotated(V: Matrix, left: Matrix, right: Matrix) -> Matrix:
+    """Return ``left^T V right`` for blocks of bases."""
+    V = (left.mT @ V.view(len(left), -1, V.shape[1])).view(V.shape)
+    by_block = V.view(len(V), len(right), -1).transpose(0, 1)
+    return (by_block @ right).transpose(0, 1).reshape(V.shape)
+
+
+def _soap_steps(V: Matrix, sides: Any, m: Matrix, v: Matrix) -> Matrix:
+    """Return the last of ten steps; m and v are changed."""
+    new = [torch.linalg.qr((X.mT @ X) @ Q).Q for X, Q in sides]
+    changes = [Q.mT @ S for (_, Q), S in zip(sides, new, strict=True)]
+    m.copy_(_rotated(m, *changes))
+    v.copy_(_rotated(v, *(S * S for S in changes)))
+    for _ in range(10):
+        rotated = _rotated(V, *new)
+        m.lerp_(rotated, 0.07)
+        v.mul_(0.93).addcmul_(rotated, rotated, value=0.07)
+        step = _rotated(m / (v.sqrt() + 1e-8), *(Q.mT for Q in new))
+    return step

@@ -121,6 +121,56 @@ def test_the_flops_of_the_roofline():
     )
 
 
+def test_the_flops_of_optimizers():
+    """Gram matrices and POTRF in float64; rotations, and a renewal of bases."""
+    layers = (workloads.Layer(300, 4, True, 8), workloads.Layer(4, 5, False, 8))
+    renewal = 3 * 100**3 + 4**3 + 4**3 + 5**3  # blocks of 100 for a side of 300
+    pairs = 2 * 1200 * (100 + 4) + 2 * 20 * (4 + 5)
+    grams = 8 * (3 * 100**2 + 4**2 + 4**2 + 5**2)
+
+    assert stage_flops("samples-direction", layers) == pytest.approx(
+        2 * (64 * (305 + 9) + 16 * (301 * 4 + 20) + 8**3 / 3)
+    )
+    assert stage_flops("soap-steps", layers) == pytest.approx(
+        22 * pairs + renewal * 20 / 3 + grams + 32 * (1200 + 20)
+    )
+
+
+def test_plain_kernels_and_the_library_give_the_same_direction(backend, tmp_path):
+    """Of Gauss-Newton in the space of samples, by two programs."""
+    pytest.importorskip("scipy")
+    if backend.name not in ("numpy", "torch"):
+        pytest.skip("it is computed in float64")
+    layers = (workloads.Layer(5, 3, True, 9), workloads.Layer(3, 2, False, 9))
+    tiny = workloads.Workload("tiny", layers, ("samples-direction",)).to_plain()
+    directions = []
+    for name in (backend.name, "lapack"):
+        worker = Worker(name, device="cpu", threads=1, clock="cpu")
+        path = str(tmp_path / f"{name}.npz")
+        worker.answer_to({"do": "prepare", "workload": tiny})
+        request = {"do": "answer", "stage": "samples-direction", "path": path}
+        assert worker.answer_to(request) == {}
+        directions.append(np.load(path))
+
+    for name, direction in directions[0].items():
+        np.testing.assert_allclose(direction, directions[1][name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["torch", "torch-kernels"])
+def test_steps_of_soap_run(library):
+    """The stage is set up, and its steps give finite results."""
+    torch = pytest.importorskip("torch")
+    layers = (workloads.Layer(5, 3, True, 9), workloads.Layer(130, 2, False, 9))
+    worker = Worker(library, device="cpu", threads=1, clock="cpu")
+    tiny = workloads.Workload("tiny", layers, ("soap-steps",)).to_plain()
+    worker.answer_to({"do": "prepare", "workload": tiny})
+
+    assert worker.answer_to({"do": "setup", "stage": "soap-steps"})["calls"] >= 1
+
+    steps = worker._call() or []
+    assert all(bool(torch.isfinite(step).all()) for step in steps)
+
+
 def test_resnet50_has_its_layers():
     """The 53 convolutions, with a ResNet-50's 23.5 million weights."""
     [resnet] = workloads.chosen_workloads(["resnet50"])
