@@ -4,30 +4,22 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.approximations.series import Series
-from kfac_core.errors import FactorizationError, UnsupportedError
 from kfac_core.linalg import series_chain
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.series_infinite import stein_solve
 from kfac_core.operators import series as series_blocks
 
+from ..builders import series_reference
 from ..builders.layers import dense_layer
 from ..builders.one_block import SUM, operator_for
-from ..builders.series_reference import (
-    damped,
-    infinite_block,
-    moments,
-    sequences,
-    symmetric_block,
-)
 from ..builders.tolerances import assert_close
 
 N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
 LAYER = dense_layer(n, m, bias=False)
 BLOCKS = {
-    "symmetric": kc.Block(LAYER, Series(variant="symmetric", steps=T)),
-    "infinite": kc.Block(LAYER, Series(variant="infinite")),
-    "independent": kc.Block(LAYER, Series(variant="independent")),
+    "symmetric": kc.Block(LAYER, kc.Series(variant="symmetric", steps=T)),
+    "infinite": kc.Block(LAYER, kc.Series(variant="infinite")),
+    "independent": kc.Block(LAYER, kc.Series(variant="independent")),
 }
 chains = pytest.mark.parametrize("variant", ["symmetric", "infinite"])
 
@@ -35,8 +27,8 @@ chains = pytest.mark.parametrize("variant", ["symmetric", "infinite"])
 @pytest.fixture
 def data(rng):
     """Positively correlated x and g."""
-    x = sequences(rng, (N, T, n), correlation=0.8)
-    return x, sequences(rng, (N, T, m), correlation=0.8)
+    x = series_reference.sequences(rng, (N, T, n), correlation=0.8)
+    return x, series_reference.sequences(rng, (N, T, m), correlation=0.8)
 
 
 def statistics_of(backend, variant, data, dtype="float64"):
@@ -58,7 +50,7 @@ def test_exact_damping_is_refused(backend, data, variant):
     """Only A_0 and G_0 are damped; the independent variant takes any rule."""
     statistics = statistics_of(backend, variant, data)
 
-    with pytest.raises(UnsupportedError, match="no exact damping"):
+    with pytest.raises(kc.UnsupportedError, match="no exact damping"):
         operator_for(BLOCKS[variant], statistics, damping=DAMPING, rule="exact")
     independent = statistics_of(backend, "independent", data)
     made = operator_for(
@@ -73,7 +65,7 @@ def test_lags_of_different_rows_are_refused(backend, data, variant):
     statistics = statistics_of(backend, variant, data)
     wrong = changed(statistics, "lagged_input", lambda x: 50.0 * x)
 
-    with pytest.raises(FactorizationError, match=r"lag|correlated"):
+    with pytest.raises(kc.FactorizationError, match=r"lag|correlated"):
         operator_for(BLOCKS[variant], wrong, damping=1e-6)
     flagged = operator_for(BLOCKS[variant], wrong, damping=1e-6, check="status")
     assert kc.Status.INACCURATE in kc.Status(int(flagged.status()))
@@ -117,7 +109,7 @@ def test_large_blocks_have_no_dense_functions(backend, data, variant, monkeypatc
         lambda: made.multiply_cholesky_inverse(v),
         lambda: made.eigenvalues(),
     ):
-        with pytest.raises(UnsupportedError, match="share no eigenvectors"):
+        with pytest.raises(kc.UnsupportedError, match="share no eigenvectors"):
             refused()
     for allowed in (made.multiply, made.multiply_inverse, made.sample):
         assert tuple(allowed(v).shape) == (n, m)
@@ -129,7 +121,7 @@ def test_uncertified_operators_raise(backend, data, variant, monkeypatch):
     monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-18)
     statistics = statistics_of(backend, variant, data)
 
-    with pytest.raises(FactorizationError, match="Increase `damping`"):
+    with pytest.raises(kc.FactorizationError, match="Increase `damping`"):
         operator_for(BLOCKS[variant], statistics, damping=DAMPING)
 
 
@@ -150,10 +142,12 @@ def test_doubling_solves_the_equations_of_stein(backend, rng, radius):
 
 
 def dense_of(variant, data):
-    stats = damped(moments(data[0], data[1][None], bias=False), DAMPING)
+    stats = series_reference.damped(
+        series_reference.moments(data[0], data[1][None], bias=False), DAMPING
+    )
     if variant == "infinite":
-        return infinite_block(stats)
-    return symmetric_block(stats, [T])
+        return series_reference.infinite_block(stats)
+    return series_reference.symmetric_block(stats, [T])
 
 
 @chains

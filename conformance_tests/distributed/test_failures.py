@@ -9,21 +9,7 @@ import pytest
 
 import kfac_core as kc
 from conformance_tests.builders.shards import dense
-from kfac_core.array.structure import map_structure, replaced
-from kfac_core.distributed import Distributed, run_ranks
 from kfac_core.distributed.transport import unpack
-from kfac_core.errors import (
-    ArgumentError,
-    CommunicationError,
-    FactorizationError,
-    KFACError,
-    NotFiniteError,
-    NotReadyError,
-    ReplicaError,
-    ShapeError,
-    StateError,
-    UnknownBlockError,
-)
 
 BLOCKS = {
     "one": kc.Block(dense(3, 2), kc.Kronecker()),
@@ -32,7 +18,7 @@ BLOCKS = {
 
 
 def estimator_of(communicator, /, *, blocks=None, holders=1, **options):
-    execution = Distributed(communicator=communicator, holders=holders)
+    execution = kc.distributed.Distributed(communicator=communicator, holders=holders)
     settings = {"reduction": "sum", "damping": 0.1} | options
     return kc.Estimator(blocks or BLOCKS, execution=execution, **settings)
 
@@ -63,7 +49,7 @@ def caught(size, function, timeout=60.0):
         except Exception as error:
             return error
 
-    return run_ranks(size, run, timeout=timeout)
+    return kc.distributed.run_ranks(size, run, timeout=timeout)
 
 
 def test_rows_that_are_not_finite_on_one_rank():
@@ -88,7 +74,7 @@ def test_rows_that_are_not_finite_on_one_rank():
 
     assert kept == [True] * 3
     for error in found:
-        assert isinstance(error, NotFiniteError)
+        assert isinstance(error, kc.NotFiniteError)
         assert "Rank 2: Block 'two': `inputs`" in str(error)
 
 
@@ -108,19 +94,25 @@ def test_flags_of_one_rank_are_those_of_all():
         same = np.array_equal(after.statistics.averages["input"].sum.array, before)
         return int(after.status), same
 
-    assert run_ranks(2, run) == [(1, True)] * 2
+    assert kc.distributed.run_ranks(2, run) == [(1, True)] * 2
 
 
 MISTAKES = {
     "a wrong shape": (
-        lambda fed: fed | {"one": replaced(fed["one"], inputs=np.ones((4, 7)))},
-        ShapeError,
+        lambda fed: (
+            fed | {"one": kc.array.replaced(fed["one"], inputs=np.ones((4, 7)))}
+        ),
+        kc.ShapeError,
         "Block 'one'",
     ),
-    "an unknown block": (lambda fed: fed | {"q": fed["one"]}, UnknownBlockError, "'q'"),
-    "no batch": (lambda fed: fed | {"two": 3}, ArgumentError, "Block 'two'"),
-    "no mapping": (lambda fed: [*fed], ArgumentError, "`batches`"),
-    "nothing": (lambda fed: {}, NotReadyError, "`like`"),
+    "an unknown block": (
+        lambda fed: fed | {"q": fed["one"]},
+        kc.UnknownBlockError,
+        "'q'",
+    ),
+    "no batch": (lambda fed: fed | {"two": 3}, kc.ArgumentError, "Block 'two'"),
+    "no mapping": (lambda fed: [*fed], kc.ArgumentError, "`batches`"),
+    "nothing": (lambda fed: {}, kc.NotReadyError, "`like`"),
 }
 
 
@@ -132,10 +124,10 @@ def test_batches_that_are_wrong_on_one_rank(mistake, before, loss):
     given, error, text = MISTAKES[mistake]
     if before and mistake == "nothing":
         given, text = lambda fed: {"one": fed["two"]}, "Block 'one'"
-        error = ShapeError
+        error = kc.ShapeError
 
     def run(communicator):
-        execution = Distributed(communicator=communicator, loss=loss)
+        execution = kc.distributed.Distributed(communicator=communicator, loss=loss)
         estimator = kc.Estimator(
             BLOCKS, reduction="mean", damping=0.1, execution=execution
         )
@@ -147,13 +139,13 @@ def test_batches_that_are_wrong_on_one_rank(mistake, before, loss):
             batches = given(batches)
         try:
             estimator.update(batches)
-        except KFACError as found:
+        except kc.KFACError as found:
             assert estimator.state is state
             estimator.update(fed(np.random.default_rng(2)))
             return found
         return None
 
-    found = run_ranks(2, run, timeout=60.0)
+    found = kc.distributed.run_ranks(2, run, timeout=60.0)
 
     assert [type(raised) for raised in found] == [error] * 2
     assert str(found[0]).startswith("Rank 1: ")
@@ -174,11 +166,11 @@ def test_vectors_that_are_wrong_on_one_rank(holders):
             vectors["q"] = vectors["one"]
         try:
             return estimator.precondition(vectors)
-        except UnknownBlockError as error:
+        except kc.UnknownBlockError as error:
             estimator.precondition(ones())
             return str(error)
 
-    first, second = run_ranks(2, run, timeout=60.0)
+    first, second = kc.distributed.run_ranks(2, run, timeout=60.0)
 
     assert "'q'" in second
     assert "Rank 1: " in first if holders == 1 else sorted(first) == ["one", "two"]
@@ -207,7 +199,7 @@ def test_a_factorization_that_fails_on_its_owner(holders):
         estimator.refresh()
 
     for error in caught(3, run):
-        assert isinstance(error, FactorizationError)
+        assert isinstance(error, kc.FactorizationError)
         assert "one" in str(error)
 
 
@@ -223,7 +215,7 @@ def test_a_rank_is_named_as_all_know_it():
 
     found = caught(4, run)
 
-    assert isinstance(found[2], CommunicationError)
+    assert isinstance(found[2], kc.errors.CommunicationError)
     assert "Rank 3 ended before all_reduce, for which rank 2 waits" in str(found[2])
 
 
@@ -238,13 +230,13 @@ def test_ranks_with_different_options_or_steps_raise():
 
     for errors, what in ((networks, "the network"), (holders, "`holders`")):
         for error in errors:
-            assert isinstance(error, ReplicaError)
+            assert isinstance(error, kc.errors.ReplicaError)
             assert f"Rank 1 differs from rank 0 in {what}" in str(error)
     for error in decays:
-        assert isinstance(error, ReplicaError)
+        assert isinstance(error, kc.errors.ReplicaError)
         assert "rank 1 at 'update with [0.75, 1.0]'" in str(error)
     for error in orders:
-        assert isinstance(error, (ReplicaError, CommunicationError))
+        assert isinstance(error, (kc.errors.ReplicaError, kc.errors.CommunicationError))
 
 
 def test_parameters_that_differ_between_ranks_raise():
@@ -259,9 +251,9 @@ def test_parameters_that_differ_between_ranks_raise():
         estimator.check_replicas(weights={"fc": np.zeros(2)}, biases=moved)
         return True
 
-    assert run_ranks(4, lambda c: run(c, 0.0)) == [True] * 4
+    assert kc.distributed.run_ranks(4, lambda c: run(c, 0.0)) == [True] * 4
     for error in caught(4, lambda c: run(c, 1e-16 + 1e-15)):
-        assert isinstance(error, ReplicaError)
+        assert isinstance(error, kc.errors.ReplicaError)
         assert "Rank 3 differs from rank 0 in biases" in str(error)
 
 
@@ -269,7 +261,7 @@ def test_an_operator_that_differs_between_ranks_raises():
     """By block and rank, to the last bit; in float64 one unit of it on one rank."""
 
     def run(communicator):
-        execution = Distributed(communicator=communicator, holders=3)
+        execution = kc.distributed.Distributed(communicator=communicator, holders=3)
         settings = {"reduction": "sum", "damping": 0.1, "execution": execution}
         estimator = kc.Estimator(BLOCKS, **settings)
         estimator.update(fed(np.random.default_rng(communicator.rank)))
@@ -278,13 +270,13 @@ def test_an_operator_that_differs_between_ranks_raises():
         state = estimator.state
         if communicator.rank == 2:
             held = state["two"]
-            moved = map_structure(_nudged, held.operator)
-            blocks = {**state.blocks, "two": replaced(held, operator=moved)}
+            moved = kc.array.map_structure(_nudged, held.operator)
+            blocks = {**state.blocks, "two": kc.array.replaced(held, operator=moved)}
             estimator.state = kc.NetworkState(blocks, state.share)
         estimator.check_replicas()
 
     for error in caught(3, run):
-        assert isinstance(error, ReplicaError)
+        assert isinstance(error, kc.errors.ReplicaError)
         assert "Rank 2 differs from rank 0 in two: operator" in str(error)
 
 
@@ -292,7 +284,7 @@ def test_a_module_that_another_rank_names_is_not_imported():
     """Only classes that are structures of arrays here are made from a message."""
     before = set(sys.modules)
 
-    with pytest.raises(CommunicationError, match="antigravity:fly"):
+    with pytest.raises(kc.errors.CommunicationError, match="antigravity:fly"):
         unpack({"class": "antigravity:fly", "fields": {}}, {})
 
     assert "antigravity" not in set(sys.modules) - before
@@ -312,7 +304,7 @@ def test_a_saved_state_of_other_blocks_is_refused_on_every_rank():
         del saved["blocks"]["two"]
         estimator.load_state_dict(saved)
 
-    assert [type(e) for e in caught(2, run)] == [StateError, StateError]
+    assert [type(e) for e in caught(2, run)] == [kc.StateError, kc.StateError]
 
 
 def test_a_failure_leaves_directions_as_they_were():
@@ -326,7 +318,7 @@ def test_a_failure_leaves_directions_as_they_were():
         before = estimator.precondition(ones())
         batches = fed(rng)
         batches["one"].inputs[0, 0] = np.nan if communicator.rank else 1.0
-        with pytest.raises(NotFiniteError):
+        with pytest.raises(kc.NotFiniteError):
             estimator.update(batches)
         after = estimator.precondition(ones())
         return all(
@@ -335,7 +327,7 @@ def test_a_failure_leaves_directions_as_they_were():
             for key, x in own.items()
         )
 
-    assert run_ranks(2, run) == [True, True]
+    assert kc.distributed.run_ranks(2, run) == [True, True]
 
 
 def _decayed(communicator):
@@ -362,7 +354,7 @@ def test_a_part_of_a_state_is_refused_where_all_rows_are_meant():
 
     alone = kc.Estimator(BLOCKS, reduction="sum", damping=0.1)
     batches = fed(np.random.default_rng(0))
-    for state in run_ranks(2, part):
+    for state in kc.distributed.run_ranks(2, part):
         alone.state = state
         calls = (
             lambda: alone.update(batches),
@@ -371,7 +363,7 @@ def test_a_part_of_a_state_is_refused_where_all_rows_are_meant():
             lambda: alone.absorb({}),
         )
         for call in calls:
-            with pytest.raises(StateError, match=r"rank . of 2 .* all rows"):
+            with pytest.raises(kc.StateError, match=r"rank . of 2 .* all rows"):
                 call()
         assert alone.state is state
 
@@ -384,5 +376,5 @@ def test_a_part_of_a_state_is_refused_where_all_rows_are_meant():
         estimator.update(batches)
 
     for rank, error in enumerate(caught(2, whole)):
-        assert isinstance(error, StateError)
+        assert isinstance(error, kc.StateError)
         assert f"to all rows, and the call to rank {rank} of 2" in str(error)

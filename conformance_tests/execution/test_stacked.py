@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import array_fields, is_structure, leaves, map_structure
+from kfac_core.array.structure import array_fields, is_structure, leaves
 from kfac_core.execution import stacked as stacks
-from kfac_core.execution.hosted import Hosted
-from kfac_core.execution.stacked import Stacked
-from kfac_core.execution.threaded import Threaded
 from kfac_core.stages import Executor, plain
 
 from ..builders.reference import kronecker_factors
@@ -158,7 +155,7 @@ def assert_same_products(backend, dtype, got, expected):
 def test_a_status_is_of_the_bad_block_alone(backend, rng):
     """With ``check="status"`` it is flagged, and no block of the batch moves."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
-    executor = Stacked(fewest=2)
+    executor = kc.execution.Stacked(fewest=2)
     state = fed(backend, "float64", network, seen, executor)
     x = seen["c"][1][0].copy()
     x[4, 0, 2] = np.nan
@@ -218,7 +215,7 @@ def test_only_equals_are_stacked(backend, rng):
     network, inner = network_of(blocks), Seen()
     expected, got = (
         network.update(network.empty(), batches, decay=DECAY, executor=executor)
-        for executor in (plain, Stacked(inner, fewest=2))
+        for executor in (plain, kc.execution.Stacked(inner, fewest=2))
     )
 
     assert inner.taken() == [1] * 12 + [2, 2]
@@ -231,7 +228,7 @@ def test_blocks_in_burn_in_have_their_own_decay(backend, dtype, rng):
     network = network_of({n: block_of() for n in NAMES}, averaging=averaging)
     seen, inner = data(rng), Seen()
     states = []
-    for executor in (plain, Stacked(inner, fewest=2)):
+    for executor in (plain, kc.execution.Stacked(inner, fewest=2)):
         state = network.empty()
         for names in (NAMES, ("a", "b"), NAMES, NAMES):
             batches = {n: batch_of(backend, dtype, *seen[n][0]) for n in names}
@@ -248,7 +245,7 @@ def test_blocks_on_different_devices_are_not_stacked(requires_backend, rng):
     devices = strict.xp.__array_namespace_info__().devices()
     names = ("a", "b", "c", "d")
     network, inner = network_of({name: block_of() for name in names}), Seen()
-    executor = Stacked(inner, fewest=2)
+    executor = kc.execution.Stacked(inner, fewest=2)
     at = dict(zip(names, (devices[0], devices[1], devices[0], devices[1]), strict=True))
 
     def put(name, values):
@@ -278,7 +275,7 @@ def test_blocks_with_shared_factors_are_not_stacked(backend, rng):
     batches = {n: batch_of(backend, "float64", x, seen[n][0][1]) for n in NAMES}
     gradients = gradients_of(backend, "float64", rng, network)
     products = []
-    for executor in (plain, Stacked(inner, fewest=2)):
+    for executor in (plain, kc.execution.Stacked(inner, fewest=2)):
         state = network.update(network.empty(), batches, decay=DECAY, executor=executor)
         assert inner.taken() in ([], [1, 2])
         state = network.refresh(state, damping=0.1, executor=executor)
@@ -313,7 +310,7 @@ def test_each_operator_is_that_of_its_block(backend, dtype, rng, rule, debias):
 
     expected, got = (
         network.refresh(state, damping=damping, executor=executor)
-        for executor in (plain, Stacked(inner, fewest=2))
+        for executor in (plain, kc.execution.Stacked(inner, fewest=2))
     )
 
     assert inner.taken() == [1, 1, 1, 2]
@@ -341,7 +338,7 @@ def replaced_entry(backend, statistics, value):
         return backend.asarray(host, str(host.dtype))
 
     averages = dict(statistics.averages)
-    averages["input"] = map_structure(spoil, averages["input"])
+    averages["input"] = kc.array.map_structure(spoil, averages["input"])
     return type(statistics)(averages, statistics.status)
 
 
@@ -361,7 +358,7 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
     good = network.refresh(good, damping=0.1)
     bad = bad.updated({"b": kc.BlockState(bad["b"].statistics, good["b"].operator)})
 
-    got = network.refresh(bad, damping=0.1, executor=Stacked(fewest=2))
+    got = network.refresh(bad, damping=0.1, executor=kc.execution.Stacked(fewest=2))
 
     assert [got[name].failures for name in NAMES] == [0, 1, 0]
     assert got["b"].operator is good["b"].operator
@@ -370,7 +367,7 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
         pair = (made[name].operator.multiply_inverse(V) for made in (got, good))
         assert_close(*map(backend.to_numpy, pair), "inverse", "float64")
     with pytest.raises(kc.NotFiniteError, match="b/input"):
-        network.refresh(got, damping=0.1, executor=Stacked(fewest=2))
+        network.refresh(got, damping=0.1, executor=kc.execution.Stacked(fewest=2))
 
 
 def test_fallbacks_are_per_block_in_a_stack(backend, rng):
@@ -382,7 +379,7 @@ def test_fallbacks_are_per_block_in_a_stack(backend, rng):
 
     expected, got = (
         network.refresh(indefinite, damping=0.1, executor=executor)
-        for executor in (plain, Stacked(fewest=2))
+        for executor in (plain, kc.execution.Stacked(fewest=2))
     )
 
     reports = [
@@ -406,7 +403,7 @@ def test_pieces_of_a_stack_are_recognized(backend, rng, copies):
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     given = gradients_of(backend, "float64", rng, network)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
-    state, executor, found = network.empty(), Stacked(fewest=2), []
+    state, executor, found = network.empty(), kc.execution.Stacked(fewest=2), []
     for _ in range(3):
         state = network.update(state, batches, decay=DECAY, executor=executor)
         state = network.refresh(state, damping=0.1, executor=executor)
@@ -427,7 +424,7 @@ def test_arrays_from_elsewhere_are_copied_once(backend, rng, copies):
     network = network_of({name: block_of() for name in NAMES})
     state = network.refresh(fed(backend, "float64", network, data(rng)), damping=0.1)
     given = gradients_of(backend, "float64", rng, network)
-    executor = Stacked(fewest=2)
+    executor = kc.execution.Stacked(fewest=2)
     for _ in range(3):
         network.precondition(state, given, executor=executor)
     for _ in range(3):
@@ -440,7 +437,7 @@ def test_a_block_updated_alone_rejoins_its_stack(backend, rng, copies):
     """After an update of one block all three are copied once, and one again then."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     inner = Seen()
-    executor = Stacked(inner, fewest=2)
+    executor = kc.execution.Stacked(inner, fewest=2)
     state = fed(backend, "float64", network, seen, executor)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
     alone = {"b": batches["b"]}
@@ -462,7 +459,7 @@ def test_executors_release_old_states(backend, rng):
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
     given = gradients_of(backend, "float64", rng, network)
-    executor, state, before = Stacked(fewest=2), network.empty(), []
+    executor, state, before = kc.execution.Stacked(fewest=2), network.empty(), []
     for names in (NAMES, ("a", "b"), ("b", "c"), NAMES, ("c", "a"), NAMES):
         some = {name: batches[name] for name in names}
         state = network.update(state, some, decay=DECAY, executor=executor)
@@ -499,13 +496,13 @@ def test_executors_compose(requires_backend, rng):
     directions = network.precondition(network.refresh(expected, damping=0.1), given)
 
     for executor in (
-        Stacked(fewest=2),
-        Stacked(Threaded(2), fewest=2),
-        Threaded(2, Stacked(fewest=2)),
-        Stacked(Hosted(), fewest=2),
-        Hosted(Stacked(fewest=2)),
-        Stacked(Threaded(2, Hosted()), fewest=2),
-        Threaded(2, Hosted(Stacked(fewest=2))),
+        kc.execution.Stacked(fewest=2),
+        kc.execution.Stacked(kc.execution.Threaded(2), fewest=2),
+        kc.execution.Threaded(2, kc.execution.Stacked(fewest=2)),
+        kc.execution.Stacked(kc.execution.Hosted(), fewest=2),
+        kc.execution.Hosted(kc.execution.Stacked(fewest=2)),
+        kc.execution.Stacked(kc.execution.Threaded(2, kc.execution.Hosted()), fewest=2),
+        kc.execution.Threaded(2, kc.execution.Hosted(kc.execution.Stacked(fewest=2))),
     ):
         state = fed(backend, "float64", network, seen, executor)
         assert_same_statistics(backend, "float64", state, expected)

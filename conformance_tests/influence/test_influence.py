@@ -7,10 +7,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.status import Status
-from kfac_core.array.structure import replaced
-from kfac_core.influence import Influence, mean_eigenvalue_damping
-from kfac_core.posterior.spectra import spectral_blocks
 
 from ..builders.one_block import learn
 from ..builders.spectral_cases import EXAMPLES, KINDS, case_of, make_case
@@ -36,7 +32,7 @@ def influence_of(*cases, check="raise", **damping):
     """Return the influence of a network of some cases' blocks."""
     blocks = {str(i): case.block for i, case in enumerate(cases)}
     statistics = {str(i): case.statistics for i, case in enumerate(cases)}
-    return Influence.of_statistics(
+    return kc.Influence.of_statistics(
         blocks, statistics, check=check, **(damping or {"damping": DAMPING})
     )
 
@@ -157,7 +153,7 @@ def test_the_budget_is_kept(requires_backend, rng, positions, storage):
         rng.normal(size=(count, *shared, n)), rng.normal(size=(count, *shared, m))
     )
     statistics = learn(block, batch)
-    influence = Influence.of_statistics({"0": block}, {"0": statistics}, damping=0.5)
+    influence = kc.Influence.of_statistics({"0": block}, {"0": statistics}, damping=0.5)
     asked = {"0": kc.Batch(batch.inputs[:30], batch.output_grads[:30])}
     queries = precondition(influence, asked, storage=storage)
     budget = 20_000
@@ -202,7 +198,7 @@ def test_the_budget_is_kept(requires_backend, rng, positions, storage):
 def test_narrow_storage_errs_as_stated(plain, storage, size):
     """The error is within ``u |P_q| |g_n|``, for gradients far outside float16 too."""
     queries, examples, G_q, G_n = queries_and_examples(plain)
-    large = replaced(queries, output_grads=queries.output_grads * size)
+    large = kc.array.replaced(queries, output_grads=queries.output_grads * size)
     influence, xp = influence_of(plain), plain.backend.xp
 
     stored = precondition(influence, {"0": large}, storage=storage)
@@ -239,14 +235,14 @@ def test_the_loss_may_be_a_mean(backend, kind):
     queries, examples, *_ = queries_and_examples(case)
     keep = np.ones(case.inputs.shape[:-1], bool)
     keep.reshape(-1)[[1, 3]] = False
-    examples = replaced(examples, mask=backend.asarray(keep))
+    examples = kc.array.replaced(examples, mask=backend.asarray(keep))
     influence = influence_of(case)
     stored = precondition(influence, {"0": queries})
     expected = backend.to_numpy(scores(influence, stored, {"0": examples}))
 
     for loss, divisor in (("mean", EXAMPLES), ("mean_rows", np.sum(keep))):
         g = examples.output_grads * (1.0 / float(divisor))
-        mean = replaced(examples, output_grads=g)
+        mean = kc.array.replaced(examples, output_grads=g)
         # A budget that makes parts, which must not be taken for the batch.
         got = scores(influence, stored, {"0": mean}, loss=loss, budget=200)
         wrong = scores(influence, stored, {"0": mean})
@@ -268,9 +264,9 @@ def test_several_uses_of_a_weight_are_one_gradient(plain):
 
 def test_the_damping_is_a_fraction_of_the_mean_eigenvalue(case):
     """``0.1 tr F / dim F`` of each block; with EKFAC, of the corrected eigenvalues."""
-    curvatures = spectral_blocks({"0": case.block}, {"0": case.statistics})
+    curvatures = kc.posterior.spectral_blocks({"0": case.block}, {"0": case.statistics})
 
-    found = mean_eigenvalue_damping(curvatures, fraction=0.1)
+    found = kc.influence.mean_eigenvalue_damping(curvatures, fraction=0.1)
     influence = influence_of(case, damping_fraction=0.1)
 
     expected = 0.1 * np.trace(case.dense) / len(case.dense)
@@ -287,12 +283,12 @@ def test_a_block_that_saw_nothing_is_refused(plain):
     given = {"0": block}, {"0": zero}
 
     with pytest.raises(kc.FactorizationError, match="damping"):
-        Influence.of_statistics(*given, damping=0.0)
+        kc.Influence.of_statistics(*given, damping=0.0)
     with pytest.raises(kc.FactorizationError, match="damping"):
-        Influence.of_statistics(*given, damping_fraction=0.1)
-    made = Influence.of_statistics(*given, damping=0.0, check="status")
-    assert int(made.status()) == int(Status.NOT_POSITIVE)
-    good = Influence.of_statistics(*given, damping=0.1, check="status")
+        kc.Influence.of_statistics(*given, damping_fraction=0.1)
+    made = kc.Influence.of_statistics(*given, damping=0.0, check="status")
+    assert int(made.status()) == int(kc.Status.NOT_POSITIVE)
+    good = kc.Influence.of_statistics(*given, damping=0.1, check="status")
     assert int(good.status()) == 0
 
 
@@ -351,13 +347,13 @@ def test_invalid_arguments_raise(plain):
     longer = plain.backend.xp.concat([examples.inputs, examples.inputs[:1, ...]])
 
     with pytest.raises(kc.ConventionError, match="exactly one"):
-        Influence.of_statistics(*given)
+        kc.Influence.of_statistics(*given)
     with pytest.raises(kc.ConventionError, match="exactly one"):
-        Influence.of_statistics(*given, damping=0.1, damping_fraction=0.1)
+        kc.Influence.of_statistics(*given, damping=0.1, damping_fraction=0.1)
     with pytest.raises(kc.DampingError, match="fraction"):
-        Influence.of_statistics(*given, damping_fraction=-0.1)
+        kc.Influence.of_statistics(*given, damping_fraction=-0.1)
     with pytest.raises(kc.DampingError, match="damping"):
-        Influence.of_statistics(*given, damping=np.inf)
+        kc.Influence.of_statistics(*given, damping=np.inf)
     with pytest.raises(kc.ConventionError, match="storage"):
         precondition(influence, {"0": queries}, storage="int8")
     with pytest.raises(kc.UnsupportedError, match="one gradient"):
@@ -365,7 +361,7 @@ def test_invalid_arguments_raise(plain):
     with pytest.raises(kc.ShapeError, match=r"to have shape \(\d, \.\.\.\)"):
         scores(influence, stored, uneven)
     with pytest.raises(kc.ShapeError, match=r"to have shape \(\d, \.\.\.\)"):
-        scores(influence, stored, {"0": replaced(examples, inputs=longer)})
+        scores(influence, stored, {"0": kc.array.replaced(examples, inputs=longer)})
     with pytest.raises(kc.UnknownBlockError, match="gradients"):
         scores(influence, stored, {"1": examples})
     with pytest.raises(kc.ConventionError, match="mean_rows"):

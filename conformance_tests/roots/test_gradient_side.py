@@ -6,12 +6,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.status import Status
-from kfac_core.errors import NotFiniteError
-from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.operators import kronecker_operator
-from kfac_core.roots.gradient_side import GradientFactors
-from kfac_core.roots.roots import inverse_root
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs, relative_error
@@ -54,7 +48,7 @@ def sigma_points(rng, A, B):
 
 def fed(backend, gradients, dtype="float64", **options):
     """Return the description and the statistics after some gradients."""
-    factors = GradientFactors(shape=gradients[0].shape)
+    factors = kc.roots.GradientFactors(shape=gradients[0].shape)
     statistics = factors.initial(backend.asarray(gradients[0], dtype))
     for V in gradients:
         statistics = factors.updated(statistics, backend.asarray(V, dtype), **options)
@@ -104,7 +98,7 @@ def test_roots_whiten_the_other_axes(backend, dtype, rng, shape):
 def test_several_gradients_at_once_are_averaged(backend, rng):
     """A leading axis of samples is a mean, and one update."""
     V = rng.normal(size=(5, 3, 4))
-    factors = GradientFactors(shape=(3, 4))
+    factors = kc.roots.GradientFactors(shape=(3, 4))
     start = factors.initial(backend.asarray(V))
 
     statistics = factors.updated(start, backend.asarray(V), decay=0.9, samples=5)
@@ -122,7 +116,7 @@ def test_shampoo_of_one_gradient_is_its_polar_factor(backend, rng):
     factors, statistics = fed(backend, [V], decay=0.0)
 
     roots = [
-        inverse_root(F, damping=0.0, degree=4).matrix.full()
+        kc.roots.inverse_root(F, damping=0.0, degree=4).matrix.full()
         for F in factors.values(statistics, debias=True)
     ]
     got = backend.to_numpy(kc.linalg.kronecker_multiply(roots, backend.asarray(V)))
@@ -138,7 +132,7 @@ def test_shampoo_of_one_wide_gradient(backend, rng):
     factors, statistics = fed(backend, [V], decay=0.0)
 
     left, right = (
-        kronecker_operator(None, F, damping=1e-13, factorizations=())
+        kc.operators.kronecker_operator(None, F, damping=1e-13, factorizations=())
         for F in factors.values(statistics, debias=True)
     )
     product = left**-0.25 @ backend.asarray(V)
@@ -156,7 +150,9 @@ def test_shampoo_with_square_roots_is_adafactor_in_its_eigenbasis(backend, rng):
     factors, statistics = fed(backend, gradients, decay=1.0)
 
     values = factors.values(statistics, debias=True)
-    roots = [inverse_root(F, damping=0.0, degree=2).matrix.full() for F in values]
+    roots = [
+        kc.roots.inverse_root(F, damping=0.0, degree=2).matrix.full() for F in values
+    ]
     product = kc.linalg.kronecker_multiply(roots, backend.asarray(V))
     got = backend.to_numpy(product) * np.sqrt(float(values[0].trace()))
 
@@ -177,7 +173,7 @@ def kl_sweeps(backend, points, count):
     The average is half the old and half the new, from the identity: for exact statistics
     its scale follows Heron's rule for a square root.
     """
-    factors = GradientFactors(shape=points[0].shape)
+    factors = kc.roots.GradientFactors(shape=points[0].shape)
     start = backend.asarray(points)
     statistics = factors.initial(start)
     roots = [backend.asarray(np.eye(n)) for n in factors.shape]
@@ -186,7 +182,7 @@ def kl_sweeps(backend, points, count):
             statistics, start, decay=0.5, roots=roots, samples=len(points)
         )
         values = factors.values(statistics, debias=True)
-        roots = [inverse_root(F, damping=0.0, degree=2).matrix for F in values]
+        roots = [kc.roots.inverse_root(F, damping=0.0, degree=2).matrix for F in values]
     return dense(backend, factors, statistics)
 
 
@@ -237,13 +233,13 @@ def test_nonfinite_input_changes_nothing(backend, rng):
     V, eyes = rng.normal(size=(3, 4)), [np.eye(3), np.eye(4)]
     factors, statistics = fed(backend, [V], decay=0.9)
     cases = (
-        (V * np.nan, eyes, Status.OUTPUT_GRADS_NOT_FINITE),
-        (V, [eyes[0], np.full((4, 4), np.nan)], Status.MATRIX_NOT_FINITE),
+        (V * np.nan, eyes, kc.Status.OUTPUT_GRADS_NOT_FINITE),
+        (V, [eyes[0], np.full((4, 4), np.nan)], kc.Status.MATRIX_NOT_FINITE),
     )
     for gradient, roots, flag in cases:
         given = [backend.asarray(R) for R in roots]
         options = {"decay": 0.9, "roots": given, "name": "fc1"}
-        with pytest.raises(NotFiniteError, match="fc1"):
+        with pytest.raises(kc.NotFiniteError, match="fc1"):
             factors.updated(statistics, backend.asarray(gradient), **options)
 
         kept = factors.updated(
@@ -262,7 +258,7 @@ def test_nonfinite_input_changes_nothing(backend, rng):
 def test_roots_may_be_symmetric_matrices_in_one_triangle(backend, rng):
     """What an `InverseRoot` holds is taken as it is."""
     V, R = rng.normal(size=(3, 4)), reference.spd(rng, 4)
-    half = SymmetricMatrix(backend.asarray(np.tril(R)), full_storage=False)
+    half = kc.linalg.SymmetricMatrix(backend.asarray(np.tril(R)), full_storage=False)
     eye = backend.asarray(np.eye(3))
 
     factors, statistics = fed(backend, [V], decay=0.0, roots=[eye, half])
@@ -278,7 +274,7 @@ def test_roots_may_be_symmetric_matrices_in_one_triangle(backend, rng):
 def test_an_update_runs_inside_a_compiled_program(requires_backend, rng, library):
     """Statistics in and out, traced coefficients, and flags as an array."""
     backend = requires_backend(library, adapter=True)
-    factors = GradientFactors(shape=(3, 4))
+    factors = kc.roots.GradientFactors(shape=(3, 4))
     V, roots = rng.normal(size=(3, 4)), [reference.spd(rng, n) for n in (3, 4)]
     given = [backend.asarray(R) for R in roots]
     start = factors.initial(backend.asarray(V))
@@ -295,4 +291,4 @@ def test_an_update_runs_inside_a_compiled_program(requires_backend, rng, library
     for axis, got in enumerate(dense(backend, factors, second, debias=False)):
         expected = 4.5 * dense_factor(V, axis, metrics)
         assert_close(got, expected, "gram", "float64")
-    assert [int(s.status) for s in (first, second, bad)] == [0, 0, Status.BAD_DECAY]
+    assert [int(s.status) for s in (first, second, bad)] == [0, 0, kc.Status.BAD_DECAY]

@@ -4,14 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.samples import (
-    BatchProgress,
-    Evaluation,
-    GaussNewtonOptions,
-    Jacobian,
-    gauss_newton_step,
-    sample_gram,
-)
 
 from ..builders.tolerances import assert_close
 
@@ -21,7 +13,7 @@ LAYER = kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io")
 
 def options(**given):
     unset = dict.fromkeys(("minibatch", "rate", "damping", "momentum"))
-    return GaussNewtonOptions.of(**(unset | given))
+    return kc.samples.GaussNewtonOptions.of(**(unset | given))
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -43,15 +35,15 @@ def test_the_damping_follows_the_residuals(backend, centered):
         expected = np.linalg.solve(F, J_dense.T @ e / N + lam * 0.95 * start)
 
         rows = kc.Batch(backend.asarray(X, "float64"), backend.asarray(np.ones((N, 1))))
-        J = Jacobian.of({"a": LAYER}, {"a": rows})
+        J = kc.samples.Jacobian.of({"a": LAYER}, {"a": rows})
         residuals = backend.asarray(r, "float64")
-        result = gauss_newton_step(
+        result = kc.samples.gauss_newton_step(
             J,
-            sample_gram(J),
+            kc.samples.sample_gram(J),
             residuals,
             None,
             options=chosen,
-            start=Evaluation(residuals, None),
+            start=kc.samples.Evaluation(residuals, None),
             damping=chosen.damping,
             rate=0.3,
             last=None
@@ -68,7 +60,7 @@ def test_the_damping_follows_the_residuals(backend, centered):
 
 
 def rates(losses, backend):
-    progress = BatchProgress.start(backend.asarray(np.zeros(()), "float64"))
+    progress = kc.samples.BatchProgress.start(backend.asarray(np.zeros(()), "float64"))
     shares = []
     for loss in losses:
         progress = progress.after(backend.asarray(np.asarray(loss), "float64"))

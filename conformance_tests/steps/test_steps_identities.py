@@ -4,14 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.steps import (
-    curvature_of_outputs,
-    curvature_of_products,
-    inner_product,
-    linear_combination,
-    quadratic_model,
-    reduction_ratio,
-)
 
 from ..builders import reference
 from ..builders.layers import dense_layer
@@ -62,22 +54,22 @@ def run(backend, dtype, H, b, P, *, damping=0.0, fixed=None):
         direction = put(backend, -P @ (H @ here - b), dtype)
         directions = [direction] if previous is None else [direction, previous]
         products = [put(backend, H @ flat(backend, d), dtype) for d in directions]
-        model = quadratic_model(
+        model = kc.steps.quadratic_model(
             gradient,
             directions,
-            curvature=curvature_of_products(directions, products),
+            curvature=kc.steps.curvature_of_products(directions, products),
             damping=damping,
         )
         options = None if fixed is None else fixed[: len(directions)]
         c = model.minimize(fixed=options).coefficients
-        previous = linear_combination(c, directions)
-        theta = linear_combination([1.0, 1.0], [theta, previous])
+        previous = kc.steps.linear_combination(c, directions)
+        theta = kc.steps.linear_combination([1.0, 1.0], [theta, previous])
         predicted = backend.to_numpy(model.change(c, damped=True))
         there = flat(backend, theta)
         iterates.append(there)
         losses = objective(H, b, here), objective(H, b, there)
-        ratios.append(reduction_ratio(*losses, predicted=float(predicted)))
-        half = 0.5 * backend.to_numpy(inner_product(gradient, previous))
+        ratios.append(kc.steps.reduction_ratio(*losses, predicted=float(predicted)))
+        half = 0.5 * backend.to_numpy(kc.steps.inner_product(gradient, previous))
         decreases.append((float(predicted), float(half)))
     return iterates, ratios, np.array(decreases)
 
@@ -140,17 +132,19 @@ def test_linear_regression_takes_one_step(backend, dtype, regression, rng):
         return {"fc": {"weight": weight, "bias": bias}}
 
     grad, theta = on(gradient), on(W)
-    direction = linear_combination([-1.0], [estimator.precondition(grad)])
+    direction = kc.steps.linear_combination([-1.0], [estimator.precondition(grad)])
     weight, bias = direction["fc"]["weight"], direction["fc"]["bias"]
     change = backend.xp.matmul(inputs, weight) + bias
-    model = quadratic_model(
+    model = kc.steps.quadratic_model(
         grad,
         [direction],
-        curvature=curvature_of_outputs([change], [change], examples=20),
+        curvature=kc.steps.curvature_of_outputs([change], [change], examples=20),
         damping=0.0,
     )
     found = model.minimize()
-    after = linear_combination([1.0, found.coefficients[0]], [theta, direction])
+    after = kc.steps.linear_combination(
+        [1.0, found.coefficients[0]], [theta, direction]
+    )
 
     got = np.vstack([backend.to_numpy(after["fc"][n]) for n in ("weight", "bias")])
     assert_close(got, solution, "inverse", dtype)

@@ -5,22 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfac_core.array.status import Status
-from kfac_core.errors import (
-    ConventionError,
-    DampingError,
-    DtypeError,
-    NotFiniteError,
-    ShapeError,
-)
-from kfac_core.steps import (
-    QuadraticModel,
-    curvature_of_outputs,
-    curvature_of_products,
-    inner_product,
-    linear_combination,
-    quadratic_model,
-)
+import kfac_core as kc
 
 from ..builders import reference
 from ..builders.steps_reference import SIZE, put
@@ -38,10 +23,10 @@ def on(backend, dtype, F, grad, *directions, damping):
     """Return the model that the library makes of dense products."""
     vectors = [put(backend, d, dtype) for d in directions]
     products = [put(backend, F @ d, dtype) for d in directions]
-    return quadratic_model(
+    return kc.steps.quadratic_model(
         put(backend, grad, dtype),
         vectors,
-        curvature=curvature_of_products(vectors, products),
+        curvature=kc.steps.curvature_of_products(vectors, products),
         damping=damping,
     )
 
@@ -49,7 +34,7 @@ def on(backend, dtype, F, grad, *directions, damping):
 def made(backend, slope, matrix, dtype="float64", damping=0.0):
     """Return a model of given numbers."""
     arrays = (slope, matrix, np.eye(len(slope)), damping)
-    return QuadraticModel(*(backend.asarray(x, dtype) for x in arrays))
+    return kc.steps.QuadraticModel(*(backend.asarray(x, dtype) for x in arrays))
 
 
 def dense_minimum(F, grad, D, *, damping):
@@ -85,8 +70,10 @@ def test_the_decrease_is_half_the_slope(backend, dtype, problem):
 
     model = on(backend, dtype, F, grad, *directions, damping=0.2)
     best = model.minimize().coefficients
-    delta = linear_combination(best, [put(backend, d, dtype) for d in directions])
-    half = 0.5 * inner_product(put(backend, grad, dtype), delta)
+    delta = kc.steps.linear_combination(
+        best, [put(backend, d, dtype) for d in directions]
+    )
+    half = 0.5 * kc.steps.inner_product(put(backend, grad, dtype), delta)
 
     half = backend.to_numpy(half)
     assert_close(
@@ -114,7 +101,7 @@ def test_a_fixed_momentum_leaves_the_best_learning_rate(backend, dtype, problem)
     assert_close(backend.to_numpy(both), [0.1, 0.9], "roundoff", dtype)
 
 
-NOT_POSITIVE = int(Status.NOT_POSITIVE)
+NOT_POSITIVE = int(kc.Status.NOT_POSITIVE)
 
 TROUBLE = {
     # name: (slope, damped curvature, coefficients, status)
@@ -180,12 +167,12 @@ def test_a_model_that_is_not_finite_raises_or_is_flagged(backend, bad, where):
 
     found = model.minimize(check="status")
 
-    assert int(found.status) == Status.MATRIX_NOT_FINITE
+    assert int(found.status) == kc.Status.MATRIX_NOT_FINITE
     assert backend.to_numpy(found.coefficients).tolist() == [0.0, 0.0]
-    with pytest.raises(NotFiniteError, match="quadratic model is not finite"):
+    with pytest.raises(kc.NotFiniteError, match="quadratic model is not finite"):
         model.minimize()
     fixed = good.minimize(fixed=(None, bad), check="status")
-    assert int(fixed.status) == Status.MATRIX_NOT_FINITE
+    assert int(fixed.status) == kc.Status.MATRIX_NOT_FINITE
     assert backend.to_numpy(fixed.coefficients).tolist() == [0.0, 0.0]
 
 
@@ -211,7 +198,7 @@ def test_nearly_parallel_directions_never_do_worse_than_one(
     grad = np.array(slopes, float)
     slope, C = (grad @ D).astype(name), (D.T @ D).astype(name)
 
-    model = QuadraticModel(slope, C, np.eye(2, dtype=name), np.zeros((), name))
+    model = kc.steps.QuadraticModel(slope, C, np.eye(2, dtype=name), np.zeros((), name))
     c = model.minimize().coefficients.astype(float)
 
     delta = D @ c
@@ -238,14 +225,14 @@ def test_products_and_outputs_give_one_curvature(backend, dtype, rng):
         return [backend.asarray(x, dtype) for x in arrays]
 
     got = {
-        "products": curvature_of_products(
+        "products": kc.steps.curvature_of_products(
             [put(backend, d, dtype) for d in directions],
             [put(backend, F @ d, dtype) for d in directions],
         ),
-        "outputs": curvature_of_outputs(
+        "outputs": kc.steps.curvature_of_outputs(
             put_all(changes), put_all(multiplied), examples=10
         ),
-        "factors": curvature_of_outputs(
+        "factors": kc.steps.curvature_of_outputs(
             put_all(factors), put_all(factors), examples=backend.asarray(10.0, dtype)
         ),
     }
@@ -260,12 +247,17 @@ def test_an_empty_batch_has_no_curvature():
     vector = {"fc": {"weight": np.ones((2, 2))}}
     change = [np.full((1, 3), 2.0)]
 
-    got = curvature_of_outputs(change, change, examples=1)
+    got = kc.steps.curvature_of_outputs(change, change, examples=1)
 
     assert got == 12.0
-    assert quadratic_model(vector, [vector], curvature=got, damping=0.0).slope == 4.0
-    with pytest.raises(ShapeError, match="`examples` to be a finite number > 0"):
-        curvature_of_outputs([np.zeros((0, 3))], [np.zeros((0, 3))], examples=0)
+    assert (
+        kc.steps.quadratic_model(vector, [vector], curvature=got, damping=0.0).slope
+        == 4.0
+    )
+    with pytest.raises(kc.ShapeError, match="`examples` to be a finite number > 0"):
+        kc.steps.curvature_of_outputs(
+            [np.zeros((0, 3))], [np.zeros((0, 3))], examples=0
+        )
 
 
 def test_only_the_symmetric_part_counts(backend):
@@ -273,7 +265,7 @@ def test_only_the_symmetric_part_counts(backend):
     vectors = [put(backend, v, "float64") for v in np.eye(SIZE)[:2]]
     C = np.array([[2.0, 1.5], [0.5, 3.0]])
 
-    model = quadratic_model(
+    model = kc.steps.quadratic_model(
         vectors[0], vectors, curvature=backend.asarray(C), damping=0.0
     )
 
@@ -283,31 +275,33 @@ def test_only_the_symmetric_part_counts(backend):
 
 def test_arguments_that_cannot_be_used_are_named():
     """Each message has the argument and what was expected."""
-    model = QuadraticModel(np.ones(2), np.eye(2), np.eye(2), np.zeros(()))
+    model = kc.steps.QuadraticModel(np.ones(2), np.eye(2), np.eye(2), np.zeros(()))
     vector = {"fc": {"weight": np.ones((2, 2))}}
     common = {"curvature": np.eye(1), "damping": 0.0}
 
-    with pytest.raises(ShapeError, match=r"number of directions.*coefficients.*3"):
+    with pytest.raises(kc.ShapeError, match=r"number of directions.*coefficients.*3"):
         model.change([1.0, 2.0, 3.0], damped=True)
-    with pytest.raises(ShapeError, match=r"number of directions.*coefficients.*\(\)"):
+    with pytest.raises(
+        kc.ShapeError, match=r"number of directions.*coefficients.*\(\)"
+    ):
         model.change(1.0, damped=True)
-    with pytest.raises(DtypeError, match=r"`coefficients\[1\]`.*None"):
+    with pytest.raises(kc.DtypeError, match=r"`coefficients\[1\]`.*None"):
         model.change([1.0, None], damped=True)
-    with pytest.raises(ShapeError, match=r"number of directions.*fixed"):
+    with pytest.raises(kc.ShapeError, match=r"number of directions.*fixed"):
         model.minimize(fixed=[0.9])
-    with pytest.raises(ShapeError, match=r"number of directions.*fixed.*\(\)"):
+    with pytest.raises(kc.ShapeError, match=r"number of directions.*fixed.*\(\)"):
         model.minimize(fixed=0.9)
-    with pytest.raises(ConventionError, match="`check`"):
+    with pytest.raises(kc.ConventionError, match="`check`"):
         model.minimize(check="ignore")
-    with pytest.raises(ShapeError, match=r"`curvature` to have shape \(1, 1\)"):
-        quadratic_model(vector, [vector], curvature=np.eye(2), damping=0.0)
-    with pytest.raises(DtypeError, match="`curvature`"):
-        quadratic_model(vector, [vector], curvature=[[1.0]], damping=0.0)
-    with pytest.raises(DampingError, match="`damping`"):
-        quadratic_model(vector, [vector], curvature=np.eye(1), damping=-1.0)
-    with pytest.raises(ShapeError, match="at least one of `directions`"):
-        quadratic_model(vector, [], **common)
-    with pytest.raises(ShapeError, match=r"directions.*products"):
-        curvature_of_products([vector], [])
-    with pytest.raises(ShapeError, match=r"`multiplied\[0\]` to have shape \(3,\)"):
-        curvature_of_outputs([np.ones(3)], [np.ones(2)], examples=3)
+    with pytest.raises(kc.ShapeError, match=r"`curvature` to have shape \(1, 1\)"):
+        kc.steps.quadratic_model(vector, [vector], curvature=np.eye(2), damping=0.0)
+    with pytest.raises(kc.DtypeError, match="`curvature`"):
+        kc.steps.quadratic_model(vector, [vector], curvature=[[1.0]], damping=0.0)
+    with pytest.raises(kc.DampingError, match="`damping`"):
+        kc.steps.quadratic_model(vector, [vector], curvature=np.eye(1), damping=-1.0)
+    with pytest.raises(kc.ShapeError, match="at least one of `directions`"):
+        kc.steps.quadratic_model(vector, [], **common)
+    with pytest.raises(kc.ShapeError, match=r"directions.*products"):
+        kc.steps.curvature_of_products([vector], [])
+    with pytest.raises(kc.ShapeError, match=r"`multiplied\[0\]` to have shape \(3,\)"):
+        kc.steps.curvature_of_outputs([np.ones(3)], [np.ones(2)], examples=3)

@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kfac_core.array.status import Status
+import kfac_core as kc
 from kfac_core.array.structure import leaves
-from kfac_core.steps import (
-    add_l2,
-    curvature_of_products,
-    decay_decoupled,
-    is_accepted,
-    kl_clip,
-    l2_curvature,
-    l2_penalty,
-    linear_combination,
-    quadratic_model,
-    reduction_ratio,
-    search_gamma,
-    select,
-    trust_region_rate,
-)
 
 from ..builders import reference
 from ..builders.steps_reference import SIZE, put, tree
@@ -34,15 +19,20 @@ def step(theta, grad, direction, before, products, losses, damping):
     The model is tried at two dampings as if at two gammas; the step is taken back where
     its model was not finite or the loss grew.
     """
-    clip = kl_clip(grad, direction, learning_rate=0.5, bound=0.2, check="status")
-    directions = [linear_combination([-clip.scale], [direction]), before]
+    clip = kc.steps.kl_clip(
+        grad, direction, learning_rate=0.5, bound=0.2, check="status"
+    )
+    directions = [kc.steps.linear_combination([-clip.scale], [direction]), before]
     options = {"weight_decay": 0.01, "only": lambda block, name: name != "bias"}
-    curvature = curvature_of_products(directions, products)
-    curvature = curvature + l2_curvature(directions, **options)
+    curvature = kc.steps.curvature_of_products(directions, products)
+    curvature = curvature + kc.steps.l2_curvature(directions, **options)
 
     def attempt(lam):
-        model = quadratic_model(
-            add_l2(grad, theta, **options), directions, curvature=curvature, damping=lam
+        model = kc.steps.quadratic_model(
+            kc.steps.add_l2(grad, theta, **options),
+            directions,
+            curvature=curvature,
+            damping=lam,
         )
         found = model.minimize(check="status")
         return model.change(found.coefficients, damped=True), {
@@ -50,22 +40,22 @@ def step(theta, grad, direction, before, products, losses, damping):
             "status": found.status | clip.status,
         }
 
-    best = search_gamma(attempt, damping, factor=0.5)
-    delta = linear_combination(best.step["coefficients"], directions)
-    rate = trust_region_rate(
+    best = kc.steps.search_gamma(attempt, damping, factor=0.5)
+    delta = kc.steps.linear_combination(best.step["coefficients"], directions)
+    rate = kc.steps.trust_region_rate(
         curvature[0, 0], bound=0.1, maximum=1.0, check="status"
     ).scale
-    delta = linear_combination([rate], [delta])
-    delta = decay_decoupled(delta, theta, weight_decay=0.02, learning_rate=1.0)
-    proposed = linear_combination([1.0, 1.0], [theta, delta])
-    accepted = is_accepted(*losses) & (best.step["status"] == 0)
-    after, velocity = select(accepted, (proposed, delta), (theta, before))
+    delta = kc.steps.linear_combination([rate], [delta])
+    delta = kc.steps.decay_decoupled(delta, theta, weight_decay=0.02, learning_rate=1.0)
+    proposed = kc.steps.linear_combination([1.0, 1.0], [theta, delta])
+    accepted = kc.steps.is_accepted(*losses) & (best.step["status"] == 0)
+    after, velocity = kc.steps.select(accepted, (proposed, delta), (theta, before))
     return {
         "theta": after,
         "velocity": velocity,
         "gamma": best.gamma,
-        "rho": reduction_ratio(*losses, predicted=best.change),
-        "penalty": l2_penalty(after, **options),
+        "rho": kc.steps.reduction_ratio(*losses, predicted=best.change),
+        "penalty": kc.steps.l2_penalty(after, **options),
         "status": best.step["status"],
     }
 
@@ -102,8 +92,8 @@ TROUBLES = [
     (None, (2.0, 2.5), 0, False),
     (None, (2.0, np.nan), 0, False),
     ("first step", (2.0, 1.5), 0, True),
-    ("parallel", (2.0, 1.5), Status.NOT_POSITIVE, False),
-    ("not finite", (2.0, 1.5), Status.MATRIX_NOT_FINITE, False),
+    ("parallel", (2.0, 1.5), kc.Status.NOT_POSITIVE, False),
+    ("not finite", (2.0, 1.5), kc.Status.MATRIX_NOT_FINITE, False),
 ]
 
 
@@ -187,14 +177,16 @@ def test_no_graph_is_left(requires_backend):
     )
     result = step(*made)
     theta, grad, direction, before, _, losses, damping = made
-    model = quadratic_model(
+    model = kc.steps.quadratic_model(
         grad,
         [direction, before],
         curvature=wanting(backend.asarray(np.eye(2), "float64")),
         damping=damping,
     )
-    trial = search_gamma(lambda gamma: (gamma * losses[0], theta), damping, factor=0.5)
-    kept = select(wanting(backend.asarray(1.0, "float64")) > 0, theta, before)
+    trial = kc.steps.search_gamma(
+        lambda gamma: (gamma * losses[0], theta), damping, factor=0.5
+    )
+    kept = kc.steps.select(wanting(backend.asarray(1.0, "float64")) > 0, theta, before)
 
     found = [x for _, x in leaves({**result, "model": model, "kept": kept})]
     found += [trial.gamma, model.change(losses, damped=True)]

@@ -12,13 +12,8 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
+from kfac_core_shims.jax import mapped
 from kfac_core_shims.jax.compiled import traced_once
-from kfac_core_shims.jax.mapped import (
-    averaged,
-    mapped_axes,
-    summed_over,
-    watched,
-)
 from kfac_core_shims.jax.network import Network
 
 T = TypeVar("T")
@@ -220,7 +215,7 @@ class KFAC:
             state = self.absorbed(state, captured, damping=damping)
         # After `_watched`, which looks at the gradients as the caller has them.
         if self.axis_name:
-            updates = averaged(updates, self.axis_name)
+            updates = mapped.averaged(updates, self.axis_name)
         return self.preconditioned(updates, state), _after_step(state)
 
     def preconditioned(self, gradients: Any, state: kc.NetworkState, /) -> Any:
@@ -244,7 +239,7 @@ class KFAC:
 
     def _require_axes(self) -> None:
         """Refuse a mapped axis whose devices would keep statistics of their own."""
-        named, (inside, devices) = set(self._named_axes()), mapped_axes()
+        named, (inside, devices) = set(self._named_axes()), mapped.mapped_axes()
         if devices - named and self.axis_name != ():
             raise kc.ConventionError(
                 f"This step is mapped over the axes {sorted(map(str, inside))}, and "
@@ -268,11 +263,11 @@ class KFAC:
         self, state: kc.NetworkState, gradients: Any, batches: Any
     ) -> kc.NetworkState:
         """Return the state, which raises if an axis of `vmap` averages gradients alone."""
-        inside, named = mapped_axes()[0], self._named_axes()
+        inside, named = mapped.mapped_axes()[0], self._named_axes()
         if self.axis_name == () or not inside - {*named}:
             return state
         name, block = next(iter(state.blocks.items()))
-        count = watched(block.updates, gradients, batches, named)
+        count = mapped.watched(block.updates, gradients, batches, named)
         blocks = {**state.blocks, name: dataclasses.replace(block, updates=count)}
         return state.updated(blocks)
 
@@ -314,7 +309,7 @@ class KFAC:
             )
         executor: kc.execution.Executor = traced_once
         if self.axis_name:
-            executor = summed_over(self.axis_name, traced_once)
+            executor = mapped.summed_over(self.axis_name, traced_once)
         state = network.update(
             state,
             captured.batches,
