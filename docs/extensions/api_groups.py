@@ -223,6 +223,7 @@ DATA = {
     "kfac_core.integration.Interval": "A number of steps, or a function of the step.",
     "kfac_core.array.Array": "An array of any library that follows the Array API.",
     "kfac_core.array.Namespace": "The namespace of such a library, called ``xp``.",
+    "kfac_core.array.DType": "A dtype of such a library.",
     "kfac_core.array.Scalar": "A Python number, or a 0-d array.",
     "kfac_core.array.Check": "Whether failures raise or set a status: ``{choices}``.",
     "kfac_core.execution.plain": "The executor that computes the blocks in turn.",

@@ -90,7 +90,7 @@ def flags_of_update(
     new: Statistics,
     options: UpdateOptions,
     /,
-) -> Any:
+) -> Array | int:
     """Return earlier flags, and those of rows or sums of squares that are not finite.
 
     The traces of the updated Gram matrices are sums of squares: where they are finite, so
@@ -128,7 +128,7 @@ def overflow_flags(
     /,
     *,
     known: Collection[str] = (),
-) -> Any:
+) -> Array | int:
     """Return flags of an update, with one for sums of squares that are not finite.
 
     Finite rows may have squares that overflow.  Of a Gram matrix only the diagonal is

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from kfac_core import errors
-from kfac_core.array import Array, Check, Namespace, Scalar
+from kfac_core.array import Array, Check, DType, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
 from kfac_core.array.structure import structure
@@ -208,8 +208,8 @@ class OperatorOptions(NamedTuple):
     debias: bool
     factorizations: tuple[Factorization, ...]
     check: Check
-    compute: Any
-    apply: Any
+    compute: DType
+    apply: DType
     name: str
     xp: Namespace
     least_shift: float = 0.0

@@ -5,7 +5,7 @@ Here is what the author of an approximation needs of it.  `kfac_core.structure`,
 class of arrays, and what is done with its instances.
 """
 
-from kfac_core.array.backend import Array, Backend, Namespace, get_backend
+from kfac_core.array.backend import Array, Backend, DType, Namespace, get_backend
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -24,6 +24,7 @@ __all__ = [
     "Array",
     "Backend",
     "Check",
+    "DType",
     "Namespace",
     "Place",
     "Scalar",

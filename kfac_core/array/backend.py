@@ -43,6 +43,9 @@ Array: TypeAlias = Any
 Namespace: TypeAlias = Any
 """The Array API namespace of such a library."""
 
+DType: TypeAlias = Any
+"""A dtype of such a library."""
+
 ENTRY_POINT_GROUP = "kfac_core.backends"
 
 OPERATIONS = (

@@ -18,7 +18,7 @@ import array_api_compat
 import numpy as np
 
 from kfac_core import constraints, errors
-from kfac_core.array.backend import Array, Namespace, backend_of
+from kfac_core.array.backend import Array, DType, Namespace, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import Status
 
@@ -297,7 +297,7 @@ def require_matrix(x: Array, shape: tuple[int, ...], name: str, /) -> None:
         )
 
 
-def wide_dtype(xp: Namespace, dtype: object, /) -> Any:
+def wide_dtype(xp: Namespace, dtype: object, /) -> DType:
     """Return the dtype itself, or float32 where that is narrower than 32 bits."""
     # Sums of many small terms stand still in half precision: 2048 + 1 is 2048 in
     # float16.

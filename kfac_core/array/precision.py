@@ -9,10 +9,10 @@ multiplied; a product is returned in the dtype of the vector that was given.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from kfac_core import constraints
-from kfac_core.array.backend import Namespace
+from kfac_core.array.backend import DType, Namespace
 
 FloatName = Literal["float32", "float64"]
 
@@ -53,11 +53,13 @@ class Precision:
         name = constraints.one_of(*get_args(FloatName), None)
         constraints.require_options(self, storage=name, compute=name, apply=name)
 
-    def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
+    def dtypes(self, storage: DType, /, *, xp: Namespace) -> tuple[DType, DType]:
         """Return the library's dtypes of computing and of applying."""
         compute = storage if self.compute is None else getattr(xp, self.compute)
         return compute, storage if self.apply is None else getattr(xp, self.apply)
 
-    def dtype(self, name: FloatName | None, fallback: Any, /, *, xp: Namespace) -> Any:
+    def dtype(
+        self, name: FloatName | None, fallback: DType, /, *, xp: Namespace
+    ) -> DType:
         """Return the library's dtype of a name, or the fallback for None."""
         return fallback if name is None else getattr(xp, name)

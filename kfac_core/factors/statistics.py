@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from kfac_core import errors
 from kfac_core.array import Array, Namespace, Scalar, finite, map_structure, replaced
 from kfac_core.array import namespaces as ns
+from kfac_core.array.backend import DType
 from kfac_core.array.structure import structure, without_scalars
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Eigendecomposition
@@ -50,7 +50,7 @@ class Statistics:
     bases: dict[str, Eigendecomposition] = dataclasses.field(default_factory=dict)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype in which the sums are kept."""
         return next(iter(self.averages.values())).weight.dtype
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 from kfac_core import constraints, errors
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.second_moment import Full
 from kfac_core.array import Array
@@ -27,7 +28,7 @@ Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
 """A name, a layer, and the place of each of its parameters."""
 
 
-def usual_approximation(name: str, layer: Layer, /) -> Any:
+def usual_approximation(name: str, layer: Layer, /) -> Approximation:
     """Return the default approximation of a layer.
 
     Parameters
@@ -199,7 +200,7 @@ class Wiring:
         )
 
 
-def _key(use: Use) -> Any:
+def _key(use: Use) -> tuple[Layer, tuple[tuple[str, int], ...]]:
     _, layer, slots = use
     return layer, tuple(sorted(slots.items()))
 

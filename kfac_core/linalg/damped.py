@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
+from kfac_core.array import Array, Check, DType, Namespace, Scalar, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import (
@@ -113,7 +113,7 @@ class DampedMatrix:
         return self._lower() if B is None else B.array
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of applying."""
         return self.like.dtype
 

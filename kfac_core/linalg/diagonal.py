@@ -6,9 +6,7 @@ the order of the diagonal.  Every product costs ``n k``.
 
 from __future__ import annotations
 
-from typing import Any
-
-from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
+from kfac_core.array import Array, Check, DType, Namespace, Scalar, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import truth_of
 from kfac_core.array.status import raise_flagged
@@ -56,7 +54,7 @@ class DampedDiagonal:
         return tuple(self.entries.shape[:-1])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the arrays."""
         return self.entries.dtype
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core import constraints
-from kfac_core.array import Array, Namespace
+from kfac_core.array import Array, DType, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -146,7 +146,7 @@ class Triangle:
         return pack_triangle(self.array, xp=ns.own_namespace(self.array))
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the numbers."""
         return self.array.dtype
 

@@ -8,10 +8,9 @@ the columns of a matrix of shape ``(p, k)``.
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 from kfac_core import constraints
-from kfac_core.array import Array
+from kfac_core.array import Array, DType
 from kfac_core.array import namespaces as ns
 
 
@@ -53,7 +52,7 @@ class LinearMap(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype in which products are computed."""
 
     @abc.abstractmethod

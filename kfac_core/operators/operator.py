@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
 from kfac_core import errors
-from kfac_core.array import Array, Check, Namespace, Status, finite
+from kfac_core.array import Array, Check, DType, Namespace, Status, finite
 from kfac_core.array import namespaces as ns
 from kfac_core.array.status import raise_flagged
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
@@ -132,7 +132,7 @@ class CurvatureOperator(LinearMap):
         cls.__repr__ = CurvatureOperator.__repr__  # type: ignore[method-assign]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype in which products are computed."""
         return self.like.dtype
 
@@ -494,7 +494,7 @@ class MatrixPower(LinearMap):
         return self.operator.vector_shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype in which products are computed."""
         return self.operator.dtype
 

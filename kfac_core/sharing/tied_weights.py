@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kfac_core import constraints, errors
-from kfac_core.block import Block
+from kfac_core.block import BatchLike, Block
 
 
 class TiedWeights:
@@ -89,5 +89,5 @@ class TiedWeights:
         return grouped
 
 
-def _several(batch: Any) -> list[Any]:
+def _several(batch: BatchLike) -> list[BatchLike]:
     return list(batch) if isinstance(batch, list | tuple) else [batch]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Namespace, Scalar
+from kfac_core.array import Array, DType, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_structure
@@ -256,7 +256,7 @@ def sums_of_products(
     return xp.stack([ns.cast(xp, total, widest) for total in sums])
 
 
-def widest(*vectors: Vector, xp: Namespace) -> Any:
+def widest(*vectors: Vector, xp: Namespace) -> DType:
     """Return the widest dtype among the arrays of vectors, float32 at least."""
     arrays = [x for v in vectors for block in v.values() for x in block.values()]
     dtype = arrays[0].dtype
