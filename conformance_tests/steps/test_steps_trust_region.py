@@ -112,7 +112,7 @@ def test_a_length_that_is_not_finite_raises_or_is_flagged(backend, bad):
         kl_clip(gradient, one, learning_rate=1.0, bound=1.0)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, np.nan])
+@pytest.mark.parametrize("wrong", [-1.0, 0.0, np.nan])
 @pytest.mark.parametrize("check", ["raise", "status"])
 def test_a_nonpositive_bound_in_an_array_is_flagged(backend, wrong, check):
     """Its value is known only with the result: refused, or flagged with no step at all."""

@@ -185,6 +185,8 @@ class Approximation(ABC):
             How the second moments start in the new bases.
         check : {"raise", "status"}
             Whether a failed eigendecomposition raises, or sets a flag.
+        overwrite : bool
+            Whether to work in the memory of the factors.
 
         Returns
         -------

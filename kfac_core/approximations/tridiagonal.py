@@ -220,12 +220,12 @@ def _chain_operator(
     roots: list[tuple[Root, Root]] = []
     for part in layers.values():
         A, G = part.input.cholesky.lower, part.output.cholesky.lower
-        roots.append((triangular_root(A, A, xp=xp), triangular_root(G, G, xp=xp)))
+        roots.append((triangular_root(A, xp=xp), triangular_root(G, xp=xp)))
 
     def between(root: Root, key: str) -> Root:
         """Return a root with the moment between its layer and the next."""
         moment = statistics.averages[key].value(debias=options.debias)
-        return replaced(root, lagged=ns.cast(xp, moment, dtype))
+        return replaced(root, cross=ns.cast(xp, moment, dtype))
 
     links, conditionals = {}, {}
     for i, (first, following) in enumerate(itertools.pairwise(roots)):

@@ -164,7 +164,7 @@ class Wiring:
         ----------
         uses : sequence of Use
             All uses, including those that are left out.
-        seen : sequence of pairs
+        recorded : sequence of pairs
             The inputs and the mask (or None) of each use.
         grads : sequence of array
             The output gradients of each use; with a first axis of sources if they are of

@@ -311,7 +311,7 @@ class Rows(OfOutputs):
     ) -> Iterator[tuple[slice, Array]]:
         """Yield the rows of `squares`, `count` of the inputs at a time, and which they are.
 
-        Of inputs with a homogeneous coordinate only all at a time.
+        With a homogeneous coordinate, `count` must cover all inputs.
         """
         starts = range(0, max(1, self.inputs.shape[-1]), count)
         if self.positions > 1 and self.examples:

@@ -29,12 +29,12 @@ RESIDUAL_LIMIT = 1e-2
 
 
 ERROR_LIMIT = 0.05
-"""How far roundoff may move a damped eigenvalue, relative to it, as the pages promise."""
+"""How far roundoff may move a damped eigenvalue, as a part of it (`docs/precision.md`)."""
 
-SPECTRAL_GAP = 32.0
+NEGATIVE_TOLERANCE = 32.0
 """How many times the size of roundoff an eigenvalue may be below zero and be roundoff."""
 
-EIGENSPACE_GAP = 4.0
+EQUAL_TOLERANCE = 4.0
 """How many times their roundoff equal eigenvalues may differ by, next to each other.
 
 For repeated eigenvalues of Gram matrices of 8 to 512 columns 0.7 was measured.
@@ -287,7 +287,7 @@ def eigenvalue_errors(
     largest = xp.max(xp.abs(eigenvalues), axis=-1, keepdims=True)
     zeros = xp.zeros_like(eigenvalues)
     # A second moment has no negative eigenvalues: small ones show the actual roundoff.
-    units = SPECTRAL_GAP * roundoff_units(eigenvalues.shape[-1])
+    units = NEGATIVE_TOLERANCE * roundoff_units(eigenvalues.shape[-1])
     most = units * max(stored, computed) * largest
     below = xp.where((eigenvalues < 0) & (eigenvalues >= -most), -eigenvalues, zeros)
     below = xp.max(below, axis=-1, keepdims=True)
@@ -335,7 +335,7 @@ def settled_eigenvalues(
         Their errors: none of those that are known to be zero.
     """
     n = eigenvalues.shape[-1]
-    gap, unit = SPECTRAL_GAP * roundoff_units(n) * error, 0.5 * error
+    gap, unit = NEGATIVE_TOLERANCE * roundoff_units(n) * error, 0.5 * error
     settled = xp.where((eigenvalues >= -gap) & (eigenvalues < unit), unit, eigenvalues)
     scale = xp.where(error > 0, error, xp.ones_like(error))
     # The second argsort turns an order into ranks.  R rows span R directions, so that
@@ -365,7 +365,7 @@ def eigenvalues_apart(spectrum: Spectrum, /, *, xp: Namespace) -> Array:
         Whether an eigenspace ends there.
     """
     w, error = spectrum
-    units = EIGENSPACE_GAP * roundoff_units(w.shape[-1])
+    units = EQUAL_TOLERANCE * roundoff_units(w.shape[-1])
     return w[..., :-1] - w[..., 1:] > units * error[..., :-1]
 
 

@@ -36,7 +36,7 @@ from kfac_core.linalg.triangular import solve_triangular
 
 @structure()
 class Root:
-    """A root of one side's covariance of lag 0, and the covariance of lag 1.
+    """A root of one side's covariance, and the covariance with what follows.
 
     Attributes
     ----------
@@ -44,19 +44,18 @@ class Root:
         Root R.
     dual : array, shape (n, n)
         ``R^-T``, or its pseudo-inverse.
-    lagged : array, shape (n, n)
-        The covariance of lag 1, not symmetrized.
+    cross : array, shape (n, n) or (n, n_next), optional
+        The covariance with the next step of a sequence (lag 1, not symmetrized), or with
+        the next layer of a chain.
     """
 
     root: Array
     dual: Array
-    lagged: Array
+    cross: Array | None = None
 
     def correlation(self, xp: Namespace) -> Array:
         """Return ``P = R^-1 A_1 R^-T``."""
-        return xp.matmul(
-            xp.matrix_transpose(self.dual), xp.matmul(self.lagged, self.dual)
-        )
+        return kron_multiply_t(self.dual, self.cross, self.dual, xp=xp)
 
     def residual(self, xp: Namespace) -> Array:
         """Return ``|A_0 A_0^-1 z - z| / |z|`` of the fixed probe, 0-d."""
@@ -97,16 +96,18 @@ class WeightedRoots:
     def multiply(self, v: Array, /, *, xp: Namespace) -> Array:
         """Return ``F v``; ``4 n m (n + m)`` flops."""
         K_A, K_G = self.input_root, self.output_root
-        return out_of(K_A, self.weights * into(K_A, v, K_G, xp=xp), K_G, xp=xp)
+        whitened = self.weights * kron_multiply_t(K_A, v, K_G, xp=xp)
+        return kron_multiply(K_A, whitened, K_G, xp=xp)
 
     def solve(self, v: Array, /, *, xp: Namespace) -> Array:
         """Return ``F^-1 v``; ``4 n m (n + m)`` flops."""
         D_A, D_G = self.input_dual, self.output_dual
-        return out_of(D_A, into(D_A, v, D_G, xp=xp) / self.weights, D_G, xp=xp)
+        whitened = kron_multiply_t(D_A, v, D_G, xp=xp) / self.weights
+        return kron_multiply(D_A, whitened, D_G, xp=xp)
 
     def solve_root(self, z: Array, /, *, xp: Namespace) -> Array:
         """Return ``X z`` with ``X X^T = F^-1``, X square."""
-        return out_of(
+        return kron_multiply(
             self.input_dual, z / xp.sqrt(self.weights), self.output_dual, xp=xp
         )
 
@@ -127,14 +128,16 @@ class WeightedRoots:
         return xp.sum(xp.log(self.weights))
 
 
-def triangular_root(lower: Array, lagged: Array, /, *, xp: Namespace) -> Root:
+def triangular_root(
+    lower: Array, cross: Array | None = None, /, *, xp: Namespace
+) -> Root:
     """Return a Cholesky factor L as a root, with ``L^-T``; NaN where L is.
 
     Parameters
     ----------
     lower : array, shape (n, n)
         Factor L.
-    lagged : array
+    cross : array, optional
         See `Root`.
     xp : namespace
         Array API namespace of the arrays.
@@ -148,7 +151,7 @@ def triangular_root(lower: Array, lagged: Array, /, *, xp: Namespace) -> Root:
     finite = xp.all(xp.isfinite(lower))
     # Some libraries raise for a factor with NaN.
     dual = solve_triangular(xp.where(finite, lower, eye), eye, transpose=True, xp=xp)
-    return Root(lower, xp.where(finite, dual, xp.full_like(dual, xp.nan)), lagged)
+    return Root(lower, xp.where(finite, dual, xp.full_like(dual, xp.nan)), cross)
 
 
 def symmetric_chain(
@@ -205,7 +208,7 @@ def _symmetric_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
     # what makes both directions of time share eigenvectors.
     P = 0.5 * (P + xp.matrix_transpose(P))
     psi, U, flags = flagged_eigenbasis(P, side, xp)
-    clipped, too_large = excess(xp.max(xp.abs(psi)), xp)
+    clipped, too_large = excess_correlation(xp.max(xp.abs(psi)), xp)
     K, D = xp.matmul(side.root, U), xp.matmul(side.dual, U)
     # Clip roundoff; a larger excess is in the flags.
     return xp.clip(psi, -1.0, 1.0), K, D, clipped, flags | too_large
@@ -230,7 +233,7 @@ def flagged_eigenbasis(
     return xp.where(finite, w, nan[0, :]), xp.where(finite, Q, nan), flags
 
 
-def excess(largest: Array, xp: Namespace) -> tuple[Array, Array]:
+def excess_correlation(largest: Array, xp: Namespace) -> tuple[Array, Array]:
     """Return the excess of a correlation above 1, and its flags."""
     clipped = xp.where(largest > 1.0, largest - 1.0, xp.zeros_like(largest))
     return clipped, ns.status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
@@ -269,11 +272,11 @@ def positive_flags(
     )
 
 
-def into(left: Array, v: Array, right: Array, /, *, xp: Namespace) -> Array:
-    """Return ``L^T V R``."""
+def kron_multiply_t(left: Array, v: Array, right: Array, /, *, xp: Namespace) -> Array:
+    """Return ``(L (x) R)^T v = L^T V R``."""
     return xp.matmul(xp.matrix_transpose(left), xp.matmul(v, right))
 
 
-def out_of(left: Array, v: Array, right: Array, /, *, xp: Namespace) -> Array:
-    """Return ``L V R^T``."""
+def kron_multiply(left: Array, v: Array, right: Array, /, *, xp: Namespace) -> Array:
+    """Return ``(L (x) R) v = L V R^T``."""
     return xp.matmul(left, xp.matmul(v, xp.matrix_transpose(right)))

@@ -28,10 +28,10 @@ from kfac_core.linalg.certificate import smallest_known
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
     Root,
-    excess,
+    excess_correlation,
     flagged_eigenbasis,
-    into,
-    out_of,
+    kron_multiply,
+    kron_multiply_t,
     positive_flags,
 )
 
@@ -84,17 +84,19 @@ class InfiniteChain:
     def multiply(self, v: Array, /, *, xp: Namespace) -> Array:
         """Return ``F v`` by doubling; see `stein_solve`."""
         P, Q = self.input_correlation, self.output_correlation
-        y = into(self.input_root, v, self.output_root, xp=xp)
+        y = kron_multiply_t(self.input_root, v, self.output_root, xp=xp)
         # A compiled program takes the most doublings; those beyond `doublings` add zeros.
         known = finite.is_readable(self.doublings, xp=xp)
         doublings = int(self.doublings) if known else _MOST_DOUBLINGS
         X, Y = stein_solve(P, Q, y, doublings=doublings, xp=xp)
-        return self.scale * out_of(self.input_root, X + Y - y, self.output_root, xp=xp)
+        return self.scale * kron_multiply(
+            self.input_root, X + Y - y, self.output_root, xp=xp
+        )
 
     def solve(self, v: Array, /, *, xp: Namespace) -> Array:
         """Return ``F^-1 v``; ``8 n m (n + m)`` flops, and no doubling."""
-        first = into(self.input_dual, v, self.output_dual, xp=xp)
-        second = into(self.input_next, v, self.output_next, xp=xp)
+        first = kron_multiply_t(self.input_dual, v, self.output_dual, xp=xp)
+        second = kron_multiply_t(self.input_next, v, self.output_next, xp=xp)
         return self._spread((first - second) / self.gaps, xp) / self.scale
 
     def solve_root(self, z: Array, /, *, xp: Namespace) -> Array:
@@ -111,8 +113,9 @@ class InfiniteChain:
         return self.scale * xp.matmul(R, xp.matmul(both, xp.matrix_transpose(R)))
 
     def _spread(self, x: Array, xp: Namespace) -> Array:
-        first = out_of(self.input_dual, x, self.output_dual, xp=xp)
-        return first - out_of(self.input_next, x, self.output_next, xp=xp)
+        """Return ``R^-T (I - Psi) E x``."""
+        first = kron_multiply(self.input_dual, x, self.output_dual, xp=xp)
+        return first - kron_multiply(self.input_next, x, self.output_next, xp=xp)
 
 
 def infinite_chain(
@@ -225,7 +228,7 @@ def _infinite_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
     # Squares of singular values; roundoff makes small ones negative.
     squares = xp.clip(squares, 0.0, None)
     largest = xp.sqrt(xp.max(squares))
-    clipped, too_large = excess(largest, xp)
+    clipped, too_large = excess_correlation(largest, xp)
     # Scale both, so that the powers and the gaps belong to the same contraction.
     unit = xp.where(largest > 1.0, largest, xp.ones_like(largest))
     P, squares = P / unit, squares / (unit * unit)

@@ -1,4 +1,4 @@
-r"""Adam in the eigenbasis of a weight's two factors: SOAP, and EKFAC's relative of it.
+r"""Adam in the eigenbasis of a weight's two factors: SOAP.
 
 Conventions.  V is the gradient of a weight as a matrix of shape ``(..., n, m)``; leading
 axes are a stack.  A side of n rows has a block-diagonal basis, an array of shape
@@ -178,10 +178,10 @@ def in_basis(V: Array, rows: Array | None, columns: Array | None, /) -> Array:
     ----------
     V : array, shape (..., n, m)
         Matrices, such as gradients.
-    left : array, shape (..., c, b, b) with c b = n, or None
-        Basis of the rows; None for the identity.
-    right : array, shape (..., c', b', b') with c' b' = m, or None
-        Basis of the columns.
+    rows : array, shape (..., c, b, b) with c b = n, or None
+        Basis of the rows, Q_L; None for the identity.
+    columns : array, shape (..., c', b', b') with c' b' = m, or None
+        Basis of the columns, Q_R.
 
     Returns
     -------

@@ -61,7 +61,7 @@ class GaussNewtonOptions:
         The first damping of a search, or that of all steps on other data; None for one
         that follows the residuals.
     momentum : float
-        SPRING's.
+        Momentum mu of SPRING.
     centered : bool
         Whether the mean over examples is taken off J and the residuals.
     likelihood : Loss or None
@@ -146,7 +146,7 @@ class BatchProgress(NamedTuple):
     waited : array, 0-d
         Steps since.
     times : array, 0-d
-        How often that were twenty.
+        How often twenty steps passed without a fall.
     """
 
     average: Array

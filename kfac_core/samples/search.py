@@ -21,7 +21,7 @@ Transtrum and Sethna (2012), arXiv:1201.5885, sections 4 and 6.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
@@ -44,14 +44,10 @@ PROBE = 0.1
 """The part h of the step over which the second derivative is a difference."""
 
 MOST_BENT = 0.75
-"""A step is taken for too long if its acceleration is this much of its velocity."""
+"""A step counts as too long if its acceleration is this much of its velocity."""
 
 TRIALS = 20
 """Dampings that are tried at most: 3^20 is ten decades."""
-
-Trial: TypeAlias = tuple[Array, Array, Array, Array, Array, Array]
-"""Coefficients c, the damping to try next, the loss, whether it fell, trials made, and the
-residual of the solution w."""
 
 
 class Evaluation(NamedTuple):
@@ -97,6 +93,33 @@ class SearchedStep(NamedTuple):
     residual: Array
 
 
+class _Trials(NamedTuple):
+    """A search after some trials, all of 0-d arrays but for the coefficients.
+
+    Attributes
+    ----------
+    coefficients : array, shape of the residuals
+        c of the step that lowered the loss; zero before.
+    damping : array
+        What to try next.
+    loss : array
+        The loss that was reached; the one at the start before.
+    accepted : array of bool
+        Whether the last trial lowered the loss.
+    count : array of int32
+        How many trials were made.
+    residual : array
+        The relative residual of the last solution w.
+    """
+
+    coefficients: Array
+    damping: Array
+    loss: Array
+    accepted: Array
+    count: Array
+    residual: Array
+
+
 def search_step(
     J: Jacobian,
     K: SymmetricMatrix | NystromKernel,
@@ -109,7 +132,7 @@ def search_step(
     while_loop: Callable[..., Any] | None = None,
     overwrite: bool = False,
 ) -> SearchedStep:
-    """Search a damping whose accelerated Gauss-Newton step lowers the loss.
+    """Search for a damping whose accelerated Gauss-Newton step lowers the loss.
 
     Parameters
     ----------
@@ -151,44 +174,49 @@ def search_step(
     """
     require_damping(damping)
     xp = ns.own_namespace(K.array)
-    c = ns.cast(xp, residuals, K.array.dtype)
-    no = xp.zeros((), dtype=xp.bool, device=ns.device_of(c))
+    r = ns.cast(xp, residuals, K.array.dtype)
+    false = xp.zeros((), dtype=xp.bool, device=ns.device_of(r))
     lam = ns.full_of(xp, damping, K.array)
     # Above this a step changes the loss by less than the root of its roundoff.
     trace = K.trace()
     most = trace / (J.examples * ns.roundoff_of(trace.dtype, xp=xp) ** 0.5)
     most = xp.where(most > 0, most, lam)
-    first_lam = xp.where(lam > most, most, lam)
-    first: Trial = (
-        xp.zeros_like(c),
-        first_lam,
-        start.loss,
-        no,
-        xp.astype(no, xp.int32),
-        ns.full_of(xp, 0.0, K.array),
+    first = _Trials(
+        coefficients=xp.zeros_like(r),
+        damping=xp.where(lam > most, most, lam),
+        loss=start.loss,
+        accepted=false,
+        count=xp.astype(false, xp.int32),
+        residual=ns.full_of(xp, 0.0, K.array),
     )
 
-    def unfinished(trial: Trial) -> Array:
-        _, lam, _, accepted, count, _ = trial
-        return ~accepted & (count < TRIALS) & (lam <= most)
+    def unfinished(trials: _Trials) -> Array:
+        return ~trials.accepted & (trials.count < TRIALS) & (trials.damping <= most)
 
     diagonal = None
     if overwrite and isinstance(K, SymmetricMatrix):
         diagonal = 1.0 * K.diagonal()
 
-    def next_trial(trial: Trial) -> Trial:
-        F = damped_kernel(J, K, damping=trial[1], check="status", overwrite=overwrite)
-        after = _next_trial(trial, F, c, evaluate, start, xp)
-        if diagonal is not None and truth_of(after[3], xp=xp) is not True:
+    def next_trial(trials: _Trials) -> _Trials:
+        lam = trials.damping
+        F = damped_kernel(J, K, damping=lam, check="status", overwrite=overwrite)
+        after = _next_trial(trials, F, r, evaluate, start, xp)
+        if diagonal is not None and truth_of(after.accepted, xp=xp) is not True:
             _restore(K, diagonal, F, xp)
         return after
 
     loop = _python_loop if while_loop is None else while_loop
-    c, lam, loss, accepted, count, residual = loop(unfinished, next_trial, first)
+    last: _Trials = loop(unfinished, next_trial, first)
     # At a minimum no damping succeeds, and none is learned.
-    lam = xp.where(accepted | (lam <= most), lam, first_lam)
-    step = J.multiply_transposed(c)
-    return SearchedStep(step, lam, loss, accepted, count, residual)
+    learned = last.accepted | (last.damping <= most)
+    return SearchedStep(
+        step=J.multiply_transposed(last.coefficients),
+        damping=xp.where(learned, last.damping, first.damping),
+        loss=last.loss,
+        accepted=last.accepted,
+        trials=last.count,
+        residual=last.residual,
+    )
 
 
 def _restore(K: Any, diagonal: Array, F: SampleCurvature, xp: Namespace) -> None:
@@ -199,24 +227,26 @@ def _restore(K: Any, diagonal: Array, F: SampleCurvature, xp: Namespace) -> None
 
 
 def _python_loop(
-    condition: Callable[[Trial], Array], body: Callable[[Trial], Trial], value: Trial
-) -> Trial:
+    condition: Callable[[_Trials], Array],
+    body: Callable[[_Trials], _Trials],
+    value: _Trials,
+) -> _Trials:
     while bool(condition(value)):
         value = body(value)
     return value
 
 
 def _next_trial(
-    trial: Trial,
+    trials: _Trials,
     F: SampleCurvature,
     residuals: Array,
     evaluate: Callable[[Parameters], Evaluation],
     start: Evaluation,
     xp: Namespace,
-) -> Trial:
+) -> _Trials:
     """Return the search after another damping."""
-    nothing, lam, loss, no, count, residual = trial
-    failed: Trial = nothing, lam * RAISE, loss, no, count + 1, residual
+    lam = trials.damping
+    failed = trials._replace(damping=lam * RAISE, count=trials.count + 1)
     # Skip what is known to be in vain; where the flag is traced, it is selected below.
     if truth_of(F.status() == 0, xp=xp) is False:
         return failed
@@ -225,17 +255,17 @@ def _next_trial(
     c, straight = _accelerated(F, w, residuals, evaluate, start)
     straight = straight & (residual <= RESIDUAL_LIMIT)
     if truth_of(straight, xp=xp) is False:
-        return (*failed[:-1], residual)
+        return failed._replace(residual=residual)
     reached = evaluate(F.jacobian.multiply_transposed(c)).loss
-    accepted = (F.status() == 0) & straight & (reached < loss)
-    lowered = xp.where(count == 0, lam / LOWER, lam)
-    return (
-        xp.where(accepted, c, nothing),
-        xp.where(accepted, lowered, lam * RAISE),
-        xp.where(accepted, reached, loss),
-        accepted,
-        count + 1,
-        residual,
+    accepted = (F.status() == 0) & straight & (reached < trials.loss)
+    lowered = xp.where(trials.count == 0, lam / LOWER, lam)
+    return _Trials(
+        coefficients=xp.where(accepted, c, trials.coefficients),
+        damping=xp.where(accepted, lowered, failed.damping),
+        loss=xp.where(accepted, reached, trials.loss),
+        accepted=accepted,
+        count=failed.count,
+        residual=residual,
     )
 
 

@@ -224,11 +224,11 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
     xp = ns.own_namespace(size)
     finite = xp.isfinite(size)
     # Python numbers were checked before; values of arrays are checked here.
-    usable = (bound >= 0) & (largest > 0)
+    usable = (bound > 0) & (largest > 0)
     if check == "raise" and not bool(finite & usable):
         if bool(finite):
             raise errors.ConventionError(
-                "Expected a `bound` >= 0 and a largest step > 0, got "
+                "Expected a `bound` > 0 and a largest step > 0, got "
                 f"{detached_array(bound)} and {detached_array(largest)}."
             )
         raise errors.NotFiniteError(_NOT_FINITE.format(detached_array(size)))
