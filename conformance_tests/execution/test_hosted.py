@@ -19,14 +19,14 @@ DAMPING = 0.3
 @pytest.fixture
 def asked(on_one_thread, monkeypatch):  # noqa: F811
     """What PyTorch's adapter made of the arrays that it was asked for a view of."""
-    operations = backend_module.operations_by_namespace["array_api_compat.torch"]
-    found, own = [], operations["host_view"]
+    by_namespace = backend_module.natives["host_view"]
+    found, own = [], by_namespace["array_api_compat.torch"]
 
     def told(x, /, *, xp):
         found.append(own(x, xp=xp))
         return found[-1]
 
-    monkeypatch.setitem(operations, "host_view", told)
+    monkeypatch.setitem(by_namespace, "array_api_compat.torch", told)
     return found
 
 

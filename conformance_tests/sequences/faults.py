@@ -129,8 +129,7 @@ def _tracer(fault: Fault, *, returns: bool) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _operations_that_count(fault: Fault) -> Iterator[None]:
     """Replace the native operations of all backends by ones that count their calls."""
-    found = backends.operations_by_namespace
-    before = {name: dict(operations) for name, operations in found.items()}
+    before = {name: dict(backends.natives[name]) for name in _ALGEBRA}
 
     def counting(operation: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -140,16 +139,12 @@ def _operations_that_count(fault: Fault) -> Iterator[None]:
 
         return counted
 
-    changed: set[int] = set()
-    for operations in found.values():
-        if id(operations) in changed:
-            continue
-        changed.add(id(operations))
-        for name in _ALGEBRA:
-            if name in operations:
-                operations[name] = counting(operations[name])
+    for name, by_namespace in before.items():
+        for namespace, operation in by_namespace.items():
+            if operation is not None:
+                backends.natives[name][namespace] = counting(operation)
     try:
         yield
     finally:
-        for name, operations in before.items():
-            found[name].update(operations)
+        for name, by_namespace in before.items():
+            backends.natives[name].update(by_namespace)

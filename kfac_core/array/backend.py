@@ -134,8 +134,8 @@ class Backend(Protocol):
 _loaded: dict[str, Backend] = {}
 _operations: dict[str, Mapping[str, Callable[..., Any]]] = {}
 _problems: dict[str, str] = {}
-operations_by_namespace: dict[str, dict[str, Callable[..., Any]]] = {}
-"""The same by the usual names of a namespace, for the many look-ups of a step."""
+natives: dict[str, dict[str, Callable[..., Any] | None]] = {op: {} for op in OPERATIONS}
+"""The native form of each operation, or None, by the usual names of a namespace."""
 _lock = threading.RLock()
 
 
@@ -205,9 +205,8 @@ def backend_of(xp: Namespace, /) -> Backend:
 
 def native_operation(name: str, xp: Namespace, /) -> Callable[..., Any] | None:
     """Return the native operation for the arrays of a namespace, or None."""
-    operations = operations_by_namespace.get(xp.__name__)
-    if operations is not None:
-        return operations.get(name)
+    if xp.__name__ in natives[name]:
+        return natives[name][xp.__name__]
     root = _root(xp)
     if root not in _operations:
         _load(root)
@@ -285,7 +284,8 @@ def _root_of(name: str) -> str:
 def _publish(name: str, operations: dict[str, Callable[..., Any]]) -> None:
     _operations[name] = MappingProxyType(operations)
     for namespace in (name, f"array_api_compat.{name}", f"{name}.numpy"):
-        operations_by_namespace[namespace] = operations
+        for operation, by_namespace in natives.items():
+            by_namespace[namespace] = operations.get(operation)
 
 
 def _load(name: str) -> None:

@@ -6,11 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-from kfac_core.array.backend import (
-    OPERATIONS,
-    native_operation,
-    operations_by_namespace,
-)
+from kfac_core.array.backend import native_operation, natives
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,18 +28,21 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
         With the same signature.
     """
     function: Any = definition
-    name = function.__name__
-    assert name in OPERATIONS
+    by_namespace = natives[function.__name__]
 
+    # Without `xp` among the parameters, the options are passed on as they came.
     @functools.wraps(definition)
-    def operation(*arguments: Any, xp: Any, **options: Any) -> Any:
-        known = operations_by_namespace.get(xp.__name__)
-        native = native_operation(name, xp) if known is None else known.get(name)
+    def operation(*arguments: Any, **options: Any) -> Any:
+        xp = options["xp"]
+        if xp.__name__ in by_namespace:
+            native = by_namespace[xp.__name__]
+        else:
+            native = native_operation(function.__name__, xp)
         if native is not None:
-            result = native(*arguments, xp=xp, **options)
+            result = native(*arguments, **options)
             if result is not NotImplemented:
                 return result
-        return function(*arguments, xp=xp, **options)
+        return function(*arguments, **options)
 
     return cast("Callable[P, R]", operation)
 

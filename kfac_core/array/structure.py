@@ -434,15 +434,15 @@ def replaced(value: T, /, **changes: Any) -> T:
     >>> float(replaced(average, weight=np.asarray(4.0)).weight)
     4.0
     """
-    cls = type(value)
     # A frozen class's constructor is slow.
-    new = object.__new__(cls)
-    fields = new.__dict__
-    fields.update(vars(value), **changes)
+    new = object.__new__(type(value))
+    before, fields = value.__dict__, new.__dict__
+    fields |= before
+    fields |= changes
     # An unknown name would be a new attribute; the count shows it.
-    if len(fields) != len(_fields[cls]):
-        unknown = changes.keys() - vars(value).keys()
-        raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    if len(fields) != len(before):
+        unknown = ", ".join(sorted(changes.keys() - before.keys()))
+        raise TypeError(f"{type(value).__name__} has no field {unknown}")
     return new
 
 
