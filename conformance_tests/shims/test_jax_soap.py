@@ -11,7 +11,9 @@ import jax.numpy as jnp  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.jax import Network, soap  # noqa: E402
 
-RATE, BETAS, EPS, STEPS, FALL = 1e-1, (0.93, 0.93), 1e-8, 13, 400
+from ..builders import soap_reference  # noqa: E402
+
+RATE, STEPS = 1e-1, 13
 
 
 @pytest.fixture(autouse=True)
@@ -55,49 +57,6 @@ def trained(optimizer, network, params, data):
     return jax.tree.map(np.asarray, params), state
 
 
-class Naive:
-    """SOAP of one weight (in, out); moments in the weight's own coordinates."""
-
-    def __init__(self, shape):
-        self.m, self.v, self.t = np.zeros(shape), np.zeros(shape), 0
-        self.C, self.Q = [None, None], [np.eye(n) for n in shape]
-
-    def rotated(self, V, rows):
-        self.t += 1
-        if self.t <= 3 or self.t % 10 == 0:
-            old = list(self.Q)
-            for i, X in enumerate(rows):
-                B = X.T @ X
-                B = B / np.trace(B) * len(B)
-                if self.C[i] is None:
-                    self.C[i] = B
-                    self.Q[i] = np.linalg.eigh(B)[1]
-                    continue
-                self.C[i] = 0.8 * self.C[i] + 0.2 * B
-                w = np.diag(self.Q[i].T @ self.C[i] @ self.Q[i])
-                Q = self.Q[i][:, np.argsort(-w)]
-                self.Q[i] = np.linalg.qr(self.C[i] @ Q)[0]
-            S, T = ((a.T @ b) ** 2 for a, b in zip(old, self.Q, strict=True))
-            self.v = S.T @ self.v @ T
-        L, R = self.Q
-        self.V, self.turned = L.T @ V @ R, L.T @ self.m @ R
-        return self.V, self.turned, self.v
-
-    def direction(self):
-        L, R = self.Q
-        V = bounded(self.V, self.v, self.t)
-        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
-        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
-        m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
-        d = m / (np.sqrt(self.v / (1 - BETAS[1] ** self.t)) + EPS)
-        return L @ d @ R.T
-
-
-def bounded(V, v, t):
-    limit = 1.5 * np.sqrt(v / (1 - BETAS[1] ** max(t - 1, 1)))
-    return np.where((limit > 0) & (t > 5), np.clip(V, -limit, limit), V)
-
-
 def test_steps_are_those_of_a_naive_program():
     """Two dense layers, a bias by Adam, and three changes of bases."""
     params, data = problem()
@@ -108,40 +67,21 @@ def test_steps_are_those_of_a_naive_program():
         data,
     )
     p = {name: x.copy() for name, x in params.items()}
-    a, c = Naive((5, 6)), Naive((6, 3))
-    m, v, share = np.zeros(6), np.zeros(6), 1.0
+    naive = {name: soap_reference.Naive(p.get(name).shape) for name in "ac"}
+    naive["b"], share = soap_reference.Naive((1, 6)), 1.0
     for t, (x, y) in enumerate(data, start=1):
         h = np.tanh(x @ p["a"] + p["b"])
         g = (h @ p["c"] - y) / len(x)
         back = g @ p["c"].T * (1 - h * h)
         parts = [
-            a.rotated(x.T @ back, (x, back)),
-            c.rotated(h.T @ g, (h, g)),
-            (back.sum(0), m, v),
+            naive["a"].rotated(x.T @ back, (x.T @ x, back.T @ back)),
+            naive["c"].rotated(h.T @ g, (h.T @ h, g.T @ g)),
+            naive["b"].rotated(back.sum(0)[None]),
         ]
-        if t > 1:
-            W, D = (
-                np.concatenate(
-                    [
-                        (part[i] / np.sqrt(part[2] + 2.0**-78 * part[2].mean())).ravel()
-                        for part in parts
-                    ]
-                )
-                for i in range(2)
-            )
-            cosine = W @ D / np.linalg.norm(W) / np.linalg.norm(D)
-            share = min(1, share * np.exp(0.05 * cosine))
-        b = bounded(back.sum(0), v, t)
-        m = BETAS[0] * m + (1 - BETAS[0]) * b
-        v = BETAS[1] * v + (1 - BETAS[1]) * b**2
-        root = np.sqrt(v / (1 - BETAS[1] ** t)) + EPS
-        steps = {
-            "a": a.direction(),
-            "b": m / (1 - BETAS[0] ** t) / root,
-            "c": c.direction(),
-        }
-        for name, d in steps.items():
-            p[name] -= share * RATE / (1 + (t - 1) / FALL) ** 0.5 * d
+        share = soap_reference.share_at(t, share, parts)
+        rate = share * RATE / (1 + (t - 1) / soap_reference.FALL) ** 0.5
+        for name, weight in naive.items():
+            p[name] -= rate * weight.direction().reshape(p[name].shape)
     assert 0 < share < 1
     for name, x in p.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-8, atol=1e-10)

@@ -1,7 +1,6 @@
 """`SOAP` against a naive float64 program, and as the optimizer that AdamW is."""
 
 import copy
-import math
 import pickle
 import warnings
 
@@ -16,7 +15,11 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import SOAP  # noqa: E402
 
-RATE, BETAS, EPS, FALL = 1e-2, (0.93, 0.93), 1e-8, 400
+from ..builders import soap_reference  # noqa: E402
+
+BETAS = soap_reference.BETAS
+
+RATE = 1e-2
 STEPS = 13
 
 
@@ -52,113 +55,46 @@ def assert_near(a, b, rtol=1e-8):
     assert float((a - b).norm() / b.norm()) < rtol
 
 
-class Naive:
-    """SOAP of whole bases, with the first moment in the parameter's own coordinates."""
-
-    def __init__(self, W):
-        self.W = W
-        self.m = torch.zeros(len(W), W[0].numel(), dtype=W.dtype)
-        self.v, self.t = self.m.clone(), 0
-        self.C, self.Q = [None, None], [torch.eye(n).to(W) for n in self.m.shape]
-
-    def rotated(self, factors, decay, every):
-        """Return the gradient and both moments in the bases of this step."""
-        self.t += 1
-        V = self.W.grad.flatten(1)
-        is_due = self.t <= 3 or self.t % 10 == 0
-        first = self.t == 1
-        if is_due or every:
-            for i, B in enumerate(factors(V)):
-                B = B / B.trace() * len(B)
-                self.C[i] = B if first else decay * self.C[i] + (1 - decay) * B
-        if is_due:
-            old = [Q.clone() for Q in self.Q]
-            for i in range(2):
-                if first:
-                    self.Q[i] = torch.linalg.eigh(self.C[i])[1]
-                else:
-                    w = torch.diag(self.Q[i].T @ self.C[i] @ self.Q[i])
-                    Q = self.Q[i][:, w.argsort(descending=True)]
-                    self.Q[i] = torch.linalg.qr(self.C[i] @ Q)[0]
-            S, T = ((a.T @ b) ** 2 for a, b in zip(old, self.Q, strict=True))
-            self.v = S.T @ self.v @ T
-        L, R = self.Q
-        self.V = L.T @ V @ R
-        return self.V, L.T @ self.m @ R, self.v
-
-    def step(self, rate):
-        L, R = self.Q
-        V = bounded(self.V, self.v, self.t)
-        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
-        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
-        m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
-        d = m / ((self.v / (1 - BETAS[1] ** self.t)).sqrt() + EPS)
-        self.W.data -= rate * (L @ d @ R.T).reshape(self.W.shape)
-
-
-class NaiveBias(Naive):
-    """The same without bases."""
-
-    def rotated(self, *_):
-        self.t += 1
-        self.V = self.W.grad[:, None]
-        return self.V, self.m, self.v
-
-
-def bounded(V, v, t):
-    """Return a gradient at step t with the bound of the second moments before it."""
-    if t <= 5:
-        return V
-    limit = 1.5 * (v / (1 - BETAS[1] ** (t - 1))).sqrt()
-    return torch.where(limit > 0, torch.clamp(V, -limit, limit), V)
-
-
-def cosine(parts):
-    """Return the cosine of gradients and first moments, each by the second's root."""
-    roots = [(v + 2.0**-78 * v.mean()).sqrt() for _, _, v in parts]
-    W, D = (
-        torch.cat(
-            [(p[i] / root).reshape(-1) for p, root in zip(parts, roots, strict=True)]
-        )
-        for i in range(2)
-    )
-    return (W @ D / W.norm() / D.norm()).item()
-
-
 def naively_trained(data, *, by_rows, classes=3):
     """Train `network` with the naive program."""
     model = network(classes)
     layers = [model[0], model[3], model[5]]
-    weights = [Naive(m.weight) for m in layers]
-    biases = [NaiveBias(m.bias) for m in layers]
+    naive = {
+        p: soap_reference.Naive((len(p), p[0].numel()))
+        for module in layers
+        for p in module.parameters()
+    }
     share = 1.0
     for t, (x, y) in enumerate(data, start=1):
         model.zero_grad()
-        inputs, outputs = [], []
+        rows = {}
         for module in model:
-            if module in layers:
-                inputs.append(x)
-            x = module(x)
+            inputs, x = x, module(x)
             if module in layers:
                 x.retain_grad()
-                outputs.append(x)
+                rows[module.weight] = inputs, x
         fn.cross_entropy(x, y).backward()
-        parts = [naive.rotated() for naive in biases]
-        for naive, a, z in zip(weights, inputs, outputs, strict=True):
-            g = z.grad
-            if a.ndim == 3:
-                a = fn.unfold(a[:, :, None], (1, 2)).transpose(1, 2).flatten(0, 1)
-                g = g.transpose(1, 2).flatten(0, 1)
-
-            def factors(V, a=a, g=g):
-                return (g.T @ g, a.T @ a) if by_rows else (V @ V.T, V.T @ V)
-
-            decay = 0.8 if by_rows else BETAS[1]
-            parts.append(naive.rotated(factors, decay, not by_rows))
-        if t > 1:
-            share = min(1.0, share * math.exp(0.05 * cosine(parts)))
-        for naive in (*biases, *weights):
-            naive.step(share * RATE / (1 + (t - 1) / FALL) ** 0.5)
+        parts = []
+        for p, weight in naive.items():
+            V, grams = p.grad.flatten(1) if p.ndim > 1 else p.grad[:, None], ()
+            if p in rows:
+                a, g = rows[p][0], rows[p][1].grad
+                if a.ndim == 3:
+                    a = fn.unfold(a[:, :, None], (1, 2)).transpose(1, 2).flatten(0, 1)
+                    g = g.transpose(1, 2).flatten(0, 1)
+                grams = (g.T @ g, a.T @ a) if by_rows else (V @ V.T, V.T @ V)
+            parts.append(
+                weight.rotated(
+                    V.numpy(),
+                    [C.detach().numpy() for C in grams],
+                    decay=0.8 if by_rows else BETAS[1],
+                    every=not by_rows,
+                )
+            )
+        share = soap_reference.share_at(t, share, parts)
+        rate = share * RATE / (1 + (t - 1) / soap_reference.FALL) ** 0.5
+        for p, weight in naive.items():
+            p.data -= rate * torch.from_numpy(weight.direction()).reshape(p.shape)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
