@@ -15,6 +15,16 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.steps import (
+    curvature_of_outputs,
+    curvature_of_products,
+    decay_decoupled,
+    kl_clip,
+    l2_curvature,
+    linear_combination,
+    quadratic_model,
+    reduction_ratio,
+)
 
 from ..builders.steps_reference import SIZE, Logistic, flat, put
 from ..builders.tolerances import assert_close, assert_differs
@@ -169,63 +179,57 @@ def library(
         def clipped(vector: Any, direction: Any) -> Any:
             if s.clip is None:
                 return direction
-            nu = kc.steps.kl_clip(
-                vector, direction, learning_rate=s.rate, bound=s.clip
-            ).scale
-            return kc.steps.linear_combination([nu], [direction])
+            nu = kl_clip(vector, direction, learning_rate=s.rate, bound=s.clip).scale
+            return linear_combination([nu], [direction])
 
         if s.kind in ("regular", "fixed"):
             pg = clipped(g, precondition(g))
             if s.kind == "regular":  # the velocity lacks the learning rate
-                velocity = kc.steps.linear_combination(
-                    [s.momentum, 1.0], [velocity, pg]
-                )
-                delta = kc.steps.linear_combination([-s.rate], [velocity])
+                velocity = linear_combination([s.momentum, 1.0], [velocity, pg])
+                delta = linear_combination([-s.rate], [velocity])
             else:
-                velocity = kc.steps.linear_combination(
-                    [s.momentum, -s.rate], [velocity, pg]
-                )
+                velocity = linear_combination([s.momentum, -s.rate], [velocity, pg])
                 delta = velocity
             product = on(problem.blocks(here) @ off(delta))
-            C = kc.steps.curvature_of_products([delta], [product])
-            C = C + kc.steps.l2_curvature([delta], weight_decay=s.l2)
-            model = kc.steps.quadratic_model(g, [delta], curvature=C, damping=lam)
+            C = curvature_of_products([delta], [product])
+            C = C + l2_curvature([delta], weight_decay=s.l2)
+            model = quadratic_model(g, [delta], curvature=C, damping=lam)
             predicted = model.change([1.0], damped=False)
         elif s.kind == "adam":
-            velocity = kc.steps.linear_combination([s.momentum, 1.0], [velocity, g])
+            velocity = linear_combination([s.momentum, 1.0], [velocity, g])
             raw = clipped(velocity, precondition(velocity))
-            delta = kc.steps.linear_combination([-s.rate], [raw])
-            C = kc.steps.curvature_of_products([raw], [velocity])
-            model = kc.steps.quadratic_model(g, [raw], curvature=C, damping=0.0)
+            delta = linear_combination([-s.rate], [raw])
+            C = curvature_of_products([raw], [velocity])
+            model = quadratic_model(g, [raw], curvature=C, damping=0.0)
             predicted = model.change([-s.rate], damped=True)
         else:
-            D = kc.steps.linear_combination([-1.0], [precondition(g)])
+            D = linear_combination([-1.0], [precondition(g)])
             directions = [D, velocity]  # here the step before, without the rescaling
             p = 1.0 / (1.0 + np.exp(-problem.X @ here))
             changes = [problem.X @ off(d) for d in directions]
-            C = kc.steps.curvature_of_outputs(
+            C = curvature_of_outputs(
                 [backend.asarray(x, dtype) for x in changes],
                 [backend.asarray(p * (1.0 - p) * x, dtype) for x in changes],
                 examples=len(p),
             )
-            C = C + kc.steps.l2_curvature(directions, weight_decay=s.l2)
-            model = kc.steps.quadratic_model(g, directions, curvature=C, damping=lam)
+            C = C + l2_curvature(directions, weight_decay=s.l2)
+            model = quadratic_model(g, directions, curvature=C, damping=lam)
             fixed = (None, s.momentum) if s.kind == "qmodel_fixedmu" else None
             c = model.minimize(fixed=fixed).coefficients
-            velocity = kc.steps.linear_combination(c, directions)
-            delta = kc.steps.linear_combination([s.rescale], [velocity])
+            velocity = linear_combination(c, directions)
+            delta = linear_combination([s.rescale], [velocity])
             predicted = model.change(s.rescale * c, damped=False)
         rate = s.rescale if s.kind.startswith("qmodel") else s.rate
-        step_taken = kc.steps.decay_decoupled(
+        step_taken = decay_decoupled(
             delta, theta, weight_decay=s.decoupled, learning_rate=rate
         )
-        theta = kc.steps.linear_combination([1.0, 1.0], [theta, step_taken])
+        theta = linear_combination([1.0, 1.0], [theta, step_taken])
         if (step + 1) % s.interval == 0:
             after = problem.loss(off(theta))
             total = lam + (s.l2 if included else 0.0)
             total = kc.levenberg_marquardt(
                 total,
-                kc.steps.reduction_ratio(loss, after, predicted=float(predicted)),
+                reduction_ratio(loss, after, predicted=float(predicted)),
                 decay=OMEGA**s.interval,
                 minimum=s.minimum + (s.l2 if included else 0.0),
             )
