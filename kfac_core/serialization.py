@@ -40,13 +40,8 @@ from kfac_core.constraints import shown
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg import packing
 from kfac_core.linalg.fallback import Fallback
-from kfac_core.linalg.packing import (
-    Triangle,
-    packed_rows,
-    packed_shape,
-    unpack_triangle,
-)
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
 from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
@@ -270,7 +265,7 @@ def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
     """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
-        values[path] = Triangle(value.array)
+        values[path] = packing.Triangle(value.array)
         # The roundoff of a factorization depends on both, and resuming is bit for bit.
         values[_below(path, "row_major")] = ns.is_row_major(value.array)
         values[_below(path, "full_storage")] = value.full_storage
@@ -442,14 +437,14 @@ class _Values:
         """Read the triangle of a symmetric matrix."""
         shape = None
         if like is not None:
-            shape = (*like.array.shape[:-2], *packed_shape(like.size))
+            shape = (*like.array.shape[:-2], *packing.packed_shape(like.size))
         packed = self._array(path, None if like is None else like.array, shape)
-        n: Any = packed_rows(tuple(packed.shape[-2:]))
+        n: Any = packing.packed_rows(tuple(packed.shape[-2:]))
         _require(n is not None, path, "a packed triangle", f"shape {packed.shape}")
         row_major = self.choice(_below(path, "row_major"), (True, False))
         both_triangles = self.choice(_below(path, "full_storage"), (True, False))
         xp = ns.own_namespace(packed)
-        full = unpack_triangle(packed, n, xp=xp)
+        full = packing.unpack_triangle(packed, n, xp=xp)
         if row_major:
             return SymmetricMatrix(
                 full if both_triangles else xp.tril(full), both_triangles

@@ -25,12 +25,7 @@ import kfac_core
 from kfac_core import constraints, errors
 from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import to_numpy
-from kfac_core.checkpoint.archive import (
-    StoredArray,
-    path_of,
-    pieces_of,
-    write_archive,
-)
+from kfac_core.checkpoint import archive
 from kfac_core.estimator import Estimator
 from kfac_core.execution.hosted import host_view
 from kfac_core.linalg.packing import Triangle
@@ -119,12 +114,12 @@ def save_checkpoint(
 
 def _arrays(
     blocks: Mapping[str, Any], tensors: dict[str, int], transposed: list[str]
-) -> Iterator[StoredArray]:
+) -> Iterator[archive.StoredArray]:
     """Yield the arrays of a state that differ; note by name which array a tensor is."""
     indices: dict[bytes, int] = {}
     for name, block in blocks.items():
         for inner, value in [*block["values"].items()]:
-            values: StoredArray
+            values: archive.StoredArray
             if isinstance(value, Triangle):
                 view = _on_host(value.array)
                 values = to_numpy(value()) if view is None else Triangle(view)
@@ -151,7 +146,7 @@ def _arrays(
 
 def target_of(path: str | os.PathLike[str], /) -> Path:
     """Return the file that a checkpoint replaces; raise for what is not a regular file."""
-    target = Path(os.path.realpath(path_of(path)))
+    target = Path(os.path.realpath(archive.path_of(path)))
     if os.path.lexists(target) and not target.is_file():
         raise errors.StateError(
             f"{target}: not a regular file; it would be replaced. Give another path."
@@ -162,7 +157,7 @@ def target_of(path: str | os.PathLike[str], /) -> Path:
 def write_atomically(
     target: Path,
     document: Mapping[str, Any],
-    arrays: Iterable[StoredArray],
+    arrays: Iterable[archive.StoredArray],
     /,
 ) -> None:
     """Write a document and arrays, one after the other, to a file that replaces another.
@@ -180,7 +175,7 @@ def write_atomically(
     temporary = target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.part")
     try:
         with temporary.open("xb") as file:
-            write_archive(file, document, arrays)
+            archive.write_archive(file, document, arrays)
             file.flush()
             # Before the rename: a crash must not leave a new name for data that never
             # reached the disk.
@@ -199,10 +194,10 @@ def _on_host(x: Any) -> np.ndarray[Any, np.dtype[Any]] | None:
     return host_view(x, xp=ns.own_namespace(x))
 
 
-def _key(values: StoredArray) -> bytes:
+def _key(values: archive.StoredArray) -> bytes:
     """Return a digest that is equal for equal arrays."""
     digest = hashlib.sha256(f"{values.dtype.name} {values.shape}".encode())
-    for piece in pieces_of(values):
+    for piece in archive.pieces_of(values):
         digest.update(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
     return digest.digest()
 

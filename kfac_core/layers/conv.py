@@ -32,12 +32,7 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.constraints import shown
-from kfac_core.layers.checks import (
-    entering,
-    require_mask,
-    require_output_grads,
-    require_parameters,
-)
+from kfac_core.layers import checks
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import (
     Batch,
@@ -290,7 +285,7 @@ class Conv:
 
         The weight, and the bias as the last row; raises as `Dense.parameters_to_matrix`.
         """
-        xp = require_parameters(parameters, self.parameter_shapes)
+        xp = checks.require_parameters(parameters, self.parameter_shapes)
         weight = parameters["weight"]
         outputs_first = self.weight_layout == "oi_spatial"
         shape: tuple[int, int] = (self._patch_size, self.out_channels)
@@ -327,7 +322,7 @@ class Conv:
 
     def _entered(self, batch: Batch, *supported: str) -> _Entered:
         """Return x (.., N, *spatial, c), g (.., M, N, S, m) and mask (N, S), checked."""
-        x, g, mask, xp = entering(batch, "mask", *supported)
+        x, g, mask, xp = checks.entering(batch, "mask", *supported)
         lead = self._leading_axes(batch)
         Q, d, (N, *out) = self.groups, len(self.kernel_size), lead
         if self.data_layout == "channels_first":
@@ -341,7 +336,7 @@ class Conv:
         else:
             g = g[..., 0, :]
         if mask is not None:
-            mask = require_mask(mask, lead, xp=xp)
+            mask = checks.require_mask(mask, lead, xp=xp)
         return x, g, mask, xp
 
     def _leading_axes(self, batch: Batch) -> tuple[int, ...]:
@@ -355,7 +350,7 @@ class Conv:
         N, out = x.shape[0], self.output_size(spatial)
         one = (*out, self.out_channels) if last else (self.out_channels, *out)
         hint = "It must fit the layer's strides, padding and dilation."
-        require_output_grads(batch, (N, *one), hint=hint)
+        checks.require_output_grads(batch, (N, *one), hint=hint)
         return (N, *out)
 
     def _all_rows(self, entered: _Entered, part: slice) -> Rows:

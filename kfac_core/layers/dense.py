@@ -16,12 +16,7 @@ from typing import ClassVar, Literal
 from kfac_core import constraints
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
-from kfac_core.layers.checks import (
-    entering,
-    require_mask,
-    require_output_grads,
-    require_parameters,
-)
+from kfac_core.layers import checks
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import Batch, Rows, with_some_biases, zeroed
 
@@ -118,7 +113,7 @@ class Dense:
         MixedArraysError
             For arrays of several libraries or devices.
         """
-        x, g, mask, xp = entering(batch, "mask", "bias")
+        x, g, mask, xp = checks.entering(batch, "mask", "bias")
         # A stack of equal layers has one axis in front of all arrays, and no other code
         # of its own.
         stack = len(self.leading)
@@ -128,14 +123,14 @@ class Dense:
             constraints.require_shape("inputs", x, shape)
         hint = "The examples and shared axes must match `inputs`."
         event = (*lead, self.out_features)
-        require_output_grads(batch, event, hint=hint, lead=stack)
+        checks.require_output_grads(batch, event, hint=hint, lead=stack)
         shape = lead[0], math.prod(lead[1:])
         # Axes between the first and the last are shared positions, in one axis of S.
         x = ns.reshaped(x, (*self.leading, *shape, self.in_features), xp=xp)
         sources = batch.sources or 1
         g = ns.reshaped(g, (*self.leading, sources, *shape, self.out_features), xp=xp)
         if mask is not None:
-            mask = require_mask(mask, lead, xp=xp)
+            mask = checks.require_mask(mask, lead, xp=xp)
             x, g = zeroed(x, g, mask, xp=xp)
         rows = Rows(x, g, mask, self.bias)
         return rows if batch.bias is None else with_some_biases(rows, batch.bias)
@@ -168,7 +163,7 @@ class Dense:
         MixedArraysError
             For arrays of several libraries or devices.
         """
-        xp = require_parameters(parameters, self.parameter_shapes)
+        xp = checks.require_parameters(parameters, self.parameter_shapes)
         return join_bias(
             parameters["weight"],
             parameters.get("bias"),

@@ -18,14 +18,8 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import structure
 from kfac_core.conventions import SourceReduction
+from kfac_core.losses import modes
 from kfac_core.losses.loss import Loss
-from kfac_core.losses.modes import (
-    CurvatureMatrix,
-    EstimationMode,
-    curvature_matrix,
-    noise_spec,
-    source_reduction_of,
-)
 from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural
 
 
@@ -47,7 +41,7 @@ class SourceVectors:
     """
 
     vectors: Array
-    mode: EstimationMode
+    mode: modes.EstimationMode
     sources: int
     source_reduction: SourceReduction
 
@@ -57,7 +51,7 @@ def vectors(
     natural: Array,
     /,
     *,
-    mode: EstimationMode,
+    mode: modes.EstimationMode,
     targets: Array | None = None,
     noise: Array | None = None,
     weight: Scalar | Array = 1.0,
@@ -133,7 +127,7 @@ def vectors(
     constraints.require_range("loss", loss, constraints.implementation_of(Loss))
     if isinstance(weight, numbers.Real) or not hasattr(weight, "dtype"):
         constraints.require_range("weight", weight, constraints.NOT_NEGATIVE)
-    reduction = source_reduction_of(mode)
+    reduction = modes.source_reduction_of(mode)
     constraints.require_one_of("positions", positions, ("together", "separate"))
     exact = mode in ("exact", "exact_GGN")
     if positions == "separate" and not exact:
@@ -152,7 +146,7 @@ def vectors(
     if mode == "empirical":
         v = _empirical(loss, natural, targets)
     elif exact:
-        v = _exact(loss, natural, curvature_matrix(mode), xp)
+        v = _exact(loss, natural, modes.curvature_matrix(mode), xp)
         if positions == "separate":
             v = _at_each_position(v, xp)
     else:
@@ -208,7 +202,9 @@ def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
     return gradient[None, ...]
 
 
-def _exact(loss: Loss, natural: Array, matrix: CurvatureMatrix, xp: Namespace) -> Array:
+def _exact(
+    loss: Loss, natural: Array, matrix: modes.CurvatureMatrix, xp: Namespace
+) -> Array:
     """Return ``B e_i`` of every row, for each i."""
     *rows, inner = loss.inner_shape(natural)
     unit = xp.eye(inner, dtype=natural.dtype, device=ns.device_of(natural))
@@ -231,7 +227,7 @@ def _at_each_position(v: Array, xp: Namespace) -> Array:
 
 
 def _sampled(
-    loss: Loss, natural: Array, noise: Array | None, mode: EstimationMode
+    loss: Loss, natural: Array, noise: Array | None, mode: modes.EstimationMode
 ) -> Array:
     if noise is None:
         raise errors.ConventionError(
@@ -239,7 +235,7 @@ def _sampled(
             "distribution and shape, and `draw_noise` draws it."
         )
     xp = ns.namespace_of(natural=natural, noise=noise)
-    spec = noise_spec(loss, natural, mode=mode)
+    spec = modes.noise_spec(loss, natural, mode=mode)
     shape = spec.shape[1:] if spec else ()
     constraints.require_shape("noise", noise, ("M", *shape))
     if mode == "gradients":
@@ -247,10 +243,10 @@ def _sampled(
     u = wide_companion(noise, shape, "noise", dtype=natural.dtype, xp=xp)
     signs = xp.where(u < 0.5, xp.ones_like(u), -xp.ones_like(u))
     signs = xp.where(is_uniform(u), signs, xp.nan)
-    return _factor(loss, curvature_matrix(mode))(natural, signs)
+    return _factor(loss, modes.curvature_matrix(mode))(natural, signs)
 
 
-def _factor(loss: Loss, matrix: CurvatureMatrix) -> Any:
+def _factor(loss: Loss, matrix: modes.CurvatureMatrix) -> Any:
     return loss.ggn_factor_multiply if matrix == "ggn" else loss.fisher_factor_multiply
 
 

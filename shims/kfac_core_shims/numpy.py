@@ -195,7 +195,12 @@ class KFAC(kc.integration.ScheduledSteps):
         self._rank = 0
         if isinstance(execution, kc.distributed.Distributed):
             self._rank = execution.communicator.rank
-            _refuse_empirical_mean(fisher, reduction)
+            if fisher == "empirical" and reduction == "mean":
+                raise kc.UnsupportedError(
+                    "With fisher='empirical' the output gradients of a mean have to be "
+                    "multiplied by the rows of all processes, which `execution` does not "
+                    "exchange. Take reduction='sum', or fisher='gradients' or 'exact'."
+                )
         estimator = kc.Estimator(
             blocks,
             # `observe` brings all rows into the unit of a sum.
@@ -432,9 +437,7 @@ class KFAC(kc.integration.ScheduledSteps):
         self._observed, self._rows, self._drawn = {}, 0, 0
         self._velocity, self.reduction_ratio = velocity, ratio
         self.steps += 1
-        for name, arrays in self.parameters.items():
-            for parameter, array in arrays.items():
-                array += change[name][parameter]
+        _move(self.parameters, self.parameters, change)
         return dict(change)
 
     def _of_likelihood(self, gradients: Vector, rows: int | None) -> Vector:
@@ -515,19 +518,12 @@ class KFAC(kc.integration.ScheduledSteps):
 
     def _loss_after(self, change: Update, loss: Callable[[], float]) -> float:
         """Return the loss that a change would lead to; the parameters stay."""
-        before = {
-            name: {parameter: array.copy() for parameter, array in arrays.items()}
-            for name, arrays in self.parameters.items()
-        }
+        before = _copied(self.parameters)
         try:
-            for name, arrays in self.parameters.items():
-                for parameter, array in arrays.items():
-                    array += change[name][parameter]
+            _move(self.parameters, before, change)
             return float(loss())
         finally:
-            for name, arrays in self.parameters.items():
-                for parameter, array in arrays.items():
-                    array[...] = before[name][parameter]
+            _move(self.parameters, before)
 
     def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
         """Return the state without the parameters and the pending observations."""
@@ -720,17 +716,14 @@ class GaussNewton:
                 f"Expected finite residuals, got a loss of {start.loss}. Nothing was "
                 "changed; begin with smaller weights, or look at the data."
             )
-        before = {
-            name: {key: array.copy() for key, array in arrays.items()}
-            for name, arrays in self.parameters.items()
-        }
+        before = _copied(self.parameters)
 
         def evaluate(step: Any) -> kc.samples.Evaluation:
-            self._move(before, step)
+            _move(self.parameters, before, step, -1.0)
             return self._evaluation(np.asarray(residuals(), np.float64), J)
 
         # No step, in case `residuals` raises: the parameters go back.
-        step, rate = kc.steps.linear_combination([0.0], [before]), 1.0
+        step, rate = None, 1.0
         try:
             result = kc.samples.gauss_newton_step(
                 J,
@@ -747,7 +740,7 @@ class GaussNewton:
             )
             step, rate = result.direction, float(result.rate)
         finally:
-            self._move(before, step, rate)
+            _move(self.parameters, before, step, -rate)
         self.accepted = bool(result.accepted)
         self._last, self._progress = result.direction, result.progress
         if not self.options.minibatch:
@@ -759,11 +752,23 @@ class GaussNewton:
         loss: Any = np.sum(r * r) / (2 * J.examples)
         return kc.samples.Evaluation(r.reshape(J.sample_shape), loss)
 
-    def _move(self, start: Vector, step: Any, rate: float = 1.0) -> None:
-        """Write ``start - rate step`` into the parameters."""
-        for name, arrays in self.parameters.items():
-            for key, array in arrays.items():
-                array[...] = start[name][key] - rate * step[name][key]
+
+def _copied(parameters: Vector) -> Update:
+    return {
+        name: {key: array.copy() for key, array in arrays.items()}
+        for name, arrays in parameters.items()
+    }
+
+
+def _move(
+    parameters: Vector, start: Vector, step: Any = None, rate: float = 1.0
+) -> None:
+    """Write ``start + rate step`` into the parameters, or `start` without a step."""
+    for name, arrays in parameters.items():
+        for key, array in arrays.items():
+            array[...] = start[name][key]
+            if step is not None:
+                array += rate * step[name][key]
 
 
 def _blocks(
@@ -815,16 +820,6 @@ def _refuse_shared(parameters: Vector) -> None:
                         "observed with a list of two batches."
                     )
             before.append((f"{name!r} ({key})", array))
-
-
-def _refuse_empirical_mean(fisher: str, reduction: str) -> None:
-    """Raise for output gradients of a mean over rows that processes do not count."""
-    if fisher == "empirical" and reduction == "mean":
-        raise kc.UnsupportedError(
-            "With fisher='empirical' the output gradients of a mean have to be "
-            "multiplied by the rows of all processes, which `execution` does not "
-            "exchange. Take reduction='sum', or fisher='gradients' or 'exact'."
-        )
 
 
 def _overlap(first: Any, second: Any) -> bool:
