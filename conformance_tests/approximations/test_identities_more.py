@@ -76,6 +76,7 @@ def test_the_moments_of_ekfac_are_the_minimizer(backend, rng):
     Q = np.kron(*(backend.to_numpy(basis.eigenvectors) for basis in bases))
     diagonal = np.diag(Q.T @ F @ Q)
     assert_close(E.ravel(), diagonal, "identity", "float64")
+    assert_close(E.sum(), np.trace(F), "identity", "float64")
     kfac = np.linalg.norm(F - np.kron(x.T @ x, g.T @ g) / N**2) ** 2
     assert least < kfac * 0.99
 

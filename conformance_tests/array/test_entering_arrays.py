@@ -19,13 +19,6 @@ N, n, m = 5, 3, 2
 RNG = np.random.default_rng(3)
 X, G = RNG.normal(size=(N, n)), RNG.normal(size=(N, m))
 LAYER = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
-APPROXIMATIONS = {
-    "kronecker": kc.Kronecker(),
-    "diagonal": kc.Diagonal(),
-    "full": kc.Full(),
-    "tnt": kc.TNT(),
-    "kfoc": kc.KFOC(iterations=2),
-}
 
 
 class Wrapper(np.ndarray):
@@ -109,9 +102,9 @@ def cases_of(backend):
     return torch_cases() if known else {}
 
 
-def estimator(approximation=None):
+def estimator():
     """Return an estimator of two equal blocks, which are computed as one."""
-    block = kc.Block(LAYER, approximation or kc.Kronecker())
+    block = kc.Block(LAYER, kc.Kronecker())
     return kc.Estimator({"a": block, "b": block}, reduction="sum", damping=0.5)
 
 
@@ -146,17 +139,6 @@ def test_arrays_that_cannot_be_computed_with_are_refused(backend):
         with pytest.raises(error, match=message):
             held.apply("multiply_matpower", {"a": gradients}, 0.5)
         assert differences(before, frozen(held.state_dict())) == [], name
-
-
-@pytest.mark.parametrize("approximation", APPROXIMATIONS)
-def test_a_mask_of_numpy_hides_nothing(approximation):
-    """A masked array that hides NaN does not come into any statistics."""
-    held = estimator(APPROXIMATIONS[approximation])
-
-    with pytest.raises(kc.ArgumentError, match="MaskedArray"):
-        held.update({"a": kc.Batch(masked(X), G)})
-
-    assert held.state["a"].statistics is None
 
 
 @pytest.mark.parametrize("name", ["foreign", "wide", "masked", "matrix", "objects"])
