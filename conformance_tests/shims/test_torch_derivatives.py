@@ -19,7 +19,9 @@ from torch.nn import functional as fn  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import KFAC, graph  # noqa: E402
 
+from ..builders import torch_residuals as forms  # noqa: E402
 from ..builders import torch_zoo  # noqa: E402
+from ..builders.torch_residuals import gradient  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("torch_float64"),
@@ -33,19 +35,9 @@ def network():
     )
 
 
-def derivative(u, x):
-    """The gradient of each example's output by its input, (N, 2)."""
-    return torch.autograd.grad(u.sum(), x, create_graph=True)[0]
-
-
-def laplacian(u, x):
-    first = derivative(u, x)
-    return sum(derivative(first[:, k], x)[:, k : k + 1] for k in range(2))
-
-
 def curvatures(u, x):
     """Second derivatives of all examples in one batched backward pass."""
-    first = derivative(u, x)
+    first = gradient(u, x)
     units = torch.eye(2)[:, None, :].expand(2, len(x), 2)
     second = torch.autograd.grad(
         first, x, units, is_grads_batched=True, create_graph=True
@@ -60,36 +52,34 @@ def of_one_example(model):
 
 
 RESIDUALS = {
-    "value": lambda model, x: model(x),
-    "first": lambda model, x: derivative(model(x), x).sum(1, keepdim=True),
-    "forces": lambda model, x: -derivative(model(x), x),
-    "penalty": lambda model, x: derivative(model(x), x).norm(dim=1, keepdim=True) - 1,
-    "Laplacian": lambda model, x: laplacian(model(x), x),
-    "Burgers": lambda model, x: (
-        lambda u: u * derivative(u, x)[:, :1] - 0.1 * laplacian(u, x)
-    )(model(x)),
-    "biharmonic": lambda model, x: laplacian(laplacian(model(x), x), x),
+    "value": forms.value,
+    "first": forms.slopes,
+    "forces": forms.forces,
+    "penalty": forms.length_of_slope,
+    "Laplacian": forms.laplacian,
+    "Burgers": forms.burgers,
+    "biharmonic": forms.biharmonic,
     "batched": lambda model, x: curvatures(model(x), x),
     "jvp": lambda model, x: func.jvp(model, (x,), (torch.ones_like(x),))[1],
-    "jvp of jvp": lambda model, x: func.jvp(
-        lambda y: func.jvp(model, (y,), (torch.ones_like(y),))[1],
-        (x,),
-        (torch.ones_like(x),),
-    )[1],
+    "jvp of jvp": forms.twice_directional,
     "vmap of grad": lambda model, x: func.vmap(func.grad(of_one_example(model)))(x),
-    "vmap of hessian": lambda model, x: func.vmap(
-        lambda p: func.hessian(of_one_example(model))(p).reshape(-1)
-    )(x),
+    "vmap of hessian": forms.by_hessian,
     "vmap of jacrev of jacfwd": lambda model, x: func.vmap(
         lambda p: func.jacrev(func.jacfwd(of_one_example(model)))(p).reshape(-1)
     )(x),
-    "gradient of jvp": lambda model, x: derivative(
+    "gradient of jvp": lambda model, x: gradient(
         func.jvp(model, (x,), (torch.ones_like(x),))[1], x
     ),
     # Rows of several numbers of uses: inner points, and points of the boundary.
-    "joined": lambda model, x: torch.cat([laplacian(model(x), x), model(x[:2].sin())]),
-    "twice": lambda model, x: derivative(model(x) + model(x.sin()), x),
+    "joined": lambda model, x: torch.cat(
+        [forms.laplacian(model, x), model(x[:2].sin())[:, 0]]
+    ),
+    "twice": lambda model, x: gradient(model(x) + model(x.sin()), x),
 }
+
+
+def as_matrix(r):
+    return r if r.ndim == 2 else r[:, None]
 
 
 def observed(residual):
@@ -97,7 +87,7 @@ def observed(residual):
 
     def loop(model, kfac):
         x = torch.randn(6, 2, requires_grad=True)
-        r = residual(model, x)
+        r = as_matrix(residual(model, x))
         kfac.observe(r)
         (0.5 * (r - torch.randn_like(r)).square().sum(1).mean()).backward(
             retain_graph=True
@@ -115,7 +105,7 @@ class Residual(nn.Module):
         self.net, self.residual = network(), residual
 
     def forward(self, x):
-        return self.residual(self.net, x)
+        return as_matrix(self.residual(self.net, x))
 
 
 def two_lines(model, kfac):
@@ -171,7 +161,7 @@ def test_empirical_gradients_of_a_residual():
     model, x = network(), torch.randn(6, 2, requires_grad=True)
     options = {"output": None, "fisher": "empirical", "likelihood": "gaussian"}
     kfac = torch_zoo.attached(model, **options)
-    r = laplacian(model(x), x)
+    r = forms.laplacian(model, x)[:, None]
     kfac.observe(r)
     losses = 0.5 * r.square().sum(1)
     middle = [*model[2].parameters()]
@@ -216,7 +206,7 @@ def test_a_weight_norm_in_a_derivative():
     model, x = network(), torch.randn(6, 2, requires_grad=True)
     nn.utils.parametrizations.weight_norm(model[2])
     kfac = torch_zoo.attached(model, output=None)
-    r = laplacian(model(x), x)
+    r = forms.laplacian(model, x)[:, None]
     made = next(
         n for n in graph.Walk(r.grad_fn, 0).nodes if n.name().startswith("WeightNorm")
     )

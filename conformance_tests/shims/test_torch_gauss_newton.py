@@ -10,11 +10,11 @@ from torch import nn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
 from kfac_core.distributed import run_ranks  # noqa: E402
-from kfac_core.samples import sample_gram  # noqa: E402
 from kfac_core_shims.torch import GaussNewton  # noqa: E402
-from kfac_core_shims.torch.jacobians import JacobianFinder  # noqa: E402
 
+from ..builders import torch_residuals  # noqa: E402
 from ..builders.tolerances import assert_close  # noqa: E402
+from ..builders.torch_residuals import laplacian  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 
@@ -33,54 +33,19 @@ def points(N, n=2, seed=1):
     return x.requires_grad_()
 
 
-def laplacian(net, x):
-    u = net(x)
-    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    total = 0.0
-    for i in range(x.shape[1]):
-        (second,) = torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)
-        total = total + second[:, i]
-    return total
+def of(form, N=5):
+    """Return a program with a form of residuals at some points."""
 
+    def make(net):
+        x = points(N)
+        return lambda: form(net, x)
 
-def value(net):
-    x = points(7)
-    return lambda: net(x)[:, 0]
-
-
-def several_outputs(net):
-    x = points(6)
-    return lambda: net(x) - x.detach()
-
-
-def slopes(net):
-    x = points(6)
-
-    def residuals():
-        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-        return slope[:, 0] + slope[:, 1]
-
-    return residuals
+    return make
 
 
 def poisson(net):
     x, edge = points(6), points(3, seed=2)
     return lambda: (laplacian(net, x) - 1.0, 5.0 * net(edge)[:, 0])
-
-
-def forward_mode(net):
-    x, ones = points(5), torch.ones(5, 2, dtype=torch.float64)
-
-    def residuals():
-        u, slope = torch.func.jvp(net, (x,), (ones,))
-        return u[:, 0] * slope[:, 0]
-
-    return residuals
-
-
-def shared_positions(net):
-    x = points(10).reshape(5, 2, 2)
-    return lambda: net(x).sum(dim=1)
 
 
 def not_a_layer(net):
@@ -94,47 +59,6 @@ def mixes_examples(net):
     net[1] = nn.BatchNorm1d(5).double()
     x = points(6)
     return lambda: net(x)[:, 0]
-
-
-def many_points(net):
-    x = points(40)
-    return lambda: net(x)[:, 0] - 1.0
-
-
-def biharmonic(net):
-    x = points(4)
-
-    def residuals():
-        second = laplacian(net, x)
-        (slope,) = torch.autograd.grad(second.sum(), x, create_graph=True)
-        return sum(
-            torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i]
-            for i in range(2)
-        )
-
-    return residuals
-
-
-def mixed_vector(net):
-    """Values and derivatives as the outputs of one residual."""
-    x = points(5)
-
-    def residuals():
-        u = net(x)
-        (slope,) = torch.autograd.grad(u[:, 0].sum(), x, create_graph=True)
-        return torch.cat([slope - u, u * slope[:, :1]], dim=1)
-
-    return residuals
-
-
-def by_hessian(net):
-    x = points(5).detach()
-
-    def residuals():
-        hessian = torch.func.hessian(lambda point: net(point[None])[0, 0])
-        return torch.func.vmap(hessian)(x).diagonal(dim1=1, dim2=2).sum(1)
-
-    return residuals
 
 
 def convolution(net):
@@ -167,20 +91,20 @@ def tied_embedding(net):
 
 PROGRAMS = {
     "tied embedding": ((2, 5, 2), tied_embedding),
-    "more residuals than parameters": ((2, 4, 1), many_points),
-    "biharmonic": ((2, 5, 4, 1), biharmonic),
-    "mixed vector": ((2, 5, 4, 2), mixed_vector),
-    "Hessian by torch.func": ((2, 5, 4, 1), by_hessian),
+    "more residuals than parameters": ((2, 4, 1), of(torch_residuals.value, 40)),
+    "biharmonic": ((2, 5, 4, 1), of(torch_residuals.biharmonic)),
+    "mixed vector": ((2, 5, 4, 2), of(torch_residuals.mixed_vector)),
+    "Hessian by torch.func": ((2, 5, 4, 1), of(torch_residuals.by_hessian)),
     "convolution": ((2, 6), convolution),
     "normalization": ((2, 4), normalization),
     "embedding": ((2, 5, 2), embedding),
     "batch norm in training": ((2, 5, 4, 1), mixes_examples),
-    "value": ((2, 5, 4, 1), value),
-    "several outputs": ((2, 4, 2), several_outputs),
-    "slopes": ((2, 5, 4, 1), slopes),
+    "value": ((2, 5, 4, 1), of(torch_residuals.value)),
+    "several outputs": ((2, 4, 2), of(torch_residuals.value)),
+    "slopes": ((2, 5, 4, 1), of(torch_residuals.slopes)),
     "Poisson": ((2, 5, 4, 1), poisson),
-    "forward mode": ((2, 5, 1), forward_mode),
-    "shared positions": ((2, 5, 3), shared_positions),
+    "forward mode": ((2, 5, 1), of(torch_residuals.directional)),
+    "shared positions": ((2, 5, 3), of(torch_residuals.mean_over_points)),
     "a parameter outside of layers": ((2, 5, 1), not_a_layer),
 }
 
@@ -206,33 +130,8 @@ def terms_of(residuals):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_gram_matrix_is_that_of_autograd(program):
-    """By rows of layers, of derivatives of the network too, and formed for the rest."""
-    sizes, make = PROGRAMS[program]
-    net = mlp(*sizes)
-    residuals = make(net)
-    J, _, N = dense_jacobian(net, terms_of(residuals))
-
-    finder = JacobianFinder(net)
-    finder.wants_statistics = True
-    terms = [t if t.ndim == 2 else t[:, None] for t in terms_of(residuals)]
-    N = sum(t.numel() for t in terms)
-    J = J * (N / sum(map(len, terms))) ** 0.5
-    scales = [(N / len(term)) ** 0.5 for term in terms]
-    K = sample_gram(finder.jacobian(terms, scales)).full()
-
-    assert_close(K.numpy(), J @ J.T, "gram", "float64")
-    formed = {
-        not_a_layer: {"shift"},
-        mixes_examples: {"0.weight", "0.bias"},
-        tied_embedding: {"0.weight"},
-    }
-    assert set(finder.formed) >= formed.get(make, set())
-    assert bool(finder.formed) == (make in formed)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_step_of_fixed_length_is_the_dense_solution(program):
+    """By rows of layers, of derivatives of the network too, and formed for the rest."""
     sizes, make = PROGRAMS[program]
     net = mlp(*sizes)
     residuals = make(net)
@@ -241,13 +140,21 @@ def test_a_step_of_fixed_length_is_the_dense_solution(program):
     P = J.shape[1]
 
     options = {"lr": 0.5, "damping": 0.01, "momentum": 0.0}
-    loss = GaussNewton(net, **options).step(residuals)
+    optimizer = GaussNewton(net, **options)
+    loss = optimizer.step(residuals)
 
     after = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     dense = J.T @ J / N + 0.01 * torch.eye(P, dtype=torch.float64).numpy()
     step = torch.linalg.solve(torch.from_numpy(dense), torch.from_numpy(J.T @ r / N))
     assert_close((before - after).numpy(), 0.5 * step.numpy(), "inverse", "float64")
     assert_close(loss.numpy(), (r @ r) / (2 * N), "roundoff", "float64")
+    formed = {
+        not_a_layer: {"shift"},
+        mixes_examples: {"0.weight", "0.bias"},
+        tied_embedding: {"0.weight"},
+    }
+    assert set(optimizer.formed) >= formed.get(make, set())
+    assert bool(optimizer.formed) == (make in formed)
 
 
 def cross_entropy(net, x):

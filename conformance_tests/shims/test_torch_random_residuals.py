@@ -11,6 +11,7 @@ import kfac_core as kc  # noqa: E402
 from kfac_core.samples import sample_gram  # noqa: E402
 from kfac_core_shims.torch.jacobians import JacobianFinder  # noqa: E402
 
+from ..builders import torch_residuals  # noqa: E402
 from ..builders.tolerances import relative_error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
@@ -60,97 +61,22 @@ class Network(nn.Module):
         return y if self.scale is None else y * self.scale
 
 
-def gradient(u, x):
-    return torch.autograd.grad(u.sum(), x, create_graph=True, materialize_grads=True)[0]
-
-
-def value(net, x):
-    return net(x)
-
-
-def slopes(net, x):
-    return gradient(net(x)[:, 0], x).sum(1)
-
-
-def laplacian(net, x):
-    slope = gradient(net(x)[:, 0], x)
-    return sum(gradient(slope[:, i], x)[:, i] for i in range(x.shape[1]))
-
-
-def biharmonic(net, x):
-    second = laplacian(net, x)
-    slope = gradient(second, x)
-    return sum(gradient(slope[:, i], x)[:, i] for i in range(x.shape[1]))
-
-
-def length_of_slope(net, x):
-    return gradient(net(x)[:, 0], x).square().sum(1) - 1.0
-
-
-def mixed_vector(net, x):
-    u = net(x)
-    slope = gradient(u[:, 0], x)
-    return torch.cat([slope, u[:, :1] * slope[:, :1]], dim=1)
-
-
-def product(net, x):
-    u = net(x)[:, 0]
-    return u * gradient(u, x)[:, 0] + u**2
-
-
-def directional(net, x):
-    u, along = torch.func.jvp(net, (x,), (torch.ones_like(x),))
-    return u[:, 0] * along[:, 0]
-
-
-def twice_directional(net, x):
-    def along(y):
-        return torch.func.jvp(net, (y,), (torch.ones_like(x),))[1]
-
-    return torch.func.jvp(along, (x,), (torch.ones_like(x),))[1][:, 0]
-
-
-def pulled_back(net, x):
-    u, pull = torch.func.vjp(net, x)
-    return pull(torch.ones_like(u))[0].sum(1)
-
-
-def by_hessian(net, x):
-    def one(point):
-        return net(point[None])[0, 0]
-
-    return torch.func.vmap(torch.func.hessian(one))(x).diagonal(dim1=1, dim2=2).sum(1)
-
-
-def of_shifted_points(net, x):
-    return net(x + 0.1)[:, 0] - 2 * net(x)[:, 0] + net(x - 0.1)[:, 0]
-
-
-def of_other_examples(net, x):
-    return net(x)[:, 0] - net(x.flip(0))[:, 0].mean()
-
-
-def mean_over_points(net, x):
-    inner = x[:, None, :] + torch.linspace(0, 1, 3, dtype=x.dtype)[:, None]
-    return net(inner).mean(dim=(1, 2))
-
-
 FORMS = (
-    value,
-    slopes,
-    laplacian,
-    laplacian,
-    biharmonic,
-    length_of_slope,
-    mixed_vector,
-    product,
-    directional,
-    twice_directional,
-    pulled_back,
-    by_hessian,
-    of_shifted_points,
-    of_other_examples,
-    mean_over_points,
+    torch_residuals.value,
+    torch_residuals.slopes,
+    torch_residuals.laplacian,
+    torch_residuals.laplacian,
+    torch_residuals.biharmonic,
+    torch_residuals.length_of_slope,
+    torch_residuals.mixed_vector,
+    torch_residuals.product,
+    torch_residuals.directional,
+    torch_residuals.twice_directional,
+    torch_residuals.pulled_back,
+    torch_residuals.by_hessian,
+    torch_residuals.of_shifted_points,
+    torch_residuals.of_other_examples,
+    torch_residuals.mean_over_points,
 )
 
 
