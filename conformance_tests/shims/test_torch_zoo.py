@@ -203,6 +203,13 @@ class Columns(nn.Module):
         return x @ self.weight + self.bias
 
 
+class Scaled(Columns):
+    """A linear layer that multiplies its input first."""
+
+    def forward(self, x):
+        return 2.0 * x @ self.weight + self.bias
+
+
 class LowRank(nn.Module):
     """A product of two matrices, of which only the graph shows what is between them."""
 
@@ -240,6 +247,7 @@ class OnePlusNorm(nn.Module):
 
 
 register_layer(Columns, "linear", weight_layout="io")
+register_layer(Scaled, "linear", weight_layout="io")
 register_layer(LowRank, low_rank)
 register_layer(f"{OnePlusNorm.__module__}.OnePlus*", "norm")
 
@@ -553,6 +561,17 @@ PROGRAMS = {
     "classes": layers(twice, classes(randn(7, 3)), options=CATEGORICAL),
     "a layer of another library": Program(
         model=lambda: nn.Sequential(Columns(), nn.Tanh(), Columns()),
+        loop=squares(randn(8, 3)),
+    ),
+    "a layer registered as what it is not": Program(
+        model=lambda: nn.Sequential(Columns(), nn.Tanh(), Scaled()),
+        loop=squares(randn(8, 3)),
+        raises=(kc.ConventionError, "its output is not its argument times `weight`"),
+    ),
+    "a registered layer within a checkpoint": Program(
+        model=calling(
+            lambda m, x: checkpoint(m.one, x, use_reentrant=False), one=Columns
+        ),
         loop=squares(randn(8, 3)),
     ),
     "an expert without tokens": Program(

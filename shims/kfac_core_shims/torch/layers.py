@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn import functional as fn
 
@@ -134,7 +136,8 @@ def register_layer(
         The class that defines ``forward``; or its full name, in which ``*`` stands for any
         letters, so that its library need not be imported.
     how : {"linear", "experts", "norm"} or callable
-        ``"linear"``: ``y = x W + b`` along the last axis.  ``"experts"``: the weight is a
+        ``"linear"``: ``y = x W + b`` along the last axis, of the argument x and the
+        parameter W themselves, which the first call checks.  ``"experts"``: the weight is a
         stack of such W, each a block, and is read by `torch.bmm`, ``einsum`` of one product
         for each expert, ``x @ weight[e]`` or ``grouped_mm``.  ``"norm"``: the weight
         multiplies a normalized input, and the bias is added, along the last axes.  Or
@@ -149,7 +152,8 @@ def register_layer(
     Raises
     ------
     kfac_core.ConventionError
-        For something else than these.
+        For something else than these; from a module's first call, where it is no product
+        as ``"linear"`` says.
 
     Examples
     --------
@@ -172,7 +176,8 @@ def register_layer(
             f"Expected `weight_layout` to be 'oi' or 'io', got {weight_layout!r}."
         )
     if how == "linear":
-        described: Any = _linear_of(weight, bias, weight_layout)
+        read = _checked_features(weight, weight_layout)
+        described: Any = _linear_of(weight, bias, weight_layout, read)
     elif how == "experts":
         described = _experts_of((weight, bias), layout=weight_layout)
     elif how == "norm":
@@ -227,7 +232,9 @@ def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Pa
 # Linear layers and what multiplies like one.
 
 
-def _linear_of(weight: str, bias: str, layout: Literal["oi", "io"]) -> Describe:
+def _linear_of(
+    weight: str, bias: str, layout: Literal["oi", "io"], read: Reader
+) -> Describe:
     def described(module: Any, owns: Owns) -> Parts | str:
         own_bias = owns(bias)
         first, second = getattr(module, weight).shape
@@ -239,8 +246,7 @@ def _linear_of(weight: str, bias: str, layout: Literal["oi", "io"]) -> Describe:
             weight_layout=layout,
         )
         names = {"weight": weight, "bias": bias} if own_bias else {"weight": weight}
-        part = Part(layer=layer, parameters=names, read=_read_features)
-        return Parts(of={"": part})
+        return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
 
     return described
 
@@ -250,6 +256,40 @@ def _read_features(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
     if x.ndim == 1:
         return Reading(inputs=x[None], grad_shape=(1, *y.shape))
     return Reading(inputs=x)
+
+
+def _checked_features(weight: str, layout: Literal["oi", "io"]) -> Reader:
+    """Read the features of a call; the first of each module must multiply them by W."""
+    checked: WeakSet[Any] = WeakSet()
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        x, W = arguments[0], getattr(module, weight)
+        plain = type(x) is torch.Tensor is type(y) and type(W) is nn.Parameter
+        if plain and module not in checked and x.shape[:-1] == y.shape[:-1]:
+            checked.add(module)
+            v = torch.linspace(1.0, 2.0, y.numel(), dtype=y.dtype, device=y.device)
+            v = v.reshape(y.shape)
+            # Not y itself: what is summed over processes is no product of one's own x.
+            (gradient,) = torch.autograd.grad(
+                y, W, v, retain_graph=True, allow_unused=True
+            )
+            rows = x.to(y.dtype).reshape(-1, x.shape[-1])
+            expected = v.reshape(-1, y.shape[-1]).mT @ rows
+            if layout == "io":
+                expected = expected.mT
+            if (
+                gradient is None
+                or (gradient - expected).norm() > 0.05 * expected.norm()
+            ):
+                raise kc.ConventionError(
+                    f'`register_layer` describes {type(module).__name__} as "linear", but '
+                    f"its output is not its argument times `{weight}`: forward changes one "
+                    "of them first, or the product. Register a function that returns a "
+                    "`Part` without `read`: its product is found in the graph."
+                )
+        return _read_features(module, arguments, y)
+
+    return read
 
 
 def _bilinear(module: Any, owns: Owns) -> Parts | str:
@@ -649,7 +689,7 @@ def _experts_of(
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
-    ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
+    ((nn.Linear,), _linear_of("weight", "bias", "oi", _read_features), "dense", ""),
     ((nn.Bilinear,), _bilinear, "dense", "its input is all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
@@ -702,7 +742,7 @@ _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
 _OTHERS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "transformers.pytorch_utils.Conv1D",
-        _linear_of("weight", "bias", "io"),
+        _linear_of("weight", "bias", "io", _read_features),
         "dense",
         "",
     ),
