@@ -156,11 +156,32 @@ def test_bad_options_raise_in_the_constructor():
     with pytest.raises(TypeError):
         KFAC(model, likelihood=kc.losses.Gaussian())
     with pytest.raises(
-        kc.UnsupportedError, match=r"Plain is not known.*register_layer"
+        kc.UnsupportedError, match=r"Plain overrides .* Linear; `register_layer"
     ):
         KFAC(nn.Sequential(Plain(3, 3)))
     with pytest.raises(kc.UnsupportedError, match="no parameters"):
         KFAC(nn.Tanh())
+
+
+def test_what_has_no_block_and_what_has_no_rows_is_said():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.gate = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.used(x) * self.gate
+
+    model = Model()
+    with pytest.warns(UserWarning, match="a parameter of Model itself"):
+        kfac = KFAC(model, lr=0.1)
+    two_lines(model, kfac, torch.randn(8, 3), torch.randint(3, (8,)), fn.cross_entropy)
+
+    assert [*kfac.skipped] == ["gate"]
+    lines = {line.split()[0]: line for line in str(kfac).splitlines()}
+    assert lines["unused"].endswith("no rows yet")
+    assert not lines["used"].endswith("no rows yet")
 
 
 def test_approximations_by_name_class_and_kind():

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from kfac_core.block import Block
 
 
-def coverage_table(blocks: Mapping[str, Block], skipped: Mapping[str, str], /) -> str:
+def coverage_table(
+    blocks: Mapping[str, Block],
+    skipped: Mapping[str, str],
+    /,
+    *,
+    updates: Mapping[str, int] | None = None,
+) -> str:
     """Return a table of blocks, and of the parameters that have none.
 
     Parameters
@@ -16,6 +22,9 @@ def coverage_table(blocks: Mapping[str, Block], skipped: Mapping[str, str], /) -
         Blocks by name.
     skipped : mapping of str to str
         Reasons by name of a parameter.
+    updates : mapping of str to int, optional
+        Updates of each block so far: one that has none where others have some is marked,
+        such as a layer that the model does not call, or calls without gradients.
 
     Returns
     -------
@@ -23,12 +32,14 @@ def coverage_table(blocks: Mapping[str, Block], skipped: Mapping[str, str], /) -
         One line for each.
     """
     rows = []
+    updates = updates or {}
+    started = any(updates.values())
     for name, block in blocks.items():
         shapes = block.layer.parameter_shapes.values()
         sizes = " + ".join("x".join(map(str, shape)) for shape in shapes)
-        rows.append(
-            (name or "(model)", block.layer.kind, sizes, repr(block.approximation))
-        )
+        note = "no rows yet" if started and not updates[name] else ""
+        kind, approximation = block.layer.kind, repr(block.approximation)
+        rows.append((name or "(model)", kind, sizes, approximation, note))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()

@@ -12,7 +12,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 import kfac_core as kc
 from kfac_core_shims.torch.computed import ComputedSite
-from kfac_core_shims.torch.layers import Parts, describe, describe_tied
+from kfac_core_shims.torch.layers import (
+    Parts,
+    describe,
+    describe_tied,
+    described_base,
+)
 from kfac_core_shims.torch.sites import ModelBlocks, Site
 
 
@@ -146,10 +151,18 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
 
     parts = describe(module, owns=owns)
     if parts is None:
-        return (
-            f"{type(module).__name__} is not known; `register_layer` can make it known"
-        )
+        return f"{_unknown(module)}; `register_layer` can make it known"
     return parts
+
+
+def _unknown(module: Any) -> str:
+    """Return what there is to say of a module that no function describes."""
+    name, base = type(module).__name__, described_base(module)
+    if base is not None:
+        return f"{name} overrides the forward of {base.__name__}"
+    if any(True for _ in module.children()):
+        return f"it is a parameter of {name} itself, which is not known"
+    return f"{name} is not known"
 
 
 def _reason(

@@ -259,7 +259,14 @@ class KFAC(Curvature):
             f"kl_clip={self.kl_clip!r}, update_every={self.update_every!r}, "
             f"refresh_every={self.refresh_every!r}"
         )
-        table = kc.integration.coverage_table(self.estimator.blocks, self.skipped)
+        state = self.estimator.state
+        counts = {n: b.updates for n, b in state.blocks.items()}
+        table = kc.integration.coverage_table(
+            self.estimator.blocks,
+            self.skipped,
+            # A share holds the counts of its own blocks only.
+            updates=counts if state.share is None else None,
+        )
         return f"KFAC({text}), {self.steps} steps\n{table}"
 
     def __reduce__(self) -> Any:

@@ -223,6 +223,11 @@ def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
     return None
 
 
+def described_base(module: Any, /) -> type | None:
+    """Return the covered class whose ``forward`` the class of a module overrides."""
+    return next((kind for kind in type(module).__mro__ if kind in _BY_TYPE), None)
+
+
 def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Parts:
     """Return the only part of a module with a `weight` and perhaps a `bias`."""
     names = {"weight": "weight", "bias": "bias"} if bias else {"weight": "weight"}
