@@ -194,6 +194,7 @@ class Block:
 
     def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
         """Turn a block's matrix back into parameter-shaped arrays."""
+        ns.namespace_of(matrix=matrix)
         return self.layer.matrix_to_parameters(matrix)
 
     def stacked(self, count: int, /) -> Block | None:

@@ -587,7 +587,7 @@ def _require_normal(
     damping: float, dtypes: tuple[object, object], xp: Namespace
 ) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
-    for dtype in dict.fromkeys(dtypes):
+    for dtype in dtypes:
         smallest = ns.smallest_normal_of(dtype, xp=xp)
         if 0.0 < damping < smallest:
             raise errors.DampingError(

@@ -594,6 +594,21 @@ if lapack is not None:
         product = _SYMM[a.dtype](1.0, a, v, beta=0.0, overwrite_c=1, **options)
         return product.T if transposed else product
 
+    def multiply_shifted(
+        matrix: Any, v: Any, /, *, factor: Any, shift: Any, xp: Any
+    ) -> Any:
+        """Return ``(c B + shift I) v`` of one column, by one SYMV."""
+        array = matrix.array
+        if array.ndim != 2 or v.ndim != 2 or v.shape[1] != 1 or v.dtype not in _FLOATS:
+            return NotImplemented
+        # BLAS would not look at a matrix that is multiplied by zero, NaN or not.
+        if v.dtype != array.dtype or not factor:
+            return NotImplemented
+        a, is_lower = _stored(array)
+        x = v[:, 0]
+        symv = _SYMV[a.dtype]
+        return symv(factor, a, x, beta=shift, y=x, lower=is_lower)[:, None]
+
     def _product_of_stack(array: Any, v: Any) -> Any:
         """Return the products of a stack, in the order of v and in reused memory."""
         rows = np.matrix_transpose(v)

@@ -72,7 +72,7 @@ def entering_options(
 
 def require_place(statistics: Statistics, rows: Any, /) -> None:
     """Raise if a batch and the statistics differ in library or device."""
-    like, new = statistics.like, rows.like
+    like, new = statistics.status, rows.like
     if ns.common_namespace(like, new) is not None:
         return
     try:

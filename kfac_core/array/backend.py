@@ -59,6 +59,7 @@ OPERATIONS = (
     "eigh",
     "eigh_in_place",
     "multiply_symmetric",
+    "multiply_shifted",
     "multiply_matrices",
     "scale_symmetric",
     "matrix_diagonal",

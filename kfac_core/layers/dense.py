@@ -189,11 +189,10 @@ class Dense:
         ShapeError
             For another shape.
         """
-        xp = ns.namespace_of(matrix=matrix)
         ns.require_matrix(matrix, (*self.leading, *self.matrix_shape), "matrix")
         weight, bias = split_bias(matrix, self.in_features)
         if self.weight_layout == "oi":
-            weight = ns.transposed(weight, xp=xp)
+            weight = ns.transposed(weight, xp=ns.own_namespace(weight))
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 

@@ -50,12 +50,6 @@ from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 T = TypeVar("T")
 
-_FIELDS: dict[Factorization, str] = {
-    "inverse": "inverse",
-    "cholesky": "cholesky",
-    "eigenbasis": "basis",
-}
-
 GONE = (
     "of this operator only the factorizations that were prepared are kept, and not the "
     "matrices; take Refreshing(keep_matrices=True), and refresh"
@@ -261,22 +255,20 @@ class DampedMatrix:
         NotFiniteError, DampingError, FactorizationError
             As `kfac_core.linalg.factorize.cholesky_factor` (``check="raise"``).
         """
-        if self.solving == "triangular":
-            factorizations = tuple(
-                "cholesky" if f == "inverse" else f for f in factorizations
-            )
-        missing = [f for f in factorizations if getattr(self, _FIELDS[f]) is None]
-        if not missing:
-            return self
-        M = self._whole()
+        wanted = {*factorizations}
+        if self.solving == "triangular" and "inverse" in wanted:
+            wanted = wanted - {"inverse"} | {"cholesky"}
         parts: dict[str, Any] = {}
-        if "cholesky" in missing:
-            parts["cholesky"] = cholesky_factor(M, check=check, name=name)
-        if "inverse" in missing:
+        if "cholesky" in wanted and self.cholesky is None:
+            parts["cholesky"] = cholesky_factor(self._whole(), check=check, name=name)
+        if "inverse" in wanted and self.inverse is None:
             factor = parts.get("cholesky")
+            M = self._whole()
             parts["inverse"] = damped_inverse(M, factor, check=check, name=name)
-        if "eigenbasis" in missing:
-            parts["basis"] = eigendecomposition(M, check=check, name=name)
+        if "eigenbasis" in wanted and self.basis is None:
+            parts["basis"] = eigendecomposition(self._whole(), check=check, name=name)
+        if not parts:
+            return self
         if self.narrowed is not None:
             for field, part in parts.items():
                 parts[field] = self._in_applied_dtype(part, check=check, name=name)

@@ -83,15 +83,13 @@ def cholesky_factor(
     ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
     """
     xp = ns.own_namespace(problem.matrix.array)
-    options: Any = {"check": check, "name": name, "xp": xp}
     # What raises goes on to the fallbacks, which need B.
     attempt = partial(
         _attempt_cholesky, in_place=in_place, restores=in_place and check == "raise"
     )
-    factor: CholeskyFactor = with_fallbacks(
-        attempt, problem, _clipped_cholesky, **options
+    return with_fallbacks(
+        attempt, problem, _clipped_cholesky, check=check, name=name, xp=xp
     )
-    return factor
 
 
 def damped_inverse(
@@ -126,11 +124,15 @@ def damped_inverse(
     if factor is not None and (check == "status" or not fallback_of(factor)):
         lower = factor.lower
     first = _attempt_inverse(problem, xp, lower)
-    options: Any = {"check": check, "name": name, "first": first, "xp": xp}
-    inverse: Inverse = with_fallbacks(
-        _attempt_inverse, problem, _clipped_inverse, **options
+    return with_fallbacks(
+        _attempt_inverse,
+        problem,
+        _clipped_inverse,
+        check=check,
+        name=name,
+        first=first,
+        xp=xp,
     )
-    return inverse
 
 
 def eigendecomposition(
@@ -213,21 +215,19 @@ def from_eigenbasis(
 
 
 def _validity(
-    problem: symmetric.ScaledMatrix,
-    image: Array,
-    number: Callable[[Array], Any],
-    xp: Namespace,
-) -> tuple[Conditions, Array | None]:
-    """Return the conditions of a valid problem, and whether they hold.
+    problem: symmetric.ScaledMatrix, image: Array, xp: Namespace
+) -> tuple[bool, Conditions, Array | None]:
+    """Return if the host reads ``M z``, conditions of a valid problem, and if they hold.
 
     An empty tuple and None where the host knows that they hold for all of a stack.
     """
-    shift = problem.shift
+    shift, known = problem.shift, known_finite(image, xp=xp)
     # An infinite shift makes the image infinite, so only its sign is left to check.
-    if known_finite(image, xp=xp) and known_true(number(shift) >= 0, xp=xp):
-        return (), None
+    if known and known_true(_reader(image, known)(shift) >= 0, xp=xp):
+        return True, (), None
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    return problem_flags(problem, finite, xp), finite & (shift >= 0)
+    conditions = problem_flags(problem, finite, xp)
+    return is_plain(image, xp=xp), conditions, finite & (shift >= 0)
 
 
 def _attempt_cholesky(
@@ -239,9 +239,8 @@ def _attempt_cholesky(
 ) -> CholeskyFactor:
     z = certificate.probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
-    plain = is_plain(image, xp=xp)
+    plain, conditions, valid = _validity(problem, image, xp)
     number = _reader(image, plain)
-    conditions, valid = _validity(problem, image, number, xp)
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
     needed = _needed_eigenvalue(problem, number, xp)
     lower = _lower(problem, valid, xp, in_place=in_place)
@@ -273,9 +272,8 @@ def _attempt_inverse(
     """Return the inverse and its flags; a factor that is given is not written to."""
     z = certificate.probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
-    plain = is_plain(image, xp=xp)
+    plain, conditions, valid = _validity(problem, image, xp)
     number = _reader(image, plain)
-    conditions, valid = _validity(problem, image, number, xp)
     overwrite = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)

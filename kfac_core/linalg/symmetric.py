@@ -110,11 +110,8 @@ class ScaledMatrix:
 
     def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
         """Return ``M v``, or ``c B v``."""
-        product = multiply_symmetric(self.matrix, v, xp=xp)
-        factor, shift = self.factor, self.shift
-        if getattr(factor, "ndim", 0) or getattr(shift, "ndim", 0):
-            factor, shift = for_matrices(factor), for_matrices(shift)
-        return factor * product + shift * v if shifted else factor * product
+        shift = self.shift if shifted else 0.0
+        return multiply_shifted(self.matrix, v, factor=self.factor, shift=shift, xp=xp)
 
 
 def for_matrices(x: Scalar, /) -> Scalar:
@@ -207,6 +204,36 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
     # Products of a flagged matrix are NaN, which NumPy would warn about.
     with finite.quiet("status", xp=xp):
         return xp.matmul(matrix.full(), v)
+
+
+@dispatched
+def multiply_shifted(
+    matrix: SymmetricMatrix, v: Array, /, *, factor: Array, shift: Scalar, xp: Namespace
+) -> Array:
+    """Return ``(c B + shift I) v``, as `multiply_symmetric` of a matrix B.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        Matrix B of n rows.
+    v : array, shape (..., n, k)
+        Array of the same dtype.
+    factor : array, shape () or (...)
+        Factor c.
+    shift : float or array, shape () or (...)
+        Shift of the diagonal.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (..., n, k)
+        The product.
+    """
+    product = multiply_symmetric(matrix, v, xp=xp)
+    if getattr(factor, "ndim", 0) or getattr(shift, "ndim", 0):
+        factor, shift = for_matrices(factor), for_matrices(shift)
+    return factor * product + shift * v
 
 
 def one_norm(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Array:
