@@ -110,3 +110,13 @@ def gram(
         x = np.concatenate([row, [1.0]]) if homogeneous else row
         total += (1.0 if weights is None else weights[i]) * np.outer(x, x)
     return total
+
+
+def damped_inverse(
+    A: np.ndarray, G: np.ndarray, V: np.ndarray, *, S: float = 1.0, damping: float = 0.1
+) -> np.ndarray:
+    """Return ``(S A' (x) G')^-1 V`` of the factored rule, by dense solves."""
+    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
+    root = np.sqrt(damping / S)
+    A, G = A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
+    return np.linalg.solve(A, np.linalg.solve(G, V.T).T) / S

@@ -20,6 +20,8 @@ if BACKEND not in ("torch", "jax"):
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.keras import KFAC  # noqa: E402
 
+from ..builders.reference import damped_inverse  # noqa: E402
+
 # Keras asks PyTorch for arrays in the way of NumPy 1.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
@@ -58,14 +60,6 @@ def roots_of_fisher(z):
     B = np.eye(p.shape[-1]) * np.sqrt(p)[..., None, :]
     B = B - p[..., :, None] * np.sqrt(p)[..., None, :]
     return np.moveaxis(B, -1, 0)
-
-
-def damped_inverse(A, G, V, *, S=1.0, damping=0.1):
-    """Return ``(S A' (x) G')^-1 V`` of the factored rule, by dense solves."""
-    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
-    root = np.sqrt(damping / S)
-    A, G = A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
-    return np.linalg.solve(A, np.linalg.solve(G, V.T).T) / S
 
 
 def gradients_of(model, seed=0):

@@ -9,6 +9,7 @@ import kfac_core as kc
 from kfac_core.distributed import Distributed, run_ranks
 from kfac_core_shims.numpy import KFAC, GaussNewton
 
+from ..builders.reference import damped_inverse
 from ..builders.tolerances import assert_close
 
 DAMPING = 0.1
@@ -22,14 +23,6 @@ SETTINGS = {
     "update_every": 5,
     "refresh_every": 1,
 }
-
-
-def damped_inverse(A, G, V, *, S=1.0, damping=DAMPING):
-    """Return ``(S A' (x) G')^-1 V`` of the factored rule, by dense solves."""
-    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
-    root = np.sqrt(damping / S)
-    A, G = A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
-    return np.linalg.solve(A, np.linalg.solve(G, V.T).T) / S
 
 
 def random(*shape, seed=0):

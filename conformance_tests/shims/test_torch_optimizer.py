@@ -16,6 +16,8 @@ from torch.nn import functional as fn  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
 
+from ..builders import torch_zoo  # noqa: E402
+
 DAMPING, DECAY = 0.03, 0.9
 OPTIONS = {
     "damping": DAMPING,
@@ -46,18 +48,8 @@ def parameters(model):
 
 def dense(model, x, *, weight=None):
     """Return the exact Fisher matrix of a cross-entropy's mean, row by row."""
-    held = {n: p.detach() for n, p in model.named_parameters()}
-
-    def logits(held, row):
-        return torch.func.functional_call(model, held, (row[None],))[0]
-
-    jac = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(held, x)
-    J = torch.cat([jac[n].flatten(2) for n in held], -1)
-    p = torch.softmax(model(x).detach(), -1)
-    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    weight = torch.ones(len(x)) if weight is None else weight
-    weight = weight.to(J.dtype) / weight.sum()
-    return torch.einsum("n,nai,nab,nbj->ij", weight, J, H, J)
+    parameters, likelihood = [*model.parameters()], kc.losses.Categorical()
+    return torch_zoo.fisher(model(x), parameters, likelihood, weight=weight)
 
 
 def gradient_of(model, loss):
