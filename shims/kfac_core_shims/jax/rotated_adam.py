@@ -198,24 +198,15 @@ def soap(
             )
             total = sum(jax.tree.leaves(sums))
             share = kc.roots.adapted_share(share, total, gain=gain).astype(share.dtype)
-        V = jax.tree.map(
-            lambda is_dense, g, v: jnp.where(
-                is_dense,
-                kc.roots.bounded_gradient(
-                    g, v, steps=state.steps, decay=betas[1], bound=gradient_bound
-                ),
-                g,
-            ),
-            *(dense, V, state.second),
-        )
-        moments = jax.tree.map(
-            lambda m, v, g: kc.roots.adam_quotient(
-                m, v, g, step=step, betas=betas, eps=eps
-            ),
-            state.first,
-            state.second,
-            V,
-        )
+
+        def moved(is_dense: Any, g: Any, m: Any, v: Any) -> Any:
+            bounded = kc.roots.bounded_gradient(
+                g, v, steps=state.steps, decay=betas[1], bound=gradient_bound
+            )
+            g = jnp.where(is_dense, bounded, g)
+            return kc.roots.adam_quotient(m, v, g, step=step, betas=betas, eps=eps)
+
+        moments = jax.tree.map(moved, dense, V, state.first, state.second)
         first, second, quotient = jax.tree.transpose(
             jax.tree.structure(V), jax.tree.structure((0, 0, 0)), moments
         )
