@@ -176,10 +176,6 @@ class KFAC(kc.integration.ScheduledSteps):
         constraints = kc.constraints
         constraints.require_options(
             locals(),
-            reduction=constraints.one_of("mean", "sum"),
-            learning_rate=constraints.either(
-                constraints.POSITIVE_SCALAR, constraints.FUNCTION
-            ),
             momentum=constraints.DECAY,
             weight_decay=constraints.NOT_NEGATIVE,
             layers=constraints.optional(constraints.instance_of(Mapping)),
@@ -319,8 +315,6 @@ class KFAC(kc.integration.ScheduledSteps):
         if name not in self.parameters:
             raise kc.UnknownBlockError(f"There are no parameters of {name!r}.")
         uses = [batch] if isinstance(batch, kc.Batch) else [*batch]
-        for use in uses:
-            _refuse_masked(f"The batch of {name!r}", use.inputs, use.output_grads)
         rows = rows or self._rows or len(uses[0].inputs)
         # A layer with N examples contributes to a mean over R rows; see the module.
         factor = math.sqrt(len(uses[0].inputs) / max(rows, 1))
@@ -571,7 +565,6 @@ class KFAC(kc.integration.ScheduledSteps):
         if set(vector) != (names := set(self.estimator.blocks)):
             raise kc.ShapeError(f"Expected {what} of {names}, got {set(vector)}.")
         for name, arrays in vector.items():
-            _refuse_masked(f"{what} of {name!r}", *arrays.values())
             matrix = self.estimator.blocks[name].parameters_to_matrix(arrays)
             if not np.all(np.isfinite(matrix)):
                 raise kc.NotFiniteError(f"{what} of {name!r}: found NaN or infinity.")
@@ -779,7 +772,6 @@ def _blocks(
         raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
     blocks: dict[str, kc.Block] = {}
     for name, arrays in parameters.items():
-        _refuse_masked(f"parameters[{name!r}]", *arrays.values())
         layer = layers.get(name) or _layer_of(name, arrays)
         if not isinstance(layer, kc.Block):
             layer = kc.Block(layer, _APPROXIMATIONS.get(layer.kind, kc.Kronecker()))
@@ -842,15 +834,6 @@ def _refuse_read_only(name: str, arrays: Mapping[str, Array], /) -> None:
                 f"Layer {name!r}: the array of {key!r} is read-only, and a step writes to "
                 "it. Give a copy."
             )
-
-
-def _refuse_masked(what: str, /, *arrays: Any) -> None:
-    """Raise for NumPy's masked arrays: most functions drop the mask."""
-    if any(isinstance(array, np.ma.MaskedArray) for array in arrays):
-        raise kc.UnsupportedError(
-            f"{what}: found a masked array (numpy.ma). Fill it, and say which rows count "
-            "by kfac_core.Batch(mask=...)."
-        )
 
 
 def _folded(state: Any, arrays: dict[str, Array]) -> Any:
