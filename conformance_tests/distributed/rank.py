@@ -451,7 +451,7 @@ def unlike(communicator):
         every = {name: lambda step: 3 if other else 2}
         kfac = kfac_of(network(), execution=execution, **every)
         with soon_raises(ReplicaError, f"Rank 0 is at '{what}: True"):
-            trained(kfac, kfac.model, 1, all_rows)
+            trained(kfac, kfac.model)
         assert kfac.steps == 2
     with soon_raises(CommunicationError, "Rank 1 divides the ranks into other groups"):
         communicator.split([[0], [1]] if other else [[0, 1]])
@@ -580,8 +580,8 @@ def kfac_of(model, **options):
 def trained(
     kfac,
     called,
-    scale,
-    own_rows,
+    own_rows=all_rows,
+    scale=1,
     steps=range(STEPS),
     examples=None,
     *,
@@ -646,15 +646,14 @@ def ddp(communicator):
     from torch.nn.parallel import DistributedDataParallel
 
     model = network()
-    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    expected = trained(kfac_of(model, communicator="alone"), model)
     runs = []
     for overlap in (False, True):
         model = network()
         called = DistributedDataParallel(model)
         # The wrapper need not be given.
         kfac = kfac_of(model if overlap else called, overlap=overlap)
-        size = communicator.size
-        runs.append(trained(kfac, called, size, lambda k: rows_of(communicator, k)))
+        runs.append(trained(kfac, called, *of_ranks(communicator)))
         require_close(runs[-1], expected)
         kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
     for one, other in zip(*runs, strict=True):
@@ -663,7 +662,7 @@ def ddp(communicator):
     model = network()
     called = DistributedDataParallel(model)
     kfac = kfac_of(called, refresh_lag=1)
-    trained(kfac, called, size, lambda k: rows_of(communicator, k))
+    trained(kfac, called, *of_ranks(communicator))
     assert kfac.metrics()["operator_age"] == STEPS - 2
     kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
 
@@ -848,7 +847,7 @@ def halves(communicator):
     made = [dist.new_group(ranks) for ranks in groups]
     place = int(communicator.rank > 0)
     model = network()
-    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    expected = trained(kfac_of(model, communicator="alone"), model)
     own = communicator.split(groups)
     model = network()
     called = DistributedDataParallel(model, process_group=made[place])
@@ -857,8 +856,8 @@ def halves(communicator):
     def rows(step):
         return rows_of(own, step) if place else all_rows(step)
 
-    require_close(trained(kfac, called, own.size, rows), expected)
-    require_close(trained(*of_mesh(own, made[place]), own.size, rows), expected)
+    require_close(trained(kfac, called, rows, own.size), expected)
+    require_close(trained(*of_mesh(own, made[place]), rows, own.size), expected)
     try:
         if not place:
             # Without a word K-FAC takes all processes, and their average is another.
@@ -889,7 +888,7 @@ def joined(communicator):
     called = DistributedDataParallel(model)
     kfac = kfac_of(called)
     with called.join():
-        trained(kfac, called, communicator.size, lambda k: rows_of(communicator, k))
+        trained(kfac, called, *of_ranks(communicator))
 
 
 def alone_beside_others(communicator):
@@ -906,7 +905,7 @@ def in_part(communicator):
     model = network()
     fully_shard(model[0])
     kfac = kfac_of(model)
-    trained(kfac, model, communicator.size, lambda k: rows_of(communicator, k))
+    trained(kfac, model, *of_ranks(communicator))
 
 
 def passes(communicator):
@@ -1035,7 +1034,7 @@ def meshes(communicator):
     for fisher in ("exact", "empirical"):
         model = copy.deepcopy(first)
         alone = kfac_of(model, communicator="alone", fisher=fisher)
-        runs[fisher] = trained(alone, model, 1, all_rows, examples=examples)
+        runs[fisher] = trained(alone, model, examples=examples)
 
     def parts_of(place, number):
         """Return the rows of one of several processes, some of which may have none."""
@@ -1050,7 +1049,7 @@ def meshes(communicator):
     model = sharded(copy.deepcopy(first), mesh=mesh)
     rows = parts_of(communicator.rank, communicator.size)
     found = trained(
-        *(kfac_of(model), model, communicator.size, rows), examples=examples
+        *(kfac_of(model), model, rows, communicator.size), examples=examples
     )
     require_close(found, runs["exact"])
 
@@ -1075,7 +1074,7 @@ def meshes(communicator):
         kfac = kfac_of(model, fisher=fisher)
         assert len(kfac.estimator.blocks) == 5
         with context:
-            found = trained(kfac, model, dp, rows, examples=examples)
+            found = trained(kfac, model, rows, dp, examples=examples)
         require_close(found, runs[fisher])
 
 
@@ -1092,16 +1091,14 @@ def divided(communicator):
     first, examples = of_tokens()
     model = copy.deepcopy(first)
     alone = kfac_of(model, communicator="alone")
-    expected = trained(alone, model, 1, all_rows, examples=examples)
+    expected = trained(alone, model, examples=examples)
 
     model = sharded(copy.deepcopy(first))
     refreshing = kc.Refreshing(keep_matrices=False, failure_budget=1)
     kfac = kfac_of(model, refreshing=refreshing)
     assert len(kfac.estimator.blocks) == 5
     found = trained(
-        *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
-        examples=examples,
-        count_votes=True,
+        kfac, model, *of_ranks(communicator), examples=examples, count_votes=True
     )
     require_close(found, expected)
     # An owner holds the operators of its blocks alone.
@@ -1123,9 +1120,8 @@ def divided(communicator):
 
     executor._inner = failing
     alone.refresh_every, kfac.refresh_every = 100, 1
-    expected_later = trained(alone, alone.model, 1, all_rows, [0], examples)
-    own_rows, scale = of_ranks(communicator)
-    found = trained(kfac, model, scale, own_rows, [0], examples)
+    expected_later = trained(alone, alone.model, steps=[0], examples=examples)
+    found = trained(kfac, model, *of_ranks(communicator), [0], examples)
     require_close(found, expected_later)
     assert all(block.failures == 1 for block in kfac.estimator.state.blocks.values())
 
@@ -1137,13 +1133,11 @@ def divided(communicator):
     }
     model = copy.deepcopy(first)
     alone = kfac_of(model, communicator="alone", **options)
-    expected_of_ekfac = trained(alone, model, 1, all_rows, examples=examples)
+    expected_of_ekfac = trained(alone, model, examples=examples)
     model = sharded(copy.deepcopy(first))
     kfac = kfac_of(model, **options)
     found = trained(
-        *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
-        examples=examples,
-        count_votes=True,
+        kfac, model, *of_ranks(communicator), examples=examples, count_votes=True
     )
     require_close(found, expected_of_ekfac)
     for name, own in kfac.estimator.state.blocks.items():
@@ -1154,9 +1148,7 @@ def divided(communicator):
     columns = ColwiseParallel(use_local_output=False)
     plan = {"2": columns, "4": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (communicator.size,)), plan)
-    found = trained(
-        kfac_of(model), model, 1, all_rows, examples=examples, count_votes=True
-    )
+    found = trained(kfac_of(model), model, examples=examples, count_votes=True)
     require_close(found, expected)
 
 
@@ -1169,10 +1161,7 @@ def interrupted(communicator):
 
     model = network()
     kfac, called = wrapped(communicator, model)
-    trained(
-        *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
-        steps=range(3),
-    )
+    trained(kfac, called, *of_ranks(communicator), steps=range(3))
     state = saved(model, kfac)
     called, optimizer = optimizer_on(communicator)
     optimized(called, optimizer, *of_ranks(communicator), steps=range(3))
@@ -1204,17 +1193,14 @@ def resumed(communicator):
 
     model = network()
     alone = kfac_of(model, communicator="alone")
-    expected = trained(alone, model, 1, all_rows)
+    expected = trained(alone, model)
     model = network()
     kfac, called = wrapped(communicator, model)
     of_optimizer, optimizer = optimizer_on(communicator)
     state = saved(model, kfac) | saved_optimizer(of_optimizer, optimizer)
     checkpoint.load(state, checkpoint_id=communicator.folder / "saved")
     model.load_state_dict(state["model"])
-    found = trained(
-        *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
-        steps=range(3, STEPS),
-    )
+    found = trained(kfac, called, *of_ranks(communicator), steps=range(3, STEPS))
     require_close(found, expected)
     model = network()
     expected = optimized(model, optimizer_of(model, communicator="alone"), all_rows, 1)
@@ -1255,10 +1241,7 @@ def emptied(communicator):
 
     model = network()
     kfac, called = wrapped(communicator, model)
-    trained(
-        *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
-        steps=range(1),
-    )
+    trained(kfac, called, *of_ranks(communicator), steps=range(1))
     folder = communicator.folder / "plain"
     checkpoint.save({"kfac": kfac}, checkpoint_id=folder)
     checkpoint.load({"kfac": wrapped(communicator, network())[0]}, checkpoint_id=folder)
@@ -1309,7 +1292,7 @@ def by_accelerate(communicator):
 
     x, y = data()
     model = network()
-    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    expected = trained(kfac_of(model, communicator="alone"), model)
     environment_of(communicator)
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == communicator.size
@@ -1355,7 +1338,7 @@ def by_lightning(communicator):
 
     x, y = data()
     model = network()
-    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    expected = trained(kfac_of(model, communicator="alone"), model)
     environment_of(communicator)
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -56,37 +56,40 @@ def averaged(model, communicator):
         p.grad = total.reshape(p.shape) / communicator.size
 
 
-def loss_of(z, y, reduction, total, processes):
+def loss_of(z, y, reduction, total, processes, weight=None):
     """Return what one of several processes differentiates."""
-    loss = fn.cross_entropy(z, y, reduction="sum", ignore_index=IGNORED)
+    options = {"reduction": "sum", "ignore_index": IGNORED, "weight": weight}
+    loss = fn.cross_entropy(z, y, **options)
     return loss if reduction == "sum" else loss * (processes / total)
 
 
-def trained(model, communicator, *, labels=lambda step, y: y, reduction, **options):
+def trained(
+    model,
+    communicator,
+    *,
+    labels=lambda step, y: y,
+    reduction="mean",
+    weight=None,
+    **options,
+):
     """Return parameters, directions and metrics after some steps."""
     own = {} if "execution" in options else {"communicator": communicator}
-    kfac = KFAC(
-        model,
-        lr=0.1,
-        likelihood="categorical",
-        reduction=reduction,
-        update_every=1,
-        refresh_every=2,
-        **own,
-        **options,
-    )
+    settings = {"likelihood": "categorical", "fisher": "exact", **own, **options}
+    every = {"update_every": 1, "refresh_every": 2}
+    kfac = KFAC(model, lr=0.1, reduction=reduction, **every, **settings)
     clips = []
     for step in range(STEPS):
         x, y = data(step)
         y = labels(step, y)
-        total = int((y != IGNORED).sum())
-        processes = 1
+        total, processes = int((y != IGNORED).sum()), 1
+        if weight is not None:
+            total = float(weight[y].sum())
         if communicator is not None:
             processes = communicator.size
             own = rows_of(step, communicator.rank)
             x, y = x[own], y[own]
         model.zero_grad()
-        loss_of(model(x), y, reduction, total, processes).backward()
+        loss_of(model(x), y, reduction, total, processes, weight).backward()
         if communicator is not None:
             averaged(model, communicator)
         kfac.step()
@@ -105,29 +108,28 @@ def same(found, expected):
         np.testing.assert_allclose(rank[1], expected[1], rtol=1e-10)
 
 
+def assert_ranks_are_one(first, **options):
+    """Compare three ranks with one process; return what this one ends with."""
+    alone = trained(copy.deepcopy(first), None, **options)
+    same(run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options)), alone)
+    return alone
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 def test_unequal_shards_are_one_batch(fisher, reduction):
     """Convolution, norm and linear layers; a rank has no rows in some steps."""
     first, options = network(), {"fisher": fisher, "reduction": reduction}
 
-    alone = trained(copy.deepcopy(first), None, **options)
-    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
-
-    assert min(alone[1]) < 0.9  # The KL clip acts.
-    same(found, alone)
+    _, clips = assert_ranks_are_one(first, **options)
+    assert min(clips) < 0.9  # The KL clip acts.
 
 
 def test_a_computed_weight_has_the_gradient_of_all_ranks():
     """Its own comes from the backward pass of one rank, and is averaged in the step."""
     first = network()
     first[4] = nn.utils.parametrizations.weight_norm(first[4])
-    options = {"fisher": "exact", "reduction": "mean"}
-
-    alone = trained(copy.deepcopy(first), None, **options)
-    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
-
-    same(found, alone)
+    assert_ranks_are_one(first)
 
 
 def of_shards(first, sizes, loss_of, communicator=None, **options):
@@ -270,20 +272,14 @@ def test_a_step_without_a_row_that_counts_on_a_rank():
         return y
 
     first = network()
-    options = {"fisher": "exact", "reduction": "mean", "labels": labels}
 
-    alone = trained(copy.deepcopy(first), None, **options)
-    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
-
-    same(found, alone)
+    assert_ranks_are_one(first, labels=labels)
 
 
 def test_eigenbases_and_operators_on_every_rank():
     """`Distributed` says how blocks are divided; bases are made again within the steps."""
     first = network()
     options = {
-        "fisher": "exact",
-        "reduction": "mean",
         "approximations": {nn.Linear: kc.EKFAC()},
         "bases_every": 4,
     }
@@ -303,7 +299,6 @@ def test_eigenbases_and_operators_on_every_rank():
 def test_directions_in_bfloat16_are_the_same_on_all_ranks():
     """Rounded as they were sent, also on the rank that computed them."""
     first = network()
-    options = {"fisher": "exact", "reduction": "mean"}
 
     def on_a_rank(communicator):
         execution = Distributed(
@@ -313,11 +308,11 @@ def test_directions_in_bfloat16_are_the_same_on_all_ranks():
             directions_dtype="bfloat16",
         )
         model = copy.deepcopy(first)
-        found = trained(model, communicator, execution=execution, **options)
+        found = trained(model, communicator, execution=execution)
         clipped = [p.grad / found[1][-1] for p in model.parameters()]
         return *found, clipped
 
-    alone = trained(copy.deepcopy(first), None, **options)
+    alone = trained(copy.deepcopy(first), None)
     found = run_ranks(3, on_a_rank)
 
     for parameters, _, directions in found:
@@ -400,18 +395,24 @@ def refused(function):
     return type(error.value), str(error.value)
 
 
+def differentiated(first, communicator, *, averages=True, **options):
+    """Return a KFAC whose rank has differentiated its rows, and their inputs."""
+    model, (x, y), rows = copy.deepcopy(first), data(0), rows_of(0, communicator.rank)
+    settings = {"lr": 0.1, "likelihood": "categorical", "communicator": communicator}
+    kfac, x = KFAC(model, **settings | options), x[rows].clone()
+    loss_of(model(x), y[rows], "mean", N, 3).backward()
+    if averages:
+        averaged(model, communicator)
+    return kfac, x
+
+
 def test_gradients_that_are_not_averages_are_refused_on_all_ranks():
     """As without DistributedDataParallel, or within its no_sync: no parameter changes."""
     first = network()
 
     def on_a_rank(communicator, *, averages):
-        model = copy.deepcopy(first)
-        kfac = KFAC(model, lr=0.1, likelihood="categorical", communicator=communicator)
-        x, y = data(0)
-        rows = rows_of(0, communicator.rank)
-        loss_of(model(x[rows]), y[rows], "mean", N, 3).backward()
+        kfac, _ = differentiated(first, communicator, averages=averages)
         if averages:
-            averaged(model, communicator)
             kfac.step()
             return kfac.steps
         return *refused(kfac.step), kfac.steps
@@ -429,15 +430,8 @@ def test_ranks_with_different_clip_or_damping_raise():
     first = network()
 
     def on_a_rank(communicator, name):
-        model = copy.deepcopy(first)
-        options = {"communicator": communicator, "lr": 0.01}
-        options[name] = 0.01 * (1 + communicator.rank)
-        kfac = KFAC(model, likelihood="categorical", **options)
-        x, y = data(0)
-        rows = rows_of(0, communicator.rank)
-        loss_of(model(x[rows]), y[rows], "mean", N, 3).backward()
-        averaged(model, communicator)
-        return refused(kfac.step)
+        options = {"lr": 0.01, name: 0.01 * (1 + communicator.rank)}
+        return refused(differentiated(first, communicator, **options)[0].step)
 
     for name, said in (
         ("kl_clip", "kl_clip=0.01 "),
@@ -527,39 +521,14 @@ def test_a_layer_that_one_rank_uses_later(kind):
 
 def test_rows_with_weights_count_as_much_on_every_rank():
     """Weights of classes, of which ranks have unlike parts: one row, one class, none."""
-    weights = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
-    first = network()
 
-    def trained(communicator):
-        model = copy.deepcopy(first)
-        kfac = KFAC(
-            model,
-            lr=0.1,
-            fisher="exact",
-            update_every=1,
-            refresh_every=2,
-            communicator=communicator,
-        )
-        for step in range(STEPS):
-            x, y = data(step)
-            if step == 3:
-                y[:5], y[5:] = 0, 2
-            total, size = float(weights[y].sum()), 1
-            if communicator is not None:
-                rows, size = rows_of(step, communicator.rank), communicator.size
-                x, y = x[rows], y[rows]
-            model.zero_grad()
-            loss = fn.cross_entropy(model(x), y, weight=weights, reduction="sum")
-            (loss * size / total).backward()
-            if communicator is not None:
-                averaged(model, communicator)
-            kfac.step()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= RATE * p.grad
-        return [p.detach() for p in model.parameters()], [kfac.metrics()["clip"]]
+    def labels(step, y):
+        return torch.where(torch.arange(N) < 5, 0, 2) if step == 3 else y
 
-    same(run_ranks(3, trained), trained(None))
+    weight = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+    options = {"labels": labels, "weight": weight, "likelihood": None}
+
+    assert_ranks_are_one(network(), **options)
 
 
 def test_statistics_without_steps_of_unequal_numbers_of_passes():
@@ -606,12 +575,7 @@ def test_a_rank_without_images():
     first = nn.Sequential(
         nn.GroupNorm(1, 2), nn.PReLU(2), nn.Flatten(), nn.Linear(12, 4)
     ).double()
-    options = {"fisher": "exact", "reduction": "mean"}
-
-    alone = trained(copy.deepcopy(first), None, **options)
-    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
-
-    same(found, alone)
+    assert_ranks_are_one(first)
 
 
 def test_an_input_that_one_rank_has_written_to_is_an_error_on_all():
@@ -619,15 +583,9 @@ def test_an_input_that_one_rank_has_written_to_is_an_error_on_all():
     first = network()
 
     def on_a_rank(communicator):
-        model = copy.deepcopy(first)
-        kfac = KFAC(model, lr=0.1, likelihood="categorical", communicator=communicator)
-        x, y = data(0)
-        rows = rows_of(0, communicator.rank)
-        x = x[rows].clone()
-        loss_of(model(x), y[rows], "mean", N, 3).backward()
+        kfac, x = differentiated(first, communicator)
         if communicator.rank == 2:
             x[0] = 0.0
-        averaged(model, communicator)
         return *refused(kfac.step), kfac.steps
 
     found = run_ranks(3, on_a_rank)

@@ -171,8 +171,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             locals(),
             lr=constraints.NOT_NEGATIVE_SCALAR,
             weight_decay=constraints.NOT_NEGATIVE,
-            min_damping=constraints.NOT_NEGATIVE,
-            max_damping=constraints.LIMIT_SCALAR,
             owned_state=constraints.FLAG,
         )
         constraints.require_range("lr", float(lr), constraints.NOT_NEGATIVE)
