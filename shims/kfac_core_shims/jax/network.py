@@ -135,15 +135,8 @@ class Network:
         self._require_examples(layers, axes, trace, batch)
 
     def __repr__(self) -> str:
-        lines = [f"Network({len(self.blocks)} blocks"]
-        for name, block in self.blocks.items():
-            n, m = block.layer.matrix_shape
-            kind = type(block.approximation).__name__
-            lines.append(f"  {name}: {block.layer.kind} {n} x {m}, {kind}")
-        lines.extend(
-            f"  {name}: no block, {why}" for name, why in self.uncovered.items()
-        )
-        return ",\n".join(lines) + ")"
+        table = kc.integration.coverage_table(self.blocks, self.uncovered)
+        return f"Network(blocks={len(self.blocks)})\n{table}"
 
     def vjp(
         self, params: Any, /, *inputs: Any, mask: Any = None

@@ -307,22 +307,12 @@ class Optimizer:
         again."""
 
     def __repr__(self) -> str:
-        """Show the options, and each block of the network on a line."""
-        model = "quadratic model"
-        options = {
-            "likelihood": type(self.loss).__name__,
-            "fisher": self.fisher,
-            "learning_rate": model
-            if self.learning_rate is None
-            else self.learning_rate,
-            "momentum": model if self.momentum is None else self.momentum,
-            "damping": self.kfac.damping,
-            "adapt_damping": self.adapt_damping,
-            "update_every": self.update_every,
-            "refresh_every": self.kfac.refresh_every,
-        }
-        shown = ", ".join(f"{name}={value}" for name, value in options.items())
-        return f"Optimizer({shown})\n{self.network!r}"
+        """Show some options, and each block of the network on a line."""
+        text = (
+            f"fisher={self.fisher!r}, damping={self.kfac.damping}, "
+            f"update_every={self.update_every}, refresh_every={self.kfac.refresh_every}"
+        )
+        return f"Optimizer({text})\n{self.network!r}"
 
     def init(self, params: Any, /) -> OptimizerState:
         """Return the state before the first step.
