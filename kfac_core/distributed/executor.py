@@ -30,26 +30,9 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
-from kfac_core.distributed import placement, transport
-from kfac_core.distributed.agreement import (
-    Agreement,
-    error_as_data,
-    error_from_data,
-)
+from kfac_core.distributed import agreement, placement, reduction, remote, transport
 from kfac_core.distributed.exchange import Exchange, SentDirections
 from kfac_core.distributed.options import Distributed
-from kfac_core.distributed.reduction import (
-    Item,
-    absorbed_share,
-    summed,
-)
-from kfac_core.distributed.remote import (
-    InverseRows,
-    RemoteOperator,
-    has_inverses,
-    larger_first,
-    rows_of_inverses,
-)
 from kfac_core.distributed.replicas import code_digests, require_same
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
@@ -107,7 +90,7 @@ class DistributedExecutor(Executor):
         self._owners_only = options.reduce == "owner"
         p = self._communicator.size
         self.share = (self._communicator.rank, p) if p > 1 else None
-        self._agreement = Agreement(self._communicator)
+        self._agreement = agreement.Agreement(self._communicator)
         _require_reducible(network)
         self.placement = _placement(network, options)
         self._require_same_plan()
@@ -299,9 +282,9 @@ class DistributedExecutor(Executor):
                 statistics = self._part_of(name, statistics)
             if operator is not None and not self._holds(name):
                 is_divided, here = self._divides(name, operator), self._rows_here
-                rows: dict[str, InverseRows] = {}
+                rows: dict[str, remote.InverseRows] = {}
                 if is_divided and here is not None and here.block == name:
-                    (rows[name],) = rows_of_inverses(operator, [here])
+                    (rows[name],) = remote.rows_of_inverses(operator, [here])
                 status = int(operator.status())
                 operator = self._remote(name, operator.like, status, is_divided, rows)
             blocks[name] = replaced(block, statistics=statistics, operator=operator)
@@ -527,7 +510,7 @@ class DistributedExecutor(Executor):
         """Return the statistics of a task after an update; see `absorbed_share`."""
         decay, weight = _coefficients(task)
         decays = task[0].approximation.decays
-        return absorbed_share(
+        return reduction.absorbed_share(
             *(task[1], moments),
             decay=decay,
             weight=weight,
@@ -680,7 +663,7 @@ class DistributedExecutor(Executor):
 
     def _sent_rows(
         self, names: Sequence[str], operators: Mapping[str, Any], like: Array
-    ) -> dict[str, InverseRows]:
+    ) -> dict[str, remote.InverseRows]:
         """Send rows of inverses to the ranks that multiply with them; collective.
 
         Parameters
@@ -716,7 +699,7 @@ class DistributedExecutor(Executor):
                     device = ns.device_of(like)
                     arrays.append(xp.zeros((total,), dtype=dtype, device=device))
                     continue
-                for sent in rows_of_inverses(operators[name], ranges):
+                for sent in remote.rows_of_inverses(operators[name], ranges):
                     for x in (sent.rows, sent.other, sent.scale):
                         arrays.append(ns.cast(xp, xp.reshape(x, (-1,)), dtype))
             for rows in ranges:
@@ -732,7 +715,7 @@ class DistributedExecutor(Executor):
         # scale.
         rows, other = arrived[: -m * m - 1], arrived[-m * m - 1 : -1]
         return {
-            here.block: InverseRows(
+            here.block: remote.InverseRows(
                 xp.reshape(rows, (count, -1)), xp.reshape(other, (m, m)), arrived[-1]
             )
         }
@@ -741,9 +724,9 @@ class DistributedExecutor(Executor):
         """Return whether several ranks compute the directions of an operator."""
         if name not in self.placement.workers:
             return False
-        if isinstance(operator, RemoteOperator):
+        if isinstance(operator, remote.RemoteOperator):
             return operator.is_divided
-        return has_inverses(operator)
+        return remote.has_inverses(operator)
 
     def _product(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
         # Every rank holds every operator: no message, and no vote, in a step.
@@ -795,7 +778,7 @@ class DistributedExecutor(Executor):
             anything_failed = anything_failed or failed
         # Only the ranks of this row know of the failure; each row votes alike.
         if anything_failed:
-            Agreement(self._row).vote("product", error=error)
+            agreement.Agreement(self._row).vote("product", error=error)
         for name in matrices:
             parts = [received[key]["rows"] for key in self.placement.row_ranges[name]]
             received[name] = _as_parameters(tasks[name][0], parts)
@@ -859,13 +842,15 @@ class DistributedExecutor(Executor):
 
         A shared factor is summed once.
         """
-        items: dict[str, Item] = {}
+        items: dict[str, reduction.Item] = {}
         for name, statistics in local.items():
             for side, average in statistics.averages.items():
                 key = self._key(name, side)
                 # Blocks that share a factor have the same key.
-                items.setdefault(key, Item(key, self.placement.owners[name], average))
-        return summed(
+                items.setdefault(
+                    key, reduction.Item(key, self.placement.owners[name], average)
+                )
+        return reduction.summed(
             self._communicator,
             items.values(),
             bucket_bytes=self._message_bytes,
@@ -932,13 +917,15 @@ class DistributedExecutor(Executor):
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
-        data = {name: error_as_data(error) for name, error in failed.items()}
+        data = {name: agreement.error_as_data(error) for name, error in failed.items()}
         # An exception may not be picklable; its class, factor and message are enough.
         texts = self._agreement.texts(json.dumps(data))
         errors: dict[str, KFACError] = {}
         for rank, text in zip(self._communicator.ranks, texts, strict=True):
             for name, error in json.loads(text).items():
-                errors[name] = failed.get(name) or error_from_data(error, rank)
+                errors[name] = failed.get(name) or agreement.error_from_data(
+                    error, rank
+                )
         return errors
 
     def _holds(self, name: str) -> bool:
@@ -955,12 +942,12 @@ class DistributedExecutor(Executor):
         like: Array,
         status: int,
         is_divided: bool,
-        rows: Mapping[str, InverseRows],
-    ) -> RemoteOperator:
+        rows: Mapping[str, remote.InverseRows],
+    ) -> remote.RemoteOperator:
         xp = ns.own_namespace(like)
         zero = xp.zeros((), dtype=like.dtype, device=ns.device_of(like))
         shape = self.network.blocks[name].layer.matrix_shape
-        return RemoteOperator(
+        return remote.RemoteOperator(
             *(self.placement.owners[name], shape, zero, _int32(status, like)),
             *(is_divided, rows.get(name)),
         )
@@ -1026,7 +1013,7 @@ def _require_reducible(network: Network) -> None:
 
 def _rows_of_direction(
     block: Block,
-    operator: RemoteOperator,
+    operator: remote.RemoteOperator,
     matrix: Array,
     rows: placement.RowRange,
     /,
@@ -1051,7 +1038,7 @@ def _inverts(options: RefreshOptions) -> bool:
 
 def _as_matrix(block: Block, vector: Mapping[str, Array]) -> Array:
     arrays = {key: detached_array(x) for key, x in vector.items()}
-    return larger_first(block.layer.parameters_to_matrix(arrays))
+    return remote.larger_first(block.layer.parameters_to_matrix(arrays))
 
 
 def _as_parameters(block: Block, parts: Sequence[Array]) -> dict[str, Array]:
