@@ -179,6 +179,48 @@ def test_a_step_of_fixed_length_is_the_dense_solution(program):
     assert bool(progress.accepted)
 
 
+def jets(weights, x):
+    """The Laplacian less one by Taylor coefficients: values, slopes and Laplacians."""
+    N, d = x.shape
+    eye, zero = jnp.broadcast_to(jnp.eye(d), (N, d, d)), jnp.zeros((N, 1, d))
+    jet = jnp.concatenate([x[:, None], eye, zero], axis=1)
+    one = jnp.zeros((N, d + 2, 1)).at[:, 0].set(1.0)
+    for i, weight in enumerate(weights):
+        if i > 0:
+            value = jnp.tanh(jet[:, :1])
+            slope, first = 1.0 - value**2, jet[:, 1:-1]
+            bend = -2.0 * value * jnp.sum(first**2, axis=1, keepdims=True)
+            parts = [value, slope * first, slope * (jet[:, -1:] + bend)]
+            jet = jnp.concatenate(parts, axis=1)
+        jet = jnp.concatenate([jet, one], axis=-1) @ weight
+    return jet[:, -1, 0] - 1.0
+
+
+def test_the_first_direction_is_that_of_jets_by_hand():
+    params, x = mlp(2, 16, 16, 1), array(40, 2)
+    with_bias = [
+        np.concatenate([layer["w"], layer["b"][None]]) for layer in params.values()
+    ]
+    directions = []
+    for residuals, start in (
+        (lambda params, x: poisson(params, x, x)[0], params),
+        (jets, with_bias),
+    ):
+        optimizer = shim.GaussNewton(
+            residuals, learning_rate=1.0, damping=1e-4, momentum=0.0
+        )
+        new, *_ = optimizer.step(start, optimizer.init(start), x)
+        assert optimizer.formed == {}
+        directions.append(jax.tree.map(lambda old, new: old - new, start, new))
+    plain, by_jets = directions
+    joined = [
+        np.concatenate([layer["w"], layer["b"][None]]) for layer in plain.values()
+    ]
+    expected = flat(by_jets)
+    difference = np.linalg.norm(flat(joined) - expected)
+    assert difference < 1e-8 * np.linalg.norm(expected)
+
+
 def test_the_laplacian_of_a_module_of_flax_is_covered():
     """Its layer norm has uses of unlike shapes: of the value, slopes and curvatures."""
     nn = pytest.importorskip("flax.linen")
