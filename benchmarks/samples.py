@@ -1,8 +1,8 @@
 """The price of a step of `GaussNewton`, over that of its flops by plain BLAS and LAPACK.
 
 ``--memory`` prints the peak of memory instead: of the arrays of the operator and of a
-direction on NumPy, and of the process in a step on PyTorch, less 1.2 times the rows, over
-the ``R^2`` numbers of K.
+direction on NumPy, and of the process in a step on PyTorch and on JAX, less 1.2 times the
+rows, over the ``R^2`` numbers of K.
 
 ``python -m benchmarks.samples`` prints, for Poisson's equation on the unit square and for
 batches of a regression, CPU seconds of a step of fixed length, and of what no way of taking
@@ -130,19 +130,53 @@ def peak_of_arrays(R: int, positions: int) -> float:
     return (peak - 0.2 * rows) / (8 * R * R)
 
 
-def peak_of_step(R: int) -> float:
+def peak_of_step(R: int, step: Callable[..., Any], warm: int) -> float:
     """Return what a step takes of the process's memory, over R^2."""
-    net, resident = network(*WIDTHS).double(), Resident()
-    optimizer = GaussNewton(net)
-    data = [torch.randn(R, width, dtype=torch.float64) for width in (6, 1)]
-    few = [part[:200] for part in data]
-    for _ in range(2):  # What libraries load and keep is not the step's.
-        optimizer.step(lambda: net(few[0]) - few[1])
+    resident, rng = Resident(), np.random.default_rng(0)
+    data = [rng.normal(size=(R, width)) for width in (WIDTHS[0], WIDTHS[-1])]
+    for _ in range(2):  # What libraries load, compile and keep is not the step's.
+        step(*(part[:warm] for part in data))
     before = resident.settled()
     resident.reset_peak()
-    optimizer.step(lambda: net(data[0]) - data[1])
+    step(*data)
     rows = 8 * R * sum(n + 1 + m for n, m in itertools.pairwise(WIDTHS))
     return (resident.peak() - before - 1.2 * rows) / (8 * R * R)
+
+
+def torch_step() -> Callable[..., Any]:
+    """Return a step of `GaussNewton` on PyTorch, of inputs and targets."""
+    net = network(*WIDTHS).double()
+    optimizer = GaussNewton(net)
+
+    def step(*data: Any) -> None:
+        x, y = map(torch.from_numpy, data)
+        optimizer.step(lambda: net(x) - y)
+
+    return step
+
+
+def jax_step() -> Callable[..., Any]:
+    """Return a step of `GaussNewton` on JAX, of inputs and targets."""
+    import jax  # Optional: the other figures do without.
+
+    from kfac_core_shims.jax import GaussNewton as OnJax
+
+    jax.config.update("jax_enable_x64", True)
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=shape) / 8 for shape in itertools.pairwise(WIDTHS)]
+
+    def residuals(params: Any, x: Any, y: Any) -> Any:
+        for i, weight in enumerate(params):
+            x = (x if i == 0 else jax.numpy.tanh(x)) @ weight
+        return x - y
+
+    optimizer = OnJax(residuals)
+    state = optimizer.init(params)
+
+    def step(*data: Any) -> None:
+        jax.block_until_ready(optimizer.step(params, state, *data))
+
+    return step
 
 
 def memory() -> None:
@@ -151,7 +185,12 @@ def memory() -> None:
         peak = peak_of_arrays(R, positions)
         print(f"NumPy, R = {R}, {positions} positions: {peak:.2f} R^2")
     for R in (1000, 4000):
-        print(f"PyTorch's process, R = {R}: {peak_of_step(R):.2f} R^2")
+        peak = peak_of_step(R, torch_step(), 200)
+        print(f"PyTorch's process, R = {R}: {peak:.2f} R^2")
+    for R in (1000, 4000):
+        # A first call of JAX's compiles.
+        peak = peak_of_step(R, jax_step(), R)
+        print(f"JAX's process, R = {R}: {peak:.2f} R^2")
 
 
 def main() -> None:

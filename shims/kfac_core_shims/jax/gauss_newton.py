@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import kfac_core as kc
-from kfac_core_shims.jax.jacobians import JacobianFinder
+from kfac_core_shims.jax.jacobians import Columns, JacobianFinder
 
 
 class GaussNewtonState(NamedTuple):
@@ -88,6 +89,39 @@ class _Problem(NamedTuple):
     root: Any
 
 
+class _Linearized(NamedTuple):
+    """A problem where a step begins, and what the step begins with.
+
+    Attributes
+    ----------
+    J : Jacobian
+        Of the terms, each times its scale.
+    columns : Columns
+        Where the parameters of its layers are.
+    residuals : array, shape (R,)
+        The r with ``J^T r`` the gradient.
+    start : Evaluation
+        The values and the loss.
+    root : LikelihoodResiduals or None
+        Of a likelihood.
+    unlike : array of bool
+        For each leaf, whether its rows are not the derivatives.
+    good : array of bool, 0-d
+        Whether the loss is finite, and all rows are the derivatives.
+    step : dict of str to object
+        Options of `gauss_newton_step`: last direction, damping, rate and progress.
+    """
+
+    J: kc.samples.Jacobian
+    columns: Columns
+    residuals: Any
+    start: kc.samples.Evaluation
+    root: Any
+    unlike: Any
+    good: Any
+    step: dict[str, Any]
+
+
 class GaussNewton:
     r"""Gauss-Newton with the exact curvature of the whole network, for least squares.
 
@@ -141,10 +175,11 @@ class GaussNewton:
 
     Notes
     -----
-    ``J J^T`` and its factorization are in float64 where ``jax_enable_x64`` is set, for
-    float32 parameters too.  Without it they are in float32: dampings for which the residual
-    check of the factorization fails are raised, so that the loss stops at some 1e-7 of
-    the first, not at roundoff.
+    On a CPU `step` leaves ``J J^T`` and its factorization to NumPy, which views the rows,
+    in float64.  Elsewhere, and in `transition`, a step is one program, in float64 where
+    ``jax_enable_x64`` is set, for float32 parameters too.  Without it dampings for which
+    the residual check of the factorization fails are raised, so that the loss stops at
+    some 1e-7 of the first, not at roundoff.
 
     Rows are compared with a backward pass at the steps 1, 2, 4, 8 and so on: where
     residuals mix examples, as batch norm does in training, rows of layers are not those of
@@ -154,7 +189,8 @@ class GaussNewton:
 
     A step costs a forward and a backward pass, ``R^2 (n + m)`` flops a layer and
     ``R^3 / 3`` for R residuals, and for each damping that is tried two forward passes and
-    another ``R^3 / 3``.  Memory: the rows, and ``2 R^2`` numbers.
+    another ``R^3 / 3``.  Memory: the rows, and ``R^2`` numbers on a CPU; ``2 R^2`` on
+    other devices and in `transition`.
 
     References
     ----------
@@ -271,11 +307,11 @@ class GaussNewton:
         kfac_core.NotFiniteError
             For residuals that are not finite.
         """
+        on_host = _in_memory_of_host((params, data))
+        take = self._on_host if on_host else self._compiled
         # A second pass forms the derivatives of leaves whose rows mix examples.
         while True:
-            new, next_state, progress = self._compiled(
-                self._mixed, params, state, *data
-            )
+            new, next_state, progress = take(self._mixed, params, state, *data)
             if not bool(jnp.isfinite(progress.loss)):
                 raise kc.NotFiniteError(
                     "Expected finite residuals, got a loss of "
@@ -291,15 +327,71 @@ class GaussNewton:
     def _compiled(self) -> Any:
         return jax.jit(self._transition, static_argnums=0)
 
+    @functools.cached_property
+    def _parts(self) -> tuple[Any, Any, Any]:
+        """What `_on_host` takes of a step, compiled."""
+        linearized = jax.jit(self._linearized, static_argnums=0)
+        return linearized, jax.jit(self._evaluated), jax.jit(self._after)
+
+    def _on_host(
+        self, mixed: frozenset[int], params: Any, state: GaussNewtonState, *data: Any
+    ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
+        """Take a step with K and its factor in NumPy, where both are one array.
+
+        A program of JAX would hold K beside each factor, and compile for longer.
+        """
+        linearized, evaluated, after = self._parts
+        here: _Linearized = linearized(mixed, params, state, *data)
+        if not bool(here.good):
+            loss = here.start.loss
+            progress = (jnp.full_like(loss, jnp.nan), state.damping, 0, False)
+            return params, state, GaussNewtonProgress(loss, *progress, here.unlike)
+
+        def evaluate(step: Any) -> Any:
+            there = evaluated(params, step, here.columns, here.root, *data)
+            return jax.tree.map(np.asarray, there)
+
+        # On a CPU these are views.
+        views = jax.tree.map(np.asarray, here)
+        result = self._taken(views, evaluate, overwrite=True)
+        taken: tuple[Any, Any, Any] = after(params, state, result, here)
+        return taken
+
     def transition(
         self, params: Any, state: GaussNewtonState, /, *data: Any
     ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
-        """Take a step: a pure function for programs of your own, which `step` compiles."""
+        """Take a step: a pure function for programs of your own."""
         return self._transition(self._mixed, params, state, *data)
 
     def _transition(
         self, mixed: frozenset[int], params: Any, state: GaussNewtonState, *data: Any
     ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
+        here = self._linearized(mixed, params, state, *data)
+
+        def evaluate(step: Any) -> kc.samples.Evaluation:
+            return self._evaluated(params, step, here.columns, here.root, *data)
+
+        result = self._taken(here, evaluate, while_loop=jax.lax.while_loop)
+        return self._after(params, state, result, here)
+
+    def _taken(
+        self, here: _Linearized, evaluate: Any, **how: Any
+    ) -> kc.samples.GaussNewtonStep:
+        return kc.samples.gauss_newton_step(
+            here.J,
+            kc.samples.sample_gram(here.J),
+            here.residuals,
+            evaluate,
+            options=self.options,
+            start=here.start,
+            check="status",
+            **here.step,
+            **how,
+        )
+
+    def _linearized(
+        self, mixed: frozenset[int], params: Any, state: GaussNewtonState, *data: Any
+    ) -> _Linearized:
         params, data = jax.tree.map(jnp.asarray, (params, data))
         problem = self._problem(params, data)
         scales = _scales(problem.terms)
@@ -320,55 +412,37 @@ class GaussNewton:
         # A traced step cannot raise: it leaves everything as it was, and `step` sees
         # why.
         good = jnp.isfinite(loss) & ~jnp.any(unlike)
-
-        def evaluate(step: Any) -> kc.samples.Evaluation:
-            moved = _moved(params, columns.tree(step, params))
-            there = self._problem(moved, data, problem.root)
-            values = self._values(there, scales)
-            return kc.samples.Evaluation(values, self._loss(values, there.root))
-
-        last, damping, rate = None, state.damping, 1.0
+        step: dict[str, Any] = {"damping": state.damping, "rate": 1.0}
+        step["progress"] = state.progress
         if options.minibatch:
-            last = columns.vectors(state.last, J)
-            damping = options.damping
-            rate = kc.integration.value_at(options.rate, state.steps)
-        result = kc.samples.gauss_newton_step(
-            J,
-            kc.samples.sample_gram(J),
-            r,
-            evaluate,
-            options=options,
-            start=kc.samples.Evaluation(self._values(problem, scales), loss),
-            damping=damping,
-            rate=rate,
-            last=last,
-            progress=state.progress,
-            check="status",
-            while_loop=jax.lax.while_loop,
-        )
-        return self._after(
-            params, state, result, columns, loss=loss, good=good, unlike=unlike
-        )
+            step["last"] = columns.vectors(state.last, J)
+            step["damping"] = options.damping
+            step["rate"] = kc.integration.value_at(options.rate, state.steps)
+        start = kc.samples.Evaluation(self._values(problem, scales), loss)
+        return _Linearized(J, columns, r, start, problem.root, unlike, good, step)
+
+    def _evaluated(
+        self, params: Any, step: Any, columns: Columns, root: Any, *data: Any
+    ) -> kc.samples.Evaluation:
+        """Return the values and the loss after a step."""
+        params, data = jax.tree.map(jnp.asarray, (params, data))
+        moved = _moved(params, columns.tree(step, params))
+        there = self._problem(moved, data, root)
+        values = self._values(there, _scales(there.terms))
+        return kc.samples.Evaluation(values, self._loss(values, there.root))
 
     def _after(
         self,
         params: Any,
         state: GaussNewtonState,
         result: Any,
-        columns: Any,
-        *,
-        loss: Any,
-        good: Any,
-        unlike: Any,
+        here: _Linearized,
     ) -> tuple[Any, GaussNewtonState, GaussNewtonProgress]:
-        """Return parameters, state and progress after a search for a step.
-
-        `good` is false where nothing may change: for a loss that is not finite, or rows
-        that are `unlike` the derivatives.
-        """
+        """Return parameters, state and progress after a search for a step."""
         minibatch = self.options.minibatch
-        accepted = result.accepted & good
-        direction = columns.tree(result.direction, params)
+        params = jax.tree.map(jnp.asarray, params)
+        accepted = result.accepted & here.good
+        direction = here.columns.tree(result.direction, params)
         new = GaussNewtonState(
             result.damping.astype(state.damping.dtype),
             direction if minibatch else None,
@@ -376,11 +450,12 @@ class GaussNewton:
             result.progress,
         )
         # A search that lowered nothing changes its damping all the same.
-        next_state = _where(accepted if minibatch else good, new, state)
+        next_state = _where(accepted if minibatch else here.good, new, state)
         moved = _moved(params, direction, result.rate)
         params = _where(accepted, moved, params)
         # A step that is taken again is compared again.
-        count = jnp.where(jnp.any(unlike), state.steps, state.steps + 1)
+        count = jnp.where(jnp.any(here.unlike), state.steps, state.steps + 1)
+        loss = here.start.loss
         reached = jnp.full_like(loss, jnp.nan) if minibatch else result.reached
         return (
             params,
@@ -391,7 +466,7 @@ class GaussNewton:
                 next_state.damping,
                 jnp.asarray(result.trials),
                 accepted,
-                unlike,
+                here.unlike,
             ),
         )
 
@@ -486,3 +561,11 @@ def _moved(params: Any, step: Any, rate: Any = 1.0) -> Any:
 
 def _where(condition: Any, first: Any, second: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), first, second)
+
+
+def _in_memory_of_host(tree: Any) -> bool:
+    """Whether all arrays lie on one CPU, where NumPy can view what is computed of them."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    devices = {device for array in arrays for device in array.devices()}
+    devices = devices or set(jax.devices()[:1])
+    return len(devices) == 1 and devices.pop().platform == "cpu"

@@ -31,7 +31,9 @@ CHUNK = 64
 """Derivatives that are formed at a time."""
 
 
-@dataclass(frozen=True)
+# Compiled functions take it and return it: one object, which is told apart by identity.
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
 class Columns:
     """The places of a Jacobian's columns in the tree of parameters.
 
