@@ -3,8 +3,8 @@
 ``python -m benchmarks.jets`` takes the residuals of Poisson's equation on 900 points, with
 a network of two hidden layers of 32 units: with derivatives by ``autograd.grad`` or
 ``jax.hessian``, and as jets, whose layers see values, slopes and the Laplacian as
-positions of one batch.  It prints the relative difference between the first directions, and the CPU
-seconds of a step over that with jets.
+positions of one batch.  It prints the relative difference between the first directions,
+and the CPU seconds of a step over that with jets.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import kfac_core as kc
 from kfac_core_shims.jax.jacobians import Columns, JacobianFinder
@@ -348,12 +347,12 @@ class GaussNewton:
             return params, state, GaussNewtonProgress(loss, *progress, here.unlike)
 
         def evaluate(step: Any) -> Any:
-            there = evaluated(params, step, here.columns, here.root, *data)
-            return jax.tree.map(np.asarray, there)
+            return jax.device_get(
+                evaluated(params, step, here.columns, here.root, *data)
+            )
 
-        # On a CPU these are views.
-        views = jax.tree.map(np.asarray, here)
-        result = self._taken(views, evaluate, overwrite=True)
+        # On a CPU what comes from JAX are views.
+        result = self._taken(jax.device_get(here), evaluate, overwrite=True)
         taken: tuple[Any, Any, Any] = after(params, state, result, here)
         return taken
 
