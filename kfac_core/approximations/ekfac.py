@@ -353,7 +353,7 @@ class EKFAC(Approximation):
     ) -> Average:
         """Return E's average after the update."""
         shares = options.shares(rows, statistics.dtype, per="example")
-        xp, scale = options.xp, shares.scale * shares.outer_products
+        xp, scale = options.xp, shares.scale * shares.gradient_scale
         old = statistics.averages["block"]
         bases = [
             statistics.bases[side].eigenvectors if side in statistics.bases else None

@@ -68,7 +68,12 @@ class UpdateOptions:
     def shares(
         self, rows: Any, dtype: object, /, *, per: Literal["row", "example"] = "row"
     ) -> Shares:
-        """Return the scales and weights of an update with these rows.
+        r"""Return the scales and weights of an update with these rows.
+
+        With N examples, R rows that count and the update's weight w, a factor takes
+        :math:`\frac wR \sum x x^\top` and :math:`\frac wR c \sum g g^\top` over rows (N
+        in place of R over examples), c undoing the loss's reduction; and the mean number
+        of positions is S = R / N.
 
         Parameters
         ----------
@@ -93,7 +98,7 @@ class UpdateOptions:
         batch_N, batch_R = (N, R) if part_of is None else (part_of, rows.batch_rows)
         if not isinstance(batch_R, int):
             batch_R = ns.cast(xp, batch_R, dtype)
-        outer_products = self.conventions.outer_product_scale(
+        gradient_scale = self.conventions.outer_product_scale(
             examples=batch_N, rows=batch_R, sources=M
         )
         repeats = batch_R / batch_N
@@ -113,10 +118,10 @@ class UpdateOptions:
             row_scale, example_scale = row_weight / nonzero, row_weight / N
         if per == "row":
             return Shares(
-                row_scale, row_weight, outer_products, repeats, example_weight
+                row_scale, row_weight, gradient_scale, repeats, example_weight
             )
         return Shares(
-            example_scale, example_weight, outer_products, 1.0, example_weight
+            example_scale, example_weight, gradient_scale, 1.0, example_weight
         )
 
 

@@ -80,7 +80,7 @@ class Diagonal(Approximation):
         """
         # D is summed over an example's positions before it is squared.
         shares = options.shares(rows, statistics.dtype, per="example")
-        xp, scale = options.xp, shares.scale * shares.outer_products
+        xp, scale = options.xp, shares.scale * shares.gradient_scale
         squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))
         average = statistics.averages["block"].plus(
             squares, options.decay, scale, shares.example_weight
@@ -151,7 +151,7 @@ class Full(Approximation):
         ``M N (n m)^2`` flops; the examples' gradients are formed.
         """
         shares = options.shares(rows, statistics.dtype, per="example")
-        xp, scale = options.xp, shares.scale * shares.outer_products
+        xp, scale = options.xp, shares.scale * shares.gradient_scale
         # Examples' gradients, flattened: the only approximation that keeps all of F.
         v = rows.vectors(statistics.dtype, xp=xp)
         average = FullFactor().updated(

@@ -169,7 +169,7 @@ class Series(Approximation):
         old, averages = statistics.averages, dict(new.averages)
         x = rows.full_inputs(statistics.dtype, xp=xp)
         g = ns.cast(xp, rows.output_grads, statistics.dtype)
-        scales = {"input": shares.scale, "output": shares.scale * shares.outer_products}
+        scales = {"input": shares.scale, "output": shares.scale * shares.gradient_scale}
         for side, v in (("input", x), ("output", g)):
             lagged, weight = old[f"lagged_{side}"], averages[side].weight
             averages[f"lagged_{side}"] = _LAG_1.updated(

@@ -121,7 +121,7 @@ class TNT(Approximation):
         used = rows.per_position() if alone else rows
         columns, across = _gram_rows(used, statistics.dtype, xp)
         old, full = statistics.averages, FullFactor()
-        step = decay, shares.scale * shares.outer_products, shares.weight
+        step = decay, shares.scale * shares.gradient_scale, shares.weight
         weight = shares.example_weight
         # A <- decay A + weight c / N sum D D^T, and G with D^T D
         averages = {

@@ -121,7 +121,7 @@ class BlockTridiagonal(Approximation):
             new = _OF_A_LAYER.updated(old, part, single, options).averages
             averages |= {f"{i}-{key}": average for key, average in new.items()}
         shares = options.shares(rows.layers[0], statistics.dtype)
-        scales = {"input": shares.scale, "output": shares.scale * shares.outer_products}
+        scales = {"input": shares.scale, "output": shares.scale * shares.gradient_scale}
         for i, (part, following) in enumerate(itertools.pairwise(rows.layers)):
             moments = _moments_between(part, following, statistics.dtype, options.xp)
             for key, moment in moments.items():

@@ -47,12 +47,12 @@ _ALIKE = 1e-4
 class NaturalGradient(ScheduledSteps):
     r"""Natural gradients, step by step.
 
-    With G the gradient of the mean loss over its factor c (see `RowLoss`), P the inverse
+    With g the gradient of the mean loss over its factor c (see `RowLoss`), P the inverse
     of the estimator's damped curvature, kappa the `kl_clip` and eta the `learning_rate`, a
     step returns
 
-    .. math:: \nu P G, \qquad
-        \nu = \min\left(1, \sqrt{\kappa / (\eta^2 \, G \cdot P G)}\right) .
+    .. math:: \nu P g, \qquad
+        \nu = \min\left(1, \sqrt{\kappa / (\eta^2 \, g \cdot P g)}\right) .
 
     Parameters
     ----------
