@@ -176,6 +176,9 @@ def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
     judged = results(runs)
     everything = {"runs": runs, "targets": [result.to_plain() for result in judged]}
+    folder: Path = arguments.output
+    numbers = folder / "benchmarks.json"
+    numbers.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     if arguments.json:
         print_json(everything)
     else:
@@ -183,9 +186,6 @@ def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
             print_report(plain)
         if not arguments.quick:
             print_results(judged)
-    folder: Path = arguments.output
-    numbers = folder / "benchmarks.json"
-    numbers.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
     written = [f"Numbers: {numbers}", *map("Picture: {}".format, _drawn(runs, folder))]
     if not arguments.json:
         print("\n".join(written))

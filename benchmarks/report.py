@@ -93,6 +93,7 @@ def _times(workload: Run, titles: dict[str, str]) -> Iterator[tuple[str, ...]]:
         for name, figures in of_stage.items():
             if "error" in figures:
                 yield TITLES[stage], titles[name], "", "", "", "", figures["error"]
+            if "median" not in figures:
                 continue
             rooflines = figures.get("rooflines")
             answer = answers.get(name, {})
