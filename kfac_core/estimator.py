@@ -33,6 +33,7 @@ from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.network import Network
 from kfac_core.operators.operator import (
@@ -581,7 +582,7 @@ class Estimator:
         before = state = self.state
         constraints.require_one_of("product", product, VECTOR_PRODUCTS)
         needed = FACTORIZATION_OF.get(product)
-        if needed not in (None, *self.network.refreshing.factorizations):
+        if needed and needed not in self.network.refreshing.factorizations:
             state = self._prepared(needed, vectors)
         products = self.network.apply(
             product, state, vectors, *arguments, executor=self._executor, **options
@@ -627,7 +628,9 @@ class Estimator:
         inner: Executor = Hosted()
         return Stacked(Threaded(workers, inner) if workers > 1 else inner)
 
-    def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
+    def _prepared(
+        self, factorization: Factorization, names: Iterable[str]
+    ) -> NetworkState:
         """Return the state with one more factorization of some operators."""
         blocks = dict.fromkeys(map(self.network.layers.block_of, names))
         operators = {name: self.operator(name) for name in blocks}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import array_api_compat
 
@@ -21,7 +20,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.block import Block
 from kfac_core.factors.factor import Damped
 from kfac_core.linalg.certificate import probe
-from kfac_core.linalg.condition import estimated_norm, measured_residual
+from kfac_core.linalg.condition import Product, estimated_norm, measured_residual
 from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.fallback import fallback_of
@@ -204,7 +203,9 @@ def _of_factors(factors: dict[str, FactorReport]) -> tuple[float | None, float |
     return math.prod(conditions), sum(part.residual or 0.0 for part in factors.values())
 
 
-def _estimated_condition(product: Any, inverse: Any, z: Array, xp: Namespace) -> float:
+def _estimated_condition(
+    product: Product, inverse: Product, z: Array, xp: Namespace
+) -> float:
     shape = tuple(z.shape)
     norms = [estimated_norm(f, z, shape=shape, xp=xp) for f in (product, inverse)]
     return norms[0] * norms[1]
@@ -234,7 +235,7 @@ def _factor(part: Damped) -> FactorReport:
     if isinstance(part, DampedDiagonal):
         condition = _spread(part.eigenvalues(shifted=True), xp)
         return FactorReport(part.size, shift, condition, 0.0, "working", 0.0)
-    factorization: Any = part.inverse or part.cholesky or part.basis
+    factorization = part.inverse or part.cholesky or part.basis
     if factorization is None:
         return FactorReport(part.size, shift, None, None, None, 0.0)
     return FactorReport(

@@ -309,7 +309,7 @@ def initial_state(
         State of which no two arrays share memory.
     """
     xp, device = ns.namespace_of(like=like), ns.device_of(like)
-    place: dict[str, Any] = {"dtype": xp.int32, "device": device}
+    place = {"dtype": xp.int32, "device": device}
     states: dict[str, BlockState] = {}
     for name, block in blocks.items():
         statistics = block.initial(like, precision=precision)

@@ -99,7 +99,7 @@ def flags_of_update(
     xp, stacked = options.xp, new.status.ndim
     arguments: set[str] = set()
     names: set[str] = set()
-    traces: Any = 0.0
+    traces = 0.0
     for name, argument in approximation.sums_of_squares:
         if name in options.skip:
             continue

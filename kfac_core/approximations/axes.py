@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array import Namespace, Place, Scalar
@@ -11,6 +10,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import Shares
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.damped import damped_matrix
 from kfac_core.operators.many_kronecker import ManyKronecker
@@ -41,7 +41,7 @@ def initial_axes(layer: Layer, place: Place, /) -> Statistics:
 
 def updated_axes(
     statistics: Statistics,
-    rows: Any,
+    rows: ExampleGradients,
     layer: Layer,
     shares: Shares,
     /,

@@ -322,7 +322,7 @@ class EKFAC(Approximation):
         # E may have started as S a g^T, with the errors of the factors' eigenvalues.
         averages = statistics.averages
         spectra = [_spectrum(statistics, side) for side in _SIDES]
-        bounds: dict[str, Any] = {
+        bounds = {
             "scale": averages["repeats"].value(debias=True),
             "damping": ns.full_of(xp, options.damping, averages["repeats"].weight),
         }

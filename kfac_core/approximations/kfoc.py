@@ -169,7 +169,7 @@ class KFOC(Approximation):
         Both factors have the same Frobenius norm; a rule with pi balances them again.
         """
         xp = options.xp
-        product: Any = statistics.averages["block"]
+        product = statistics.averages["block"]
         one = xp.ones_like(product.weight)
         averages = {"repeats": Average(one, one)}
         for side, value in product.value(debias=options.debias).items():

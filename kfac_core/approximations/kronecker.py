@@ -266,7 +266,7 @@ class Kronecker(Approximation):
             kinds.items(), options.shifts(means, S), strict=True
         ):
             # A + pi sqrt(lam / S) I and G + sqrt(lam / S) / pi I; shifts of 0 if exact.
-            M: Any = kind.damped(factors[side], shift, apply_dtype=options.apply)
+            M = kind.damped(factors[side], shift, apply_dtype=options.apply)
             damped.append(M)
             if side in statistics.bases:
                 # A shared factor comes with the basis that its owner computed.

@@ -27,8 +27,7 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     callable
         With the same signature.
     """
-    function: Any = definition
-    by_namespace = natives[function.__name__]
+    by_namespace = natives[definition.__name__]
 
     # Without `xp` among the parameters, the options are passed on as they came.
     @functools.wraps(definition)
@@ -37,12 +36,12 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
         if xp.__name__ in by_namespace:
             native = by_namespace[xp.__name__]
         else:
-            native = native_operation(function.__name__, xp)
+            native = native_operation(definition.__name__, xp)
         if native is not None:
             result = native(*arguments, **options)
             if result is not NotImplemented:
                 return result
-        return function(*arguments, **options)
+        return definition(*arguments, **options)
 
     return cast("Callable[P, R]", operation)
 

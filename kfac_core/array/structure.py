@@ -364,7 +364,7 @@ def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
     """
     fields = _fields.get(type(value))
     if fields is not None:
-        parts: list[Any] = [type(value)]
+        parts = [type(value)]
         for name, static in fields:
             part = getattr(value, name)
             parts.append(part if static or part is None else form_of(part, leaf))

@@ -120,8 +120,7 @@ class DistributedExecutor(Executor):
 
     def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
         """Return the result of a stage for each task, as one process would have it."""
-        results: dict[str, Any] = self._stages[stage.name](stage, tasks)
-        return results
+        return self._stages[stage.name](stage, tasks)
 
     def tell(self, error: Exception, /, *, product: bool = False) -> NoReturn:
         """Raise an error that this rank cannot begin a stage for, on all ranks.
@@ -327,7 +326,7 @@ class DistributedExecutor(Executor):
         ReplicaError
             Names what differs, and the ranks.
         """
-        of_all: dict[str, Any] = dict(arrays)
+        of_all = dict(arrays)
         of_holders: dict[str, Any] = {}
         for name, block in state.blocks.items():
             # Compared as text: a repr of floats is exact, and names what differs in the

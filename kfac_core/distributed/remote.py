@@ -78,7 +78,7 @@ def rows_of_inverses(operator: Any, ranges: Sequence[RowRange], /) -> list[Inver
     list of InverseRows
         Views of the same two arrays.
     """
-    sides: Any = operator.input, operator.output
+    sides = operator.input, operator.output
     A, G = (side.inverse.matrix.full() for side in sides)
     # Rows of the larger inverse are divided: so ranks have the most to share, and each
     # holds the smaller one whole.

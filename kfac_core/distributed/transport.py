@@ -239,7 +239,7 @@ def _array_nodes(node: Form) -> Iterator[dict[str, Any]]:
     if "array" in node:
         yield node
         return
-    below: Any = [node["unpacked"]] if "unpacked" in node else node.get("tuple", ())
+    below = [node["unpacked"]] if "unpacked" in node else node.get("tuple", ())
     for kind in ("dict", "fields"):
         if kind in node:
             below = node[kind].values()

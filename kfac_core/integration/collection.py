@@ -166,8 +166,7 @@ def with_moments(block: Block, /) -> Block:
     kind = block.approximation
     if not isinstance(kind, Kronecker):
         return block
-    options: dict[str, Any] = dataclasses.asdict(kind)
-    return Block(block.layer, EKFAC(**options))
+    return Block(block.layer, EKFAC(**dataclasses.asdict(kind)))
 
 
 def collect_statistics(
@@ -288,7 +287,7 @@ def collect_statistics(
 def _elements_of(block: Block, /) -> int:
     """Return about how many numbers the statistics of a block are."""
     n, m = block.layer.matrix_shape
-    kind: Any = block.approximation
+    kind = block.approximation
     if kind.name == "full":
         return (n * m) ** 2
     sides = {"input": n, "output": m // block.layer.groups}

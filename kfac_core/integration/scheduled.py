@@ -109,12 +109,12 @@ class ScheduledSteps:
             estimator.decay = value_at(decay, 0)
 
     @property
-    def damping(self) -> Any:
+    def damping(self) -> Scalar:
         """Damping of the next refresh; assigning a number or a schedule changes it."""
         return self.estimator.damping
 
     @damping.setter
-    def damping(self, damping: Any) -> None:
+    def damping(self, damping: Schedule) -> None:
         self.damping_schedule = damping if callable(damping) else None
         self.estimator.damping = value_at(damping, self.steps)
 
@@ -231,13 +231,13 @@ class ScheduledSteps:
                 self.estimator.rebase(based, moments="kronecker")
             self.estimator.refresh(new)
 
-    def _clip_options(self) -> tuple[Any, Any]:
+    def _clip_options(self) -> tuple[Scalar | None, Scalar]:
         """Return the bound of the KL clip at this step, and the rate that it reads."""
         bound = value_at(self.kl_clip, self.steps)
         return bound, 1.0 if bound is None else value_at(self.learning_rate, self.steps)
 
     def _clipped(
-        self, gradients: Vector, rate: Scalar, bound: Any
+        self, gradients: Vector, rate: Scalar, bound: Scalar | None
     ) -> tuple[dict[str, dict[str, Array]], TrustRegion | None]:
         """Return directions, and the clip that they are multiplied by."""
         if bound is None:

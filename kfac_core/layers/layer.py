@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array import Array
+from kfac_core.layers.example_gradients import ExampleGradients
+from kfac_core.layers.id_rows import IdRows
+from kfac_core.layers.rows import Rows
+
+AnyRows: TypeAlias = Rows | IdRows | ExampleGradients
+"""A batch of a layer of any kind, as the statistics are computed from it."""
 
 
 class Layer(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import array_api_compat
 
@@ -339,7 +339,7 @@ class Rows(OfOutputs):
         # As many gradients at a time as fill a quarter of the memory of the rows.
         each = 4 * n * m * self.sources
         at_once = max(1, self.examples * self.positions * (n + m) // each)
-        total: Any = 0.0
+        total = 0.0
         for start in range(0, self.examples, at_once):
             stop = min(start + at_once, self.examples)
             D = self._examples(start, stop).per_example(dtype, xp=xp)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core import constraints, errors
-from kfac_core.layers.layer import Layer
+from kfac_core.layers.layer import AnyRows, Layer
 from kfac_core.layers.rows import Rows, join_uses
 
 
-def whole_rows(layer: Layer, batches: Any, /) -> Any:
+def whole_rows(layer: Layer, batches: Any, /) -> AnyRows:
     """Turn batches of a layer into rows that hold each example's gradient.
 
     Parameters
@@ -33,12 +33,13 @@ def whole_rows(layer: Layer, batches: Any, /) -> Any:
     """
     uses = list(batches) if isinstance(batches, list | tuple) else [batches]
     constraints.require_any("batch", uses)
-    rows = [layer.rows(use) for use in uses]
+    rows: list[AnyRows] = [layer.rows(use) for use in uses]
     if len(rows) == 1:
         return rows[0]
-    if not all(isinstance(part, Rows) for part in rows):
+    joined = [part for part in rows if isinstance(part, Rows)]
+    if len(joined) < len(rows):
         raise errors.UnsupportedError(
             f"Several uses of a {layer.kind} layer cannot be joined; only those of a "
             "dense or conv layer can."
         )
-    return join_uses(rows)
+    return join_uses(joined)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
@@ -52,7 +51,7 @@ def estimated_norm(
     At most eleven products, each of which synchronizes with the device.
     """
     size = math.prod(shape)
-    place: dict[str, Any] = {"dtype": like.dtype, "device": ns.device_of(like)}
+    place = {"dtype": like.dtype, "device": ns.device_of(like)}
     index = xp.reshape(xp.arange(size, device=ns.device_of(like)), shape)
     x = xp.full(shape, 1.0 / size, **place)
     # Hager's method: each step moves to the column of the largest gradient of |M x|_1.

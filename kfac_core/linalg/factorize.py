@@ -169,7 +169,7 @@ def eigendecomposition(
     accurate than one by Cholesky.
     """
     xp = ns.own_namespace(problem.matrix.array)
-    options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
+    options = {"check": check, "name": name, "wide": wide, "xp": xp}
     attempt = partial(_attempt_eigen, decompose=eigh_in_place if in_place else eigh)
     basis: Eigendecomposition = with_fallbacks(
         attempt, problem, _no_eigendecomposition, **options

@@ -111,7 +111,7 @@ class FactoredKronecker(CurvatureOperator):
 
     def solved_by(self, solving: Solving, /) -> FactoredKronecker:
         """Return the operator with another method of solving with its full factors."""
-        sides: dict[str, Any] = {"input": self.input, "output": self.output}
+        sides = {"input": self.input, "output": self.output}
         for side, part in sides.items():
             if isinstance(part, DampedMatrix):
                 sides[side] = replaced(part, solving=solving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Status
@@ -35,7 +35,7 @@ class ChainOperator(Protocol):
     def stack_shape(self) -> tuple[int, ...]:
         """The shape of a vector."""
 
-    def flagged(self, flags: Array, /) -> Any:
+    def flagged(self, flags: Array, /) -> Self:
         """Return the operator with more `Status` flags."""
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
@@ -112,7 +112,7 @@ def accurate_bases(
         side: eigenbasis_of(part.in_wide_basis(name=f"{name}/{side}"))
         for side, part in parts.items()
     }
-    options: Any = {"scale": scale, "damping": damping}
+    options = {"scale": scale, "damping": damping}
     flags = undetermined(spectra(wide), **options)
     if int(flags):
         raise undetermined_error(spectra(wide), **options, name=name)

@@ -112,8 +112,7 @@ class BlockPosterior:
 
     def _with(self, key: str, value: Scalar) -> BlockPosterior:
         x = _entered(value, self.name, key, F=self.curvature, check=self.check)
-        changes: dict[str, Any] = {key: x}
-        return replaced(self, **changes)
+        return replaced(self, **{key: x})
 
     def _power(self, vectors: Array, exponent: float) -> Array:
         # Prior and data share eigenvectors, since the prior is isotropic: every power

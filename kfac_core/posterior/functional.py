@@ -14,9 +14,8 @@ product that is never formed.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kfac_core.array import Array
+from kfac_core.layers.layer import AnyRows
 from kfac_core.operators.spectral_rows import row_products, row_squares
 from kfac_core.posterior.block import BlockPosterior
 
@@ -107,7 +106,7 @@ def covariance_of_coordinates(
     return xp.matmul(left, xp.matrix_transpose(right))
 
 
-def covariance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
+def covariance_of_rows(posterior: BlockPosterior, rows: AnyRows, /) -> Array:
     """Return the covariance from a layer's rows.
 
     Parameters
@@ -136,7 +135,7 @@ def covariance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
     return row_products(posterior.curvature, 1.0 / posterior.eigenvalues(), rows)
 
 
-def variance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
+def variance_of_rows(posterior: BlockPosterior, rows: AnyRows, /) -> Array:
     """Return the diagonal of `covariance_of_rows`, shape (N, K)."""
     xp = posterior.curvature.namespace
     weights = 1.0 / posterior.eigenvalues()

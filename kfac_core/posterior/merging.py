@@ -12,7 +12,7 @@ gradients, preconditioned by the mean of the models' own inverses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kfac_core import constraints
@@ -119,7 +119,7 @@ def merged_weight(
     spectra = [s * N for s, N in zip(values, examples, strict=True)]
     W = [ns.cast(xp, w, dtype) for w in weights]
 
-    def product(k: int, V: Array, function: Any) -> Array:
+    def product(k: int, V: Array, function: Callable[[Array], Array]) -> Array:
         F = curvatures[k]
         return F.from_basis(F.to_basis(V) * function(spectra[k]))
 

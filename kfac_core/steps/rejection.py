@@ -114,7 +114,7 @@ def _selected(
             _selected(condition, new, old, f"{path}[{i}]", xp)
             for i, (new, old) in enumerate(zip(proposed, current, strict=True))
         ]
-        kind: Any = type(current)
+        kind = type(current)
         # A named tuple takes its fields as arguments.
         return kind(*parts) if hasattr(current, "_fields") else kind(parts)
     if structures:

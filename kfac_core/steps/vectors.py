@@ -197,7 +197,7 @@ def dot(
 
     Where `only` is given it says which parameters, by block and name, are summed over.
     """
-    total: Any = None
+    total: Array | None = None
     for block, parameters in left.items():
         for name, x in parameters.items():
             if only is None or only(block, name):
