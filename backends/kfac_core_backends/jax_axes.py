@@ -83,7 +83,7 @@ class AxisCommunicator(Communicator):
         result = begin(values, **arguments)
         return lambda: result
 
-    def _all_reduce(self, values: Any) -> Any:
+    def _all_reduce(self, values: Any, overwrite: bool) -> Any:
         import jax
 
         return jax.lax.psum(values, self._axis)

@@ -103,7 +103,7 @@ class MPICommunicator(Communicator):
                 # Other ranks may need this core.
                 time.sleep(0)
 
-    def _all_reduce(self, values: Any) -> Any:
+    def _all_reduce(self, values: Any, overwrite: bool) -> Any:
         total = np.empty_like(values)
         return self._group.Iallreduce(values, total), total
 

@@ -120,10 +120,10 @@ class TorchCommunicator(Communicator):
 
         return wait
 
-    def _all_reduce(self, values: Any) -> Any:
+    def _all_reduce(self, values: Any, overwrite: bool) -> Any:
         import torch.distributed as dist
 
-        total = values.clone()
+        total = values if overwrite else values.clone()
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return [work], lambda: total
 

@@ -282,6 +282,7 @@ def compare_exchanges(communicator, counts, dtype):
     part = slice(int(ends[own]) - counts[own], int(ends[own]))
     handles = {
         "sum": communicator.all_reduce(everything[own]),
+        "sum in place": communicator.all_reduce(everything[own].copy(), overwrite=True),
         "part": communicator.reduce_scatter(everything[own], counts),
         "all": communicator.all_gather(everything[0, part], counts),
     }
@@ -291,6 +292,7 @@ def compare_exchanges(communicator, counts, dtype):
     handles["each"] = communicator.all_to_all(flat, send, receive)
     expected = {
         "sum": everything.sum(axis=0),
+        "sum in place": everything.sum(axis=0),
         "part": everything.sum(axis=0)[part],
         "all": everything[0],
         "each": np.concatenate(

@@ -233,13 +233,15 @@ class Communicator(abc.ABC):
     def _split(self, groups: Sequence[Sequence[int]], /) -> Communicator:
         """Return the communicator of this rank's group, of groups that were checked."""
 
-    def all_reduce(self, flat: Array, /) -> Handle:
+    def all_reduce(self, flat: Array, /, *, overwrite: bool = False) -> Handle:
         """Return the sum of all ranks' arrays, on every rank.
 
         Parameters
         ----------
         flat : array, shape (k,)
             This rank's summand.
+        overwrite : bool
+            Whether the engine may use its memory, also for the result.
 
         Returns
         -------
@@ -248,7 +250,7 @@ class Communicator(abc.ABC):
         """
         constraints.require_shape("flat", flat, (math.prod(flat.shape),))
         self.traffic.count("all_reduce", _bytes(flat), self.size)
-        return self._begin("all_reduce", flat, {})
+        return self._begin("all_reduce", flat, {"overwrite": overwrite})
 
     def reduce_scatter(self, flat: Array, counts: Sequence[int], /) -> Handle:
         """Return one part of the sum of all ranks' arrays on each rank.

@@ -44,8 +44,8 @@ from kfac_core.losses.modes import EstimationMode, source_reduction_of
 from kfac_core.stages import rebase_block, update_block
 from kfac_core.state import BlockState, NetworkState
 
-_SLICE = 2**17
-"""Numbers of a sum that processes exchange at a time."""
+_SLICES, _SLICE = 128, 2**14
+"""In how many slices processes exchange a large sum, and the least length of one."""
 
 Blocks: TypeAlias = Mapping[str, Block]
 
@@ -484,24 +484,29 @@ class _Run:
     def _total(self, x: Any, share: int = 1) -> Any:
         """Return the sum over processes of `share` times an array, whose memory it takes.
 
-        In slices, or a copy of each sum would be in memory beside it.
+        In slices, since engines need memory beside what they add up.
         """
         if self.communicator is None:
             return x
         if x.ndim < 2 or not array_api_compat.is_writeable_array(x):
-            return self._reduced(x, share)
-        step = max(1, _SLICE // max(1, math.prod(x.shape[1:])))
-        for start in range(0, x.shape[0], step):
-            x[start : start + step, ...] = self._reduced(
-                x[start : start + step, ...], share
-            )
+            return self._reduced(x if share == 1 else x * share)
+        # Slices along the axis that is contiguous would be copied once more.
+        view = x if ns.is_row_major(x) else ns.own_namespace(x).matrix_transpose(x)
+        size = max(_SLICE, math.prod(x.shape) // _SLICES)
+        step = max(1, size // max(1, math.prod(view.shape[1:])))
+        for start in range(0, view.shape[0], step):
+            piece = view[start : start + step, ...]
+            if share != 1:
+                piece *= share
+            piece[...] = self._reduced(piece, overwrite=True)
         return x
 
-    def _reduced(self, x: Any, share: int) -> Any:
+    def _reduced(self, x: Any, overwrite: bool = False) -> Any:
         assert self.communicator is not None, "there are several processes"
         xp = ns.own_namespace(x)
-        flat = xp.reshape(x if share == 1 else x * share, (-1,))
-        return xp.reshape(self.communicator.all_reduce(flat).wait(), x.shape)
+        flat = xp.reshape(x, (-1,))
+        total = self.communicator.all_reduce(flat, overwrite=overwrite).wait()
+        return xp.reshape(total, x.shape)
 
     def _rebased(self) -> dict[str, Statistics]:
         """Return the statistics with the bases of their factors, and zero moments."""

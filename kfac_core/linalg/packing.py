@@ -24,7 +24,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-_PIECE = 2**16
+_PIECE = 2**14
 """Numbers of a rectangle that are packed at a time where it is not kept."""
 
 
