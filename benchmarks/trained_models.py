@@ -304,8 +304,32 @@ def _print_worst(library: str, worst: dict[str, float]) -> None:
         print(f"{key:24} relative difference from {library}'s {value:.1e}")
 
 
+def in_jax(model: Any, data: Any) -> tuple[Any, Any, list[Any]]:
+    """Return linear layers as a network of JAX, their parameters and the batches."""
+    import jax
+
+    from kfac_core_shims import jax as kj
+
+    def apply(params: Any, x: Any) -> Any:
+        for layer in params:
+            x = x @ layer["w"] + layer["b"]
+        return x
+
+    params = [
+        {"w": jax.numpy.asarray(layer.weight.detach().numpy().T),
+         "b": jax.numpy.asarray(layer.bias.detach().numpy())}
+        for layer in model
+    ]  # fmt: skip
+    batches = [jax.numpy.asarray(x.numpy()) for x in data]
+    return kj.Network(apply, params, batches[0]), params, batches
+
+
 def cost() -> None:
     """Print the time of `collect`, beside passes and the bound of SYRK."""
+    import jax
+
+    from kfac_core_shims import jax as kj
+
     torch.manual_seed(0)
     width, layers, rows, batches = 512, 6, 2048, 8
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).eval()
@@ -314,6 +338,21 @@ def cost() -> None:
     def passes() -> None:
         for x in data:
             model(x).square().sum().backward()
+
+    network, params, inputs = in_jax(model, data)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params: Any, x: Any) -> Any:
+        return (network.function(params, x) ** 2).sum()
+
+    def passes_in_jax() -> None:
+        for x in inputs:
+            jax.block_until_ready(gradient(params, x))
+
+    def collect_in_jax(ekfac: bool) -> None:
+        likelihood = kc.losses.Gaussian(variance=1.0)
+        kj.collect(network, params, inputs, likelihood=likelihood, ekfac=ekfac)
 
     x, Q = torch.randn(rows, width + 1), torch.randn(width + 1, width + 1)
     uses = layers * batches
@@ -336,6 +375,9 @@ def cost() -> None:
         "moments": functools.partial(products, x.T, x, uses),
         "collect, factors": lambda: collect(model, data, ekfac=False, **gaussian),
         "collect, EKFAC": lambda: collect(model, data, **gaussian),
+        "JAX: passes": passes_in_jax,
+        "JAX: collect, factors": functools.partial(collect_in_jax, False),
+        "JAX: collect, EKFAC": functools.partial(collect_in_jax, True),
     }
     for name, run in parts.items():
         seconds = []
@@ -382,24 +424,13 @@ def memory() -> None:
             options: Any = {"likelihood": "gaussian", "max_elements": 1}
             collect(model, data, path=path, ekfac=ekfac, **options)
 
-    def apply(params: Any, x: Any) -> Any:
-        for layer in params:
-            x = x @ layer["w"] + layer["b"]
-        return x
-
-    def in_jax(model: Any, data: Any, ekfac: bool) -> tuple[Any, Any]:
-        params = [
-            {"w": jax.numpy.asarray(layer.weight.detach().numpy().T),
-             "b": jax.numpy.asarray(layer.bias.detach().numpy())}
-            for layer in model
-        ]  # fmt: skip
-        batches = [jax.numpy.asarray(x.numpy()) for x in data]
-        network = kj.Network(apply, params, batches[0])
+    def runs_in_jax(model: Any, data: Any, ekfac: bool) -> tuple[Any, Any]:
+        network, params, batches = in_jax(model, data)
 
         def gradient() -> None:
             def loss(b: Any, params: Any, x: Any) -> Any:
                 first, *others = params
-                return (apply([{**first, "b": b}, *others], x) ** 2).sum()
+                return (network.function([{**first, "b": b}, *others], x) ** 2).sum()
 
             for x in batches:
                 jax.block_until_ready(
@@ -427,7 +458,7 @@ def memory() -> None:
             first = functools.partial(differentiate, model, data)
             run = functools.partial(written, model, data, ekfac)
             if kind == "JAX":
-                first, run = in_jax(model, data, ekfac)
+                first, run = runs_in_jax(model, data, ekfac)
             for f in (first, run):
                 f()  # What XLA, LAPACK, oneDNN and gloo keep after their first call.
             passes, peak = peak_of(first), peak_of(run)

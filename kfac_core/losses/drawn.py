@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from kfac_core import constraints, errors
@@ -22,7 +23,7 @@ def drawn_vectors(
     /,
     *,
     mode: EstimationMode,
-    seed: int,
+    seed: int | Callable[[NoiseSpec], Array],
     shared: bool,
     samples: int = 1,
     positions: Positions = "signs",
@@ -37,8 +38,9 @@ def drawn_vectors(
         The network's outputs; never differentiated through.
     mode : EstimationMode
         Any but ``"empirical"``, which needs the data's targets.
-    seed : int
-        Seed of all random numbers: the same seed gives the same vectors.
+    seed : int or callable
+        Seed of all random numbers: the same seed gives the same vectors.  Or
+        ``spec -> noise``, which draws them, as a compiled program must.
     shared : bool
         Whether some layer has fewer examples than there are rows of outputs.
     samples : int
@@ -64,7 +66,7 @@ def drawn_vectors(
 
     Notes
     -----
-    Draws on the host; see `draw_noise`.
+    Draws from a seed on the host; see `draw_noise`.
 
     Examples
     --------
@@ -77,7 +79,8 @@ def drawn_vectors(
     >>> [v.shape for v in drawn.vectors]
     [(8, 3)]
     """
-    constraints.require_range("seed", seed, constraints.WHOLE)
+    if not callable(seed):
+        constraints.require_range("seed", seed, constraints.WHOLE)
     constraints.require_flag("shared", shared)
     constraints.require_one_of("positions", positions, get_args(Positions))
     spec = noise_spec(loss, natural, mode=mode, samples=samples)
@@ -91,7 +94,7 @@ def drawn_vectors(
             f"one example; got {tuple(natural.shape)} from layers with fewer examples."
         )
     if spec is not None:
-        noise = draw_noise(spec, like=natural, rng=seed)
+        noise = _drawn(spec, natural, seed)
         return vectors(loss, natural, mode=mode, noise=noise)
     separate = positions == "separate"
     several = separate and natural.ndim > 2
@@ -103,8 +106,16 @@ def drawn_vectors(
     rows = tuple(exact.vectors.shape[:-1])
     # Each separate source holds one row of every example.
     drawn = (*rows[:2], *(1 for _ in rows[2:])) if separate else rows
-    noise = draw_noise(NoiseSpec("uniform", drawn), like=natural, rng=seed)
+    noise = _drawn(NoiseSpec("uniform", drawn), natural, seed)
     xp = ns.namespace_of(noise=noise)
     # Random signs have mean zero, so that cross terms of rows which share an example
     # vanish on average, and squares stay exact.
     return with_random_signs(exact, xp.broadcast_to(noise, rows))
+
+
+def _drawn(
+    spec: NoiseSpec, natural: Array, seed: int | Callable[[NoiseSpec], Array]
+) -> Array:
+    if callable(seed):
+        return seed(spec)
+    return draw_noise(spec, like=natural, rng=seed)

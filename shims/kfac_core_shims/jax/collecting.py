@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -86,24 +88,21 @@ def collect(
     # On the CPU sums are NumPy's: SYRK and LAPACK work in their memory, where a compiled
     # program has new arrays for what it returns and for what it computes in between.
     on_host = platforms == {"cpu"}
+    draw = _Vectors(likelihood, fisher, samples, positions)
     run = jax.jit(network.function)
 
     @contextmanager
     def capture(blocks: Mapping[str, kc.Block]) -> Iterator[Any]:
         def passes(batch: Any, seed: int) -> tuple[Any, int]:
             inputs = _inputs_of(network, params, batch)
-            outputs = run(params, *inputs)
-            vectors = kc.losses.drawn_vectors(
-                likelihood,
-                outputs,
-                mode=fisher,
-                seed=seed,
-                shared=positions == "signs" or outputs.ndim > 2,
-                samples=samples,
-                positions=positions,
-            )
-            batches = network.compiled_batches(params, inputs, vectors)
-            return [_viewed(batches) if on_host else batches], len(outputs)
+            outputs = run.eval_shape(params, *inputs)
+            outputs = outputs[0] if network.has_aux else outputs
+            spec, noise = _noise_spec(draw, outputs), None
+            if spec is not None:
+                like = jnp.zeros((), outputs.dtype)
+                noise = kc.losses.draw_noise(spec, like=like, rng=seed)
+            batches = network.compiled_batches(params, inputs, noise, draw)
+            return [_viewed(batches) if on_host else batches], outputs.shape[0]
 
         yield passes
 
@@ -131,6 +130,40 @@ def collect(
         for name, state in blocks_now.items():
             blocks_now[name] = jax.tree.map(_in_jax, state)
     return collected
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """The vectors to backpropagate: equal ones are one compiled program."""
+
+    likelihood: kc.losses.Loss
+    fisher: kc.losses.EstimationMode
+    samples: int
+    positions: kc.losses.Positions
+
+    def __call__(self, outputs: Any, noise: Any) -> kc.losses.SourceVectors:
+        return kc.losses.drawn_vectors(
+            self.likelihood,
+            outputs,
+            mode=self.fisher,
+            seed=noise,
+            shared=self.positions == "signs" or outputs.ndim > 2,
+            samples=self.samples,
+            positions=self.positions,
+        )
+
+
+@functools.cache
+def _noise_spec(draw: _Vectors, outputs: jax.ShapeDtypeStruct) -> Any:
+    """Return the noise that vectors need; None if they need none."""
+    specs = []
+
+    def noise(spec: kc.losses.NoiseSpec) -> Any:
+        specs.append(spec)
+        return jnp.zeros(spec.shape)
+
+    jax.eval_shape(functools.partial(draw, noise=noise), outputs)
+    return next(iter(specs), None)
 
 
 def _viewed(batches: Any) -> Any:

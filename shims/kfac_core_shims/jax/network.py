@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
+from kfac_core_shims.jax.compiled import compiler_options
 from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
@@ -239,12 +240,19 @@ class Network:
 
     @functools.cached_property
     def compiled_batches(self) -> Any:
-        """A compiled ``(params, inputs, source vectors) -> batches`` of all blocks."""
+        """A compiled ``(params, inputs, noise, draw) -> batches`` of all blocks.
 
-        def batches(params: Any, inputs: Any, vectors: Any) -> Any:
-            return self.vjp(params, *inputs)[1](vectors).batches
+        ``draw(outputs, spec -> noise)`` returns the vectors to backpropagate.
+        """
 
-        return jax.jit(batches)
+        def batches(params: Any, inputs: Any, noise: Any, draw: Any) -> Any:
+            outputs, pull = self.vjp(params, *inputs)
+            outputs = outputs[0] if self.has_aux else outputs
+            return pull(draw(outputs, lambda spec: noise)).batches
+
+        options = compiler_options(jax.default_backend())
+        known = None if options is None else dict(options)
+        return jax.jit(batches, static_argnums=3, compiler_options=known)
 
     def _layers(
         self, params: Any, inputs: Any
