@@ -75,10 +75,12 @@ class Categorical(Loss):
         if not outputs.is_integral(xp, targets):
             t = _rows_of_targets(targets, z, xp)
             return p * xp.sum(t, axis=-1, keepdims=True) - t
-        hit, valid = _one_hot(targets, z, xp)
-        # p_y - 1 is minus the sum of the others, which does not cancel for p_y near 1.
-        others = xp.sum(xp.where(hit, xp.zeros_like(p), p), axis=-1, keepdims=True)
-        return xp.where(valid, xp.where(hit, -others, p), xp.nan)
+        return _gradient(p, targets, xp)
+
+    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
+        """Return `gradient` at the labels of `sample`, from probabilities taken once."""
+        p, u, xp = _opened_to_sample(natural, noise)
+        return _gradient(p, _label(p, u, xp), xp)
 
     def sample(self, natural: Array, noise: Array, /) -> Array:
         """Return labels by inversion: the first class whose cumulated p exceeds u.
@@ -89,16 +91,7 @@ class Categorical(Loss):
         A class of probability zero is never drawn, however the sums are rounded.
         Probabilities are met to about ``C eps`` of the dtype.
         """
-        z, xp = outputs.wide_natural(natural, noise=noise)
-        u = outputs.wide_companion(noise, z.shape[:-1], "noise", dtype=z.dtype, xp=xp)
-        p = xp.exp(_log_softmax(z, xp))
-        # Parallel cumulative sums need not be monotone, so exclude impossible classes.
-        cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
-        total = xp.max(cumulated, axis=-1, keepdims=True)
-        below_one = 1.0 - ns.roundoff_of(z.dtype, xp=xp)
-        threshold = xp.minimum(u[..., None] * total, total * below_one)
-        label = xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
-        return xp.where(outputs.is_uniform(u), label, -1)
+        return _label(*_opened_to_sample(natural, noise))
 
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v = p * (v - p.v)``."""
@@ -123,6 +116,30 @@ def _opened(natural: Array, v: Array) -> tuple[Array, Array, Array, Namespace]:
     z, xp = outputs.wide_natural(natural, v=v)
     v = outputs.wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
     return z, v, xp.exp(_log_softmax(z, xp)), xp
+
+
+def _opened_to_sample(natural: Array, noise: Array) -> tuple[Array, Array, Namespace]:
+    """Return p, the noise and the namespace, checked and wide."""
+    z, xp = outputs.wide_natural(natural, noise=noise)
+    u = outputs.wide_companion(noise, z.shape[:-1], "noise", dtype=z.dtype, xp=xp)
+    return xp.exp(_log_softmax(z, xp)), u, xp
+
+
+def _label(p: Array, u: Array, xp: Namespace) -> Array:
+    # Parallel cumulative sums need not be monotone, so exclude impossible classes.
+    cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
+    total = xp.max(cumulated, axis=-1, keepdims=True)
+    below_one = 1.0 - ns.roundoff_of(p.dtype, xp=xp)
+    threshold = xp.minimum(u[..., None] * total, total * below_one)
+    label = xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
+    return xp.where(outputs.is_uniform(u), label, -1)
+
+
+def _gradient(p: Array, labels: Array, xp: Namespace) -> Array:
+    hit, valid = _one_hot(labels, p, xp)
+    # p_y - 1 is minus the sum of the others, which does not cancel for p_y near 1.
+    others = xp.sum(xp.where(hit, xp.zeros_like(p), p), axis=-1, keepdims=True)
+    return xp.where(valid, xp.where(hit, -others, p), xp.nan)
 
 
 def _log_softmax(z: Array, xp: Namespace) -> Array:
