@@ -250,7 +250,7 @@ def _pair(
 def _padded(g: Array, sources: int, xp: Namespace) -> Array:
     """Return output gradients with sources of zeros appended."""
     missing = sources - g.shape[0]
-    return _joined([g, *[xp.zeros_like(g[:1, ...])] * missing], xp)
+    return xp.concat([g, *[xp.zeros_like(g[:1, ...])] * missing]) if missing else g
 
 
 def _times(x: Array, factor: Scalar) -> Array:

@@ -153,16 +153,17 @@ class Gradients:
             Whether it adds to ``.grad`` of any block; False where it returns gradients
             (`torch.autograd.grad`), None where it comes to no block.
         """
-        if is_drawn_through(self._model):
-            return None
         task = private.backward_pass()
         # Each hook of one backward pass comes here; only the first changes anything.
-        if task != self._task:
-            self._task, self._adds = task, True
-            if self._division is None:
-                self._adds = private.accumulates(self.trained)
-            if self._adds:
-                self._begin_to_add()
+        if task == self._task:
+            return self._adds
+        if is_drawn_through(self._model):
+            return None
+        self._task, self._adds = task, True
+        if self._division is None:
+            self._adds = private.accumulates(self.trained)
+        if self._adds:
+            self._begin_to_add()
         return self._adds
 
     def _begin_to_add(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch.likelihoods import BERNOULLI, CATEGORICAL, Criterion
 
-_SAMPLED = 1 << 13
+_SAMPLED = 1 << 11
 """Numbers of a large pass that are read to see that its rows still have one factor."""
 
 
