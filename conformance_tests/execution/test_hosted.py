@@ -1,10 +1,14 @@
 """Stages of PyTorch's tensors that NumPy computes, on one thread."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
 import kfac_core as kc
 from kfac_core.array import backend as backend_module
+from kfac_core.array import replaced
 from kfac_core.array.structure import leaves
 
 from ..builders import reference
@@ -161,3 +165,25 @@ def test_tracked_dampings_are_computed_by_pytorch(on_one_thread, asked, rng):  #
         dense = (e.operator("fc").to_dense() for e in (usual, traced))
         pair = (on_one_thread.to_numpy(matrix.detach()) for matrix in dense)
         assert_close(*pair, "product", "float64")
+
+
+@pytest.mark.parametrize("how", ["read", "copied", "pickled", "replaced"])
+def test_statistics_that_nobody_has_read_are_tensors(on_one_thread, rng, how):  # noqa: F811
+    x, g = rng.normal(size=(2, N, n)), rng.normal(size=(2, N, m))
+    estimator = estimator_of({"fc": dense_block()}, decay=0.5)
+    for inputs, output_grads in zip(x, g, strict=True):
+        fed = (on_one_thread.asarray(v, "float64") for v in (inputs, output_grads))
+        estimator.update({"fc": kc.Batch(*fed)})
+    statistics = estimator.state["fc"].statistics
+    if how == "copied":
+        statistics = copy.deepcopy(statistics)
+    elif how == "pickled":
+        statistics = pickle.loads(pickle.dumps(statistics))
+    elif how == "replaced":
+        statistics = replaced(statistics, status=statistics.status + 0)
+    kinds = {type(array).__module__ for _, array in leaves(statistics)}
+    assert kinds == {"torch"}
+    total = statistics.averages["output"].sum.full().numpy()
+    expected = (0.5 * g[0].T @ g[0] + g[1].T @ g[1]) / N
+    assert_close(total, expected, "gram", "float64")
+    assert not hasattr(statistics, "absent")

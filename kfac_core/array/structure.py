@@ -31,6 +31,8 @@ _fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 _names: dict[str, type[Any]] = {}
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
+_COMPUTE = " compute"
+"""Where a `deferred` structure holds its function, among its fields."""
 _PLAIN = frozenset({type(None), bool, int, float, str, frozenset})
 _WITHOUT_SCALARS = _PLAIN | {np.ndarray}
 
@@ -73,6 +75,8 @@ def structure(
         # No `==`: comparing arrays gives arrays, and identity is what hashing needs.
         cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
         names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+        cls.__getattr__ = _computed_field  # type: ignore[attr-defined]
+        cls.__getstate__ = contents  # type: ignore[method-assign,assignment]
         _names[f"{cls.__module__}:{cls.__qualname__}"] = cls
         _static[cls] = static
         _meet[cls] = meet
@@ -137,6 +141,46 @@ def fields_of(cls: type[Any], /) -> tuple[tuple[str, bool], ...]:
     return _fields.get(cls, ())
 
 
+def deferred(cls: type[T], known: dict[str, Any], compute: Callable[[], T], /) -> T:
+    """Return a structure most of whose fields are computed when one is first read.
+
+    Parameters
+    ----------
+    cls : type
+        Class of the structure.
+    known : dict of str to object
+        Fields that are known already.
+    compute : callable
+        Returns the whole structure.  It may be called by several threads.
+
+    Returns
+    -------
+    structure
+        Equal to ``compute()``.
+    """
+    new = object.__new__(cls)
+    new.__dict__.update(known, **{_COMPUTE: compute})
+    return new
+
+
+def contents(value: Any, /) -> dict[str, Any]:
+    """Return the fields of a structure by name; of a `deferred` one they are computed."""
+    fields: dict[str, Any] = value.__dict__
+    compute = fields.get(_COMPUTE)
+    if compute is not None:
+        # Known fields stay the objects that they are.
+        fields.update(contents(compute()) | fields)
+        fields.pop(_COMPUTE, None)
+    return fields
+
+
+def _computed_field(value: Any, name: str) -> Any:
+    """Return a field that no attribute holds yet, as of a `deferred` structure."""
+    if _COMPUTE in value.__dict__ and name in dict(_fields[type(value)]):
+        return contents(value)[name]
+    raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}")
+
+
 def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
     """Return a structure whose parts are a function's results for the old parts.
 
@@ -158,7 +202,7 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
     # A frozen class's constructor is slow, and this runs hundreds of times a step.
     new = object.__new__(cls)
     fields = new.__dict__
-    fields.update(vars(value))
+    fields.update(contents(value))
     for name in _arrays[cls]:
         part = fields[name]
         if part is not None:
@@ -310,7 +354,7 @@ def _holds_scalars(value: Any) -> bool:
     parts = [value]
     for part in parts:
         if type(part) in _arrays:
-            inner = vars(part).values()
+            inner = contents(part).values()
         elif isinstance(part, dict):
             inner = part.values()
         elif isinstance(part, np.generic):
@@ -436,7 +480,7 @@ def replaced(value: T, /, **changes: Any) -> T:
     """
     # A frozen class's constructor is slow.
     new = object.__new__(type(value))
-    before, fields = value.__dict__, new.__dict__
+    before, fields = contents(value), new.__dict__
     fields |= before
     fields |= changes
     # An unknown name would be a new attribute; the count shows it.

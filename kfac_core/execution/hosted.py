@@ -20,7 +20,8 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.structure import is_plain, is_structure, rebuilt
+from kfac_core.array.structure import deferred, is_plain, is_structure, rebuilt
+from kfac_core.factors.statistics import Statistics
 from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Tasks, plain
 
 LARGE = 10**8
@@ -166,7 +167,10 @@ class Hosted(Executor):
             to_library = partial(_native("from_host", from_host, xp), xp=xp)
             returned = _Mapped(to_library, owners)
             for name, result in self._inner(stage, hosted).items():
-                results[name] = returned(result)
+                if type(result) is Statistics:
+                    results[name] = _statistics_of_library(result, to_library)
+                else:
+                    results[name] = returned(result)
                 self._remember(name, results[name], result)
         return {name: results[name] for name in tasks}
 
@@ -208,7 +212,10 @@ class _Mapped:
         if cls in self._arrays:
             return self._function(value)
         if is_structure(value):
-            return rebuilt(value, self)
+            new = rebuilt(value, self)
+            # Blocks share their options.
+            self._known[id(value)] = value, new
+            return new
         if isinstance(value, dict):
             return {name: self(part) for name, part in value.items()}
         if is_plain(value) or isinstance(value, Exception | ProductCall):
@@ -218,6 +225,15 @@ class _Mapped:
         mapped = self._function(value)
         self._arrays.add(cls)
         return mapped
+
+
+def _statistics_of_library(view: Statistics, function: Callable[[Any], Any]) -> Any:
+    """Return statistics with arrays of the library, made when they are first read.
+
+    The next update recognizes them unread.
+    """
+    known = {"status": function(view.status)}
+    return deferred(Statistics, known, partial(_Mapped(function, {}), view))
 
 
 def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
