@@ -402,6 +402,11 @@ def reshaped(x: Array, shape: tuple[int, ...], /, *, xp: Namespace) -> Array:
     return x.reshape(shape) if hasattr(x, "reshape") else xp.reshape(x, shape)
 
 
+def summed(x: Array, /, *, xp: Namespace) -> Array:
+    """Return the sum of a floating array, by its method where it has one."""
+    return x.sum() if hasattr(x, "sum") else xp.sum(x)
+
+
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
     if isinstance(value, np.generic) and isinstance(like, _OF_NUMPY):

@@ -147,9 +147,10 @@ class Hosted(Executor):
         for name, (block, first, *others) in tasks.items():
             if stage.is_product:
                 flops = stage.work(block)
-                large = {"flops": flops, "dtype": first.like.dtype}
                 # Large products are as fast in the library, which may use more threads.
-                if flops >= LARGE and not host_computes(xp=xp, **large):
+                if flops >= LARGE and not host_computes(
+                    xp=xp, flops=flops, dtype=first.like.dtype
+                ):
                     continue
             known = self._views.get((name, type(first)))
             # By identity: the structure that the last call returned, with its views.

@@ -207,7 +207,7 @@ def dot(
                     x, y = ns.cast(xp, x, wide), ns.cast(xp, y, wide)
                 # Each array sums in its own width, and only the scalars are joined in
                 # the widest.
-                part = ns.cast(xp, xp.sum(x * y), dtype)
+                part = ns.cast(xp, ns.summed(x * y, xp=xp), dtype)
                 total = part if total is None else total + part
     if total is None:
         example = next(x for arrays in left.values() for x in arrays.values())
