@@ -191,21 +191,20 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
     value : structure
         Structure; not modified.
     function : callable
-        Function of a field that is neither static nor None.
+        Function of a field that is neither static nor `is_plain`.
 
     Returns
     -------
     structure
         Structure of the same class.
     """
-    cls = type(value)
     # A frozen class's constructor is slow, and this runs hundreds of times a step.
-    new = object.__new__(cls)
+    new = object.__new__(type(value))
     fields = new.__dict__
-    fields.update(contents(value))
-    for name in _arrays[cls]:
+    fields |= contents(value)
+    for name in _arrays[type(value)]:
         part = fields[name]
-        if part is not None:
+        if type(part) not in _PLAIN:
             fields[name] = function(part)
     return new
 

@@ -47,10 +47,12 @@ def detached(batch: BatchLike, name: str, /) -> Any:
     if is_structure(batch):
         changed = {}
         for field, value in vars(batch).items():
-            if _detaching.get(type(value), detached_array) is not None:
+            if type(value) in _detaching:
+                without = detached_array(value)
+            else:
                 without = map_structure(detached_array, value)
-                if without is not value:
-                    changed[field] = without
+            if without is not value:
+                changed[field] = without
         return replaced(batch, **changed) if changed else batch
     if isinstance(batch, list | tuple):
         return tuple([detached(use, name) for use in batch])
