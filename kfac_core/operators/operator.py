@@ -13,6 +13,7 @@ blocks that are computed together.  Its arrays then have leading axes ``lead``.
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -70,11 +71,18 @@ def products_without(*parts: object) -> Mapping[str, str]:
     if not factorized:
         return EVERY_PRODUCT
     available = frozenset.intersection(*(part.factorizations for part in factorized))
-    return {
+    return _products_lacking(available)
+
+
+@functools.cache
+def _products_lacking(available: frozenset[Factorization]) -> Mapping[str, str]:
+    """Return the products that need a matrix and none of these factorizations."""
+    gone = {
         product: GONE
         for product in VECTOR_PRODUCTS
         if FACTORIZATION_OF.get(product) not in available
     }
+    return MappingProxyType(gone)
 
 
 class CurvatureOperator(LinearMap):
