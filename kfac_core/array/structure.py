@@ -353,7 +353,9 @@ def _holds_scalars(value: Any) -> bool:
     parts = [value]
     for part in parts:
         if type(part) in _arrays:
-            inner = contents(part).values()
+            inner = part.__dict__.values()
+            if _COMPUTE in part.__dict__:
+                inner = contents(part).values()
         elif isinstance(part, dict):
             inner = part.values()
         elif isinstance(part, np.generic):
@@ -479,7 +481,9 @@ def replaced(value: T, /, **changes: Any) -> T:
     """
     # A frozen class's constructor is slow.
     new = object.__new__(type(value))
-    before, fields = contents(value), new.__dict__
+    before, fields = value.__dict__, new.__dict__
+    if _COMPUTE in before:
+        before = contents(value)
     fields |= before
     fields |= changes
     # An unknown name would be a new attribute; the count shows it.

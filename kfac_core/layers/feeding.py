@@ -47,10 +47,8 @@ def detached(batch: BatchLike, name: str, /) -> Any:
     if is_structure(batch):
         changed = {}
         for field, value in vars(batch).items():
-            if type(value) in _detaching:
-                without = detached_array(value)
-            else:
-                without = map_structure(detached_array, value)
+            detach = _detaching.get(type(value), _detached_parts)
+            without = value if detach is None else detach(value)
             if without is not value:
                 changed[field] = without
         return replaced(batch, **changed) if changed else batch
@@ -106,6 +104,11 @@ def detached_array(x: Array, /) -> Array:
         _detaching[kind] = None if generic else native
     detach = _detaching[kind]
     return x if detach is None else detach(x)
+
+
+def _detached_parts(value: Any) -> Any:
+    """Return an array, or a structure of arrays, detached from its gradient graph."""
+    return map_structure(detached_array, value)
 
 
 def detached_arrays(arrays: Mapping[str, Array], /) -> dict[str, Array]:
