@@ -43,6 +43,22 @@ def run(capsys):
 
 
 @pytest.fixture
+def said(run, tmp_path):
+    """Verify a writer's record, whose answer is wrong; return all lines as one."""
+
+    def call(writer):
+        path = tmp_path / "wrong.safetensors"
+        writer.save(path)
+        code, lines, _ = run(path)
+        assert code == 1
+        # Lines are broken for a screen of 80 columns.
+        assert max(map(len, lines[1:])) <= 80
+        return " ".join(" ".join(lines).split())
+
+    return call
+
+
+@pytest.fixture
 def differing(tmp_path):
     """A good file whose answers are random numbers."""
     return write(tmp_path, "differing", Good().bytes())
@@ -186,40 +202,27 @@ def test_a_record_that_tolerates_everything_is_refused(
         (-1.0, "-1 times ours"),
     ],
 )
-def test_a_wrong_number_is_named(run, rng, tmp_path, scale, sentence):
+def test_a_wrong_number_is_named(said, rng, scale, sentence):
     """A factor of the examples' number is the commonest defect of all."""
     x, g = rng.normal(size=(32, 4)), rng.normal(size=(32, 3))
-    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
-    writer = _writer(layer)
-    writer.update({"fc": kc.Batch(x, g)})
-    G = g.T @ g / 32
-    writer.check("fc", "factor", factor="output", expected=scale * G)
-    path = tmp_path / "scaled.safetensors"
-    writer.save(path)
+    writer = _writer(x, g)
+    writer.check("fc", "factor", factor="output", expected=scale * g.T @ g / 32)
 
-    code, lines, _ = run(path)
+    text = said(writer)
 
-    assert code == 1
-    assert lines[3].startswith("  fc factor=output: the record's answer is ")
-    assert sentence in said(lines)
+    assert " fc factor=output: the record's answer is " in text
+    assert sentence in text
 
 
-def test_a_transposed_answer_is_named(run, rng, tmp_path):
+def test_a_transposed_answer_is_named(said, rng):
     """Where no number explains a square matrix."""
     x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 3))
-    layer = kc.Dense(in_features=3, out_features=3, bias=False, weight_layout="io")
-    writer = _writer(layer, "exact")
-    writer.update({"fc": kc.Batch(x, g)})
+    writer = _writer(x, g, rule="exact")
     V = rng.normal(size=(3, 3))
     product = (x.T @ x / 32) @ V @ (g.T @ g / 32) + 0.1 * V
     writer.check("fc", "multiply", vector={"weight": V}, expected={"weight": product.T})
-    path = tmp_path / "transposed.safetensors"
-    writer.save(path)
 
-    code, lines, _ = run(path)
-
-    assert code == 1
-    assert "transposed" in said(lines)
+    assert "transposed" in said(writer)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_a_transposed_answer_is_named(run, rng, tmp_path):
         ({"output": 1.3}, None),
     ],
 )
-def test_another_convention_is_named(run, rng, tmp_path, wrong, sentence):
+def test_another_convention_is_named(said, rng, wrong, sentence):
     """A damped inverse that is right by another convention, computed by NumPy alone."""
     x, g = rng.normal(size=(32, 4)), 0.3 * rng.normal(size=(32, 3))
     A = wrong.get("input", 1.0) * x.T @ x / 32
@@ -255,12 +258,9 @@ def test_another_convention_is_named(run, rng, tmp_path, wrong, sentence):
         F = np.kron(A, G) + (0.1 if rule == "exact" else 0.0) * np.eye(12)
     V = rng.normal(size=(4, 3))
     answer = np.linalg.solve(F, V.ravel()).reshape(4, 3)
-    path = _inverse_record(tmp_path, x, g, V, answer)
 
-    code, lines, _ = run(path)
+    text = said(_inverse_record(x, g, V, answer))
 
-    text = said(lines)
-    assert code == 1
     assert ("fc multiply_inverse: the record's answer is ours" in text) == bool(
         sentence
     )
@@ -275,9 +275,7 @@ def test_another_convention_is_named(run, rng, tmp_path, wrong, sentence):
         (5.0, 5.0, "ours with a damping that was not divided by S = 5"),
     ],
 )
-def test_positions_that_were_forgotten_are_named(
-    run, rng, tmp_path, scale, shift, sentence
-):
+def test_positions_that_were_forgotten_are_named(said, rng, scale, shift, sentence):
     """The block is S A (x) G, and each factor's damping the root of damping / S."""
     x, g = rng.normal(size=(8, 5, 4)), rng.normal(size=(8, 5, 3))
     A = np.einsum("nsi,nsj->ij", x, x) / 40
@@ -287,12 +285,8 @@ def test_positions_that_were_forgotten_are_named(
     V = rng.normal(size=(4, 3))
     left, right = A + pi * r * np.eye(4), G + r / pi * np.eye(3)
     answer = np.linalg.solve(left, V) @ np.linalg.inv(right) / scale
-    path = _inverse_record(tmp_path, x, g, V, answer)
 
-    code, lines, _ = run(path)
-
-    assert code == 1
-    assert sentence in said(lines)
+    assert sentence in said(_inverse_record(x, g, V, answer))
 
 
 @pytest.mark.parametrize(
@@ -302,31 +296,21 @@ def test_positions_that_were_forgotten_are_named(
         ((0, 1, 2, 3, 4), 0.5, "only the last row and column differ"),
     ],
 )
-def test_a_bias_elsewhere_is_named(run, rng, tmp_path, order, one, sentence):
+def test_a_bias_elsewhere_is_named(said, rng, order, one, sentence):
     """The constant 1 comes first, or is another number."""
     x, g = rng.normal(size=(32, 4)), rng.normal(size=(32, 3))
     x1 = np.concatenate([x, np.full((32, 1), one)], axis=1)[:, list(order)]
-    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
-    writer = _writer(layer)
-    writer.update({"fc": kc.Batch(x, g)})
+    writer = _writer(x, g, bias=True)
     writer.check("fc", "factor", factor="input", expected=x1.T @ x1 / 32)
-    path = tmp_path / "bias.safetensors"
-    writer.save(path)
 
-    code, lines, _ = run(path)
-
-    assert code == 1
-    assert sentence in said(lines)
+    assert sentence in said(writer)
 
 
-def said(lines):
-    """Return the text without the line breaks of a screen of 80 columns."""
-    assert max(map(len, lines[1:])) <= 80
-    return " ".join(" ".join(lines).split())
-
-
-def _writer(layer, rule="factored"):
-    return records.RecordWriter(
+def _writer(x, g, *, bias=False, rule="factored"):
+    """Return the writer of a record of a dense layer with one update."""
+    n, m = x.shape[-1], g.shape[-1]
+    layer = kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
+    writer = records.RecordWriter(
         {"fc": kc.Block(layer, kc.Kronecker())},
         decay=0.9,
         damping=0.1,
@@ -334,15 +318,13 @@ def _writer(layer, rule="factored"):
         loss="sum",
         producer="another library",
     )
-
-
-def _inverse_record(folder, x, g, V, answer):
-    """Write a record that asks for one damped product, of a layer without bias."""
-    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
-    writer = _writer(layer)
     writer.update({"fc": kc.Batch(x, g)})
+    return writer
+
+
+def _inverse_record(x, g, V, answer):
+    """Return the writer of a record that asks for one damped product."""
+    writer = _writer(x, g)
     vector, expected = {"weight": V}, {"weight": answer}
     writer.check("fc", "multiply_inverse", vector=vector, expected=expected)
-    path = folder / "inverse.safetensors"
-    writer.save(path)
-    return path
+    return writer
