@@ -29,7 +29,7 @@ Recurrent Neural Networks", ICLR.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kfac_core import constraints, errors
 from kfac_core.approximations.approximation import Approximation
@@ -42,7 +42,7 @@ from kfac_core.factors.average import Average
 from kfac_core.factors.lagged import LaggedFactor, length_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Rows
+from kfac_core.layers.rows import Batch, Rows
 from kfac_core.operators.operator import CurvatureOperator
 
 SeriesVariant = Literal["independent", "symmetric", "infinite"]
@@ -212,7 +212,7 @@ class Series(Approximation):
             return None
         return "needs time steps in order, so a dense layer with one shared axis"
 
-    def rows(self, layer: Layer, batch: Any, /) -> Rows:
+    def rows(self, layer: Layer, batch: Batch, /) -> Rows:
         """Return a batch as rows, in the order of time.
 
         Raises

@@ -24,6 +24,7 @@ Martens and Grosse (2015), arXiv:1503.05671, section 4.3.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain, ChainRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Rows
+from kfac_core.layers.rows import Batch, Rows
 from kfac_core.linalg.conditional import conditional, marginal
 from kfac_core.linalg.fallback import Fallback, in_wider_dtype
 from kfac_core.linalg.series_chain import Root, triangular_root
@@ -173,7 +174,7 @@ class BlockTridiagonal(Approximation):
             return None
         return "one layer has no neighbors; name several in `Coupling(chains=...)`"
 
-    def rows(self, layer: Layer, batch: Any, /) -> ChainRows:
+    def rows(self, layer: Layer, batch: Mapping[str, Batch], /) -> ChainRows:
         """Return what the layers saw as rows."""
         rows: ChainRows = layer.rows(batch)
         return rows

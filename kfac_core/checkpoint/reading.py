@@ -269,7 +269,7 @@ def _require(good: bool, expected: str) -> None:
         raise errors.StateError(f"expected {expected}.")
 
 
-def _is_block(part: Any) -> bool:
+def _is_block(part: object) -> bool:
     """Whether a part of a document has the form of a block."""
     parts = ("layer", "approximation", "values")
     return isinstance(part, dict) and all(

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from kfac_core.approximations.options import RefreshOptions, UpdateOptions
-from kfac_core.array import Array, map_structure, replaced
+from kfac_core.array import Array, Scalar, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import leaves
@@ -1111,7 +1111,7 @@ def _int32(value: int, like: Array) -> Array:
     return xp.full((), int(value), dtype=xp.int32, device=ns.device_of(like))
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Scalar | None) -> float | None:
     if value is None:
         return None
     return float(value) if ns.is_finite_number(value) else float(np.asarray(value))

@@ -29,7 +29,7 @@ from kfac_core.approximations.ekfac import EKFAC
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import UpdateOptions
 from kfac_core.approximations.second_moment import Diagonal, Full
-from kfac_core.array import map_structure, replaced
+from kfac_core.array import Array, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import asarray
 from kfac_core.block import Block
@@ -481,7 +481,7 @@ class _Run:
             )
         return high * 2**20 + low
 
-    def _total(self, x: Any, share: int = 1) -> Any:
+    def _total(self, x: Array, share: int = 1) -> Array:
         """Return the sum over processes of `share` times an array, whose memory it takes.
 
         In slices, since engines need memory beside what they add up.
@@ -501,7 +501,7 @@ class _Run:
             piece[...] = self._reduced(piece, overwrite=True)
         return x
 
-    def _reduced(self, x: Any, overwrite: bool = False) -> Any:
+    def _reduced(self, x: Array, overwrite: bool = False) -> Array:
         assert self.communicator is not None, "there are several processes"
         xp = ns.own_namespace(x)
         flat = xp.reshape(x, (-1,))

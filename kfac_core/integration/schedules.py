@@ -51,7 +51,7 @@ class Falling:
     after: float = 100.0
     power: float = 1.0
 
-    def __call__(self, step: Any, /) -> Any:
+    def __call__(self, step: Scalar, /) -> Scalar:
         """Return the value after a number of steps."""
         return self.first / (1.0 + (step / self.after) ** self.power)
 
@@ -79,12 +79,12 @@ class Widening:
     later: int
     until: int
 
-    def __call__(self, step: Any, /) -> Any:
+    def __call__(self, step: Scalar, /) -> Scalar:
         """Return the interval after a number of steps, which may be traced."""
         return self.first + (self.later - self.first) * (step >= self.until)
 
 
-def value_at(schedule: Schedule, step: int, /) -> Any:
+def value_at(schedule: Schedule, step: int, /) -> Scalar:
     """Return what a schedule says at a step.
 
     Parameters

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
+from kfac_core.layers.rows import Batch
 
 _UNSUPPORTED = {
     "bias": (
@@ -22,7 +22,7 @@ _UNSUPPORTED = {
 
 
 def entering(
-    batch: Any, /, *supported: str, ids: bool = False
+    batch: Batch, /, *supported: str, ids: bool = False
 ) -> tuple[Array, Array, Array | None, Namespace]:
     """Return inputs, output gradients, mask and namespace of a batch, checked.
 
@@ -65,7 +65,7 @@ def entering(
 
 
 def require_output_grads(
-    batch: Any, event: tuple[int, ...], /, *, hint: str, lead: int = 0
+    batch: Batch, event: tuple[int, ...], /, *, hint: str, lead: int = 0
 ) -> None:
     """Raise unless output gradients have the shape that fits, and hold a row.
 

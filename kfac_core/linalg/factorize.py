@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kfac_core import errors
-from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.finite import is_plain, known_finite, known_true, quiet
 from kfac_core.array.structure import without_scalars
@@ -349,8 +349,8 @@ def _reader(image: Array, plain: bool) -> Callable[[Array], Any]:
 
 
 def _needed_eigenvalue(
-    problem: symmetric.ScaledMatrix, number: Callable[[Array], Any], xp: Namespace
-) -> Any:
+    problem: symmetric.ScaledMatrix, number: Callable[[Array], Scalar], xp: Namespace
+) -> Scalar:
     """Return the least eigenvalue of M that the roundoff of storing B moves by little.
 
     Parameters

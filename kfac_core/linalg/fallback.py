@@ -315,7 +315,7 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     return in_dtype(problem, xp.float64, xp)
 
 
-def _narrowed(factorization: M, problem: Any, name: str, xp: Namespace) -> M:
+def _narrowed(factorization: M, problem: object, name: str, xp: Namespace) -> M:
     """Return a factorization in the dtype of the problem."""
     return in_narrow_dtype(
         factorization, _like(problem).dtype, check="raise", name=name, xp=xp
@@ -381,7 +381,7 @@ def _is_floating(x: Array, xp: Namespace) -> bool:
     return bool(xp.isdtype(x.dtype, "real floating"))
 
 
-def _like(problem: Any) -> Array:
+def _like(problem: object) -> Array:
     return next(iter(leaves(problem)))[1]
 
 

@@ -10,11 +10,12 @@ are computed from the dense matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
 
-from kfac_core.array import Array, Check, Namespace, Status, replaced
+from kfac_core.array import Array, Check, DType, Namespace, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, probe, relative_norm
@@ -66,7 +67,7 @@ class DampedRankOne:
         return self.repeats * self.block.size + self.bias
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the arrays."""
         return self.block.dtype
 
@@ -194,7 +195,7 @@ class DampedRankOne:
         status = self.block.status()
         return status if self.whole is None else status | self.whole.status()
 
-    def _by_block(self, v: Array, function: Any) -> Array:
+    def _by_block(self, v: Array, function: Callable[[Array], Array]) -> Array:
         """Apply a function of (c, k) matrices to each of the K blocks of rows of v."""
         xp = self._xp()
         c, columns = self.block.size, v.shape[-1]

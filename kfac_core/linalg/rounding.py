@@ -17,7 +17,7 @@ import numpy as np
 from kfac_core import constraints, errors
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
-from kfac_core.array.backend import backend_of
+from kfac_core.array.backend import Backend, backend_of
 
 
 def rounded_weight(
@@ -116,7 +116,7 @@ def rounded_weight(
 
 
 def _unit_lower(
-    name: str, factor: Array | None, size: int, fraction: float, backend: Any
+    name: str, factor: Array | None, size: int, fraction: float, backend: Backend
 ) -> np.ndarray[Any, Any]:
     """Return L of ``L D L^T``, unit lower triangular."""
     if factor is None:

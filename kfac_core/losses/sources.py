@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar, replaced
@@ -246,7 +247,7 @@ def _sampled(
     return _factor(loss, modes.curvature_matrix(mode))(natural, signs)
 
 
-def _factor(loss: Loss, matrix: modes.CurvatureMatrix) -> Any:
+def _factor(loss: Loss, matrix: modes.CurvatureMatrix) -> Callable[..., Array]:
     return loss.ggn_factor_multiply if matrix == "ggn" else loss.fisher_factor_multiply
 
 
