@@ -63,6 +63,25 @@ def test_local_energies_of_a_product_of_hydrogen_orbitals(program):
 
 
 @pytest.mark.parametrize("name", ["trap", "helium"])
+def test_images_of_reference_functions_are_those_by_autograd(program, name):
+    """H phi over phi is the local energy of phi."""
+
+    class Reference(nn.Module):
+        potential = staticmethod(program.SYSTEMS[name]().potential)
+
+        def forward(self, x):
+            return program.SYSTEMS[name]().references(x)[0][:, self.term].abs().log()
+
+    reference = Reference()
+    x = positions(20, 5 if name == "trap" else 6)
+    functions, images = program.SYSTEMS[name]().references(x)
+    for reference.term in range(0, functions.shape[1], 7):
+        energies = program.local_energies(reference, x)
+        image = energies * functions[:, reference.term]
+        torch.testing.assert_close(images[:, reference.term], image)
+
+
+@pytest.mark.parametrize("name", ["trap", "helium"])
 def test_exchanging_particles_leaves_the_density(program, name):
     torch.manual_seed(0)
     network = program.SYSTEMS[name]().double()

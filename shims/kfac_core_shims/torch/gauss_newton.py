@@ -9,6 +9,7 @@ the loss is ``|r|^2 / (2 R)``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -68,10 +69,14 @@ class GaussNewtonReport:
     other_points: bool
 
     def __str__(self) -> str:
+        line = f"step {self.steps}: loss {self.loss:.3e}"
+        if math.isnan(self.reached):
+            line += f", rate {self.rate:.1e}"
+        else:
+            line += f" to {self.reached:.3e}, {self.trials} trials, "
+            line += "accepted" if self.accepted else "no damping lowered the loss"
         lines = [
-            f"step {self.steps}: loss {self.loss:.3e} to {self.reached:.3e}, damping "
-            f"{self.damping:.1e}, {self.trials} trials, "
-            + ("accepted" if self.accepted else "no damping lowered the loss"),
+            f"{line}, damping {self.damping:.1e}",
             f"{self.samples} residuals, {self.parameters} parameters; solved with a "
             f"residual of {self.residual:.0e}",
         ]
@@ -273,6 +278,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         kfac_core.NotFiniteError
             For residuals that are not finite.  Nothing was changed.
         """
+        kc.constraints.require_range("residuals", residuals, kc.constraints.FUNCTION)
         if not all(p.requires_grad for p in self._finder.parameters):
             raise kc.UnsupportedError(
                 "A parameter was frozen after GaussNewton was created. Create it "
