@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from benchmarks.workloads import SWEEPS
 
 FOLDER = Path(__file__).resolve().parent / "measured_here"
 
-NAMES = ("autoencoder", "transformer", "small", "growth")
+NAMES = ("autoencoder", "activations", "transformer", "small", "growth")
 """What can be kept: one file for each command of the page."""
 
 TRAINING = ("torch_training", "jax_training")
@@ -192,17 +193,18 @@ def _rooflines(name: str, stages: Sequence[str], libraries: Sequence[str]) -> st
             figure = run.figure(name, stage, library, "rooflines")
             shown = "" if figure is None else f"{figure:.2f}"
             cells.append(_marked(shown, run.noisy(name, stage, library)))
-        rows.append(cells)
+        if any(cells[1:]):
+            rows.append(cells)
     return _markdown(["stage", *(HEADS[library] for library in libraries)], rows)
 
 
-def _autoencoder() -> str:
+def _autoencoder(name: str) -> str:
     stages = (
         *("statistics", "refresh-inverse", "refresh-cholesky", "precondition-inverse"),
         *("precondition-solve", "cycle", "cycle-triangular", "refresh-eigen"),
         *("refresh-driver", "precondition-eigen", *OPTIMIZER_STAGES),
     )
-    return _rooflines("autoencoder", stages, PLAIN)
+    return _rooflines(name, stages, PLAIN)
 
 
 def _transformer() -> str:
@@ -415,7 +417,8 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "autoencoder": _autoencoder,
+    "autoencoder": partial(_autoencoder, "autoencoder"),
+    "activations": partial(_autoencoder, "activations"),
     "transformer": _transformer,
     "small layers": _small,
     "one call": _looped,
