@@ -256,6 +256,26 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -
     return torch.where((info == 0)[..., None, None], lower, torch.nan)
 
 
+def cholesky_in_place(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
+    """Put the lower factor of ``B + shift I`` below B, which is moved above it."""
+    array = matrix.array
+    if array.ndim != 2 or array.shape[0] < _CHOLESKY_FROM or not _plain(array):
+        return NotImplemented
+    if not matrix.full_storage:
+        panels.mirror(array)
+    return panels.cholesky(array, shift, in_place=True)
+
+
+def restored_matrix(matrix: Any, diagonal: Any, /, *, xp: Any) -> Any:
+    """Mirror what stands above the diagonal, and put the diagonal back."""
+    array = matrix.array
+    if array.ndim != 2 or array.shape[0] < _CHOLESKY_FROM or not _plain(array):
+        return NotImplemented
+    panels.mirror(array.mT)
+    array.diagonal().copy_(diagonal)
+    return matrix
+
+
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1``, both triangles or the lower one."""
     if _plain(lower):
@@ -297,7 +317,9 @@ def _large_product(a: Any, b: Any) -> Any:
 
 
 def multiply_triangular(lower: Any, v: Any, /, *, transpose: bool, xp: Any) -> Any:
-    """Return ``L v`` or ``L^T v`` for one column of each of a stack."""
+    """Return ``L v`` or ``L^T v``: of a large L, or for one column of each of a stack."""
+    if lower.ndim == 2 and lower.shape[0] >= _CHOLESKY_FROM and _plain(lower, v):
+        return panels.multiply_triangular(lower, v, transpose=transpose)
     if lower.ndim == 2 or v.shape[-1] != 1:
         return NotImplemented
     return _rows_times(v, lower if transpose else lower.mT)

@@ -54,13 +54,15 @@ def gram(
     return new
 
 
-def cholesky(array: Any, shift: Any, factor: float = 1.0) -> Any:
+def cholesky(
+    array: Any, shift: Any, factor: float = 1.0, *, in_place: bool = False
+) -> Any:
     """Return the lower factor of ``factor A + shift I`` by columns of panels.
 
-    It is left-looking.
+    It is left-looking.  In place what stands above the diagonal stays there.
     """
     n, width = array.shape[0], 64 if array.shape[0] < 2560 else 128
-    lower = torch.empty((n, n), dtype=array.dtype)
+    lower = array if in_place else torch.empty((n, n), dtype=array.dtype)
     for start, stop in _panels(n, width):
         panel, below = slice(start, stop), slice(stop, n)
         done = lower[:, :start]
@@ -71,13 +73,42 @@ def cholesky(array: Any, shift: Any, factor: float = 1.0) -> Any:
         column.diagonal().add_(shift)
         corner, info = torch.linalg.cholesky_ex(column[: stop - start])
         if int(info) != 0:
-            return lower.fill_(torch.nan)
-        lower[panel, panel] = corner
-        lower[panel, below] = 0.0
+            (lower.diagonal() if in_place else lower).fill_(torch.nan)
+            return lower
+        if in_place:
+            lower[panel, panel].triu_(1).add_(corner)
+        else:
+            lower[panel, panel] = corner
+            lower[panel, below] = 0.0
         # The inverse of so small a corner is as good as solving with it.
         solver = _corner_inverse(corner).mT
         torch.mm(column[stop - start :], solver, out=lower[below, panel])
     return lower
+
+
+def mirror(array: Any) -> None:
+    """Copy the lower triangle to the upper one, in place."""
+    n = array.shape[0]
+    for start, stop in _panels(n, 128):
+        panel, below = slice(start, stop), slice(stop, n)
+        array[panel, below] = array[below, panel].mT
+        corner = array[panel, panel]
+        corner.copy_(corner.tril() + corner.tril(-1).mT)
+
+
+def multiply_triangular(lower: Any, v: Any, *, transpose: bool) -> Any:
+    """Return ``L v`` or ``L^T v``, without reading above the diagonal."""
+    product = torch.empty_like(v)
+    for start, stop in _panels(lower.shape[0], 512):
+        panel = slice(start, stop)
+        corner = lower[panel, panel].tril()
+        if transpose:
+            part = corner.mT @ v[panel]
+            product[panel] = part.addmm_(lower[stop:, panel].mT, v[stop:])
+        else:
+            part = corner @ v[panel]
+            product[panel] = part.addmm_(lower[panel, :start], v[:start])
+    return product
 
 
 def _corner_inverse(lower: Any) -> Any:

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 
 from kfac_core.linalg.cholesky import (
+    cholesky_in_place,
     cholesky_inverse,
     damped_cholesky,
     inverse_from_cholesky,
     is_positive_factor,
+    restored_matrix,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.triangular import multiply_triangular
 
 from ..builders import reference
 from ..builders.tolerances import assert_close
@@ -40,6 +43,37 @@ def test_the_factor_is_the_cholesky_factor(backend, dtype, rng, n, whole):
     assert np.array_equal(got, np.tril(got))
     assert_close(got, expected, "cholesky", dtype)
     assert bool(is_positive_factor(L, xp=backend.xp))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_factor_may_stand_in_the_memory_of_its_matrix(backend, dtype, rng, order):
+    """It is read below the diagonal; the matrix comes back, also after a failure."""
+    n, xp = 700, backend.xp
+    A = reference.spd(rng, n)
+    stored = lower_only(A)
+    if order == "C":
+        array = backend.asarray(stored, dtype)
+    else:
+        array = xp.matrix_transpose(backend.asarray(stored.T.copy(), dtype))
+    matrix = SymmetricMatrix(array, full_storage=False)
+    diagonal, v = 1.0 * matrix.diagonal(), rng.normal(size=(n, 2))
+    expected = np.linalg.cholesky(A + 0.05 * np.eye(n))
+    for shift in (-1e3, 0.05):
+        L = cholesky_in_place(matrix, shift, xp=xp)
+        if shift < 0:
+            assert np.isnan(backend.to_numpy(L)[n - 1, n - 1])
+        else:
+            got = np.tril(backend.to_numpy(L))
+            assert_close(got, expected, "cholesky", dtype)
+            for transpose in (False, True):
+                product = multiply_triangular(
+                    L, backend.asarray(v, dtype), transpose=transpose, xp=xp
+                )
+                dense = (expected.T if transpose else expected) @ v
+                assert_close(backend.to_numpy(product), dense, "cholesky", dtype)
+        matrix = restored_matrix(matrix, diagonal, xp=xp)
+        restored = np.tril(backend.to_numpy(matrix.array))
+        assert np.array_equal(restored, np.tril(A).astype(dtype))
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -163,8 +163,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     A step costs a forward and a backward pass, ``R^2 (n + m)`` flops a layer and
     ``R^3 / 3`` for R residuals, and for each damping that is tried two forward passes and
     another ``R^3 / 3``.  It reads values of the loss, which synchronizes with the device.
-    Memory: the rows, and ``R^2`` numbers; ``2 R^2`` where PyTorch computes on several
-    threads or a GPU.
+    Memory: the rows, and ``R^2`` numbers; ``2 R^2`` on a GPU.
 
     References
     ----------
