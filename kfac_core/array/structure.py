@@ -39,7 +39,10 @@ _WITHOUT_SCALARS = _PLAIN | {np.ndarray}
 
 @dataclass_transform(frozen_default=True)
 def structure(
-    *, static: tuple[str, ...] = (), meet: Callable[..., Any] | None = None
+    *,
+    static: tuple[str, ...] = (),
+    meet: Callable[..., Any] | None = None,
+    deferrable: bool = False,
 ) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen dataclass of arrays.
 
@@ -50,6 +53,8 @@ def structure(
     meet : callable, optional
         Given the values of the static fields of several instances, as dicts, returns
         those of what `map_structure` makes of them; without it they must be equal.
+    deferrable : bool
+        Whether instances may be `deferred`, which makes reading any attribute slower.
 
     Returns
     -------
@@ -75,8 +80,9 @@ def structure(
         # No `==`: comparing arrays gives arrays, and identity is what hashing needs.
         cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
         names = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
-        cls.__getattr__ = _computed_field  # type: ignore[attr-defined]
-        cls.__getstate__ = contents  # type: ignore[method-assign,assignment]
+        if deferrable:
+            cls.__getattr__ = _computed_field  # type: ignore[attr-defined]
+            cls.__getstate__ = contents  # type: ignore[method-assign,assignment]
         _names[f"{cls.__module__}:{cls.__qualname__}"] = cls
         _static[cls] = static
         _meet[cls] = meet
@@ -147,7 +153,7 @@ def deferred(cls: type[T], known: dict[str, Any], compute: Callable[[], T], /) -
     Parameters
     ----------
     cls : type
-        Class of the structure.
+        Class of the structure, which is ``deferrable``.
     known : dict of str to object
         Fields that are known already.
     compute : callable

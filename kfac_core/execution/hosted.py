@@ -263,8 +263,9 @@ def _namespace_of(tasks: Tasks) -> Namespace | None:
     None without any, and for NumPy's own arrays.
     """
     for _, first, *_ in tasks.values():
-        like = None if first is None else first.like
-        return (
-            None if like is None or type(like) is np.ndarray else ns.own_namespace(like)
-        )
+        if first is None:
+            return None
+        # A status is there before the sums of `deferred` statistics.
+        like = first.status if isinstance(first, Statistics) else first.like
+        return None if type(like) is np.ndarray else ns.own_namespace(like)
     return None

@@ -17,7 +17,7 @@ from kfac_core.linalg.factorizations import Eigendecomposition
 _ALL_ALIKE: Mapping[str, Scalar] = MappingProxyType({})
 
 
-@structure()
+@structure(deferrable=True)
 class Statistics:
     """Running averages of a block, with status and bases.
 
