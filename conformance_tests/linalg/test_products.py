@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array import replaced
 from kfac_core.execution.hosted import LARGE, Hosted
 from kfac_core.linalg.products import multiply_matrices
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    ScaledMatrix,
+    SymmetricMatrix,
+    multiply_symmetric,
+)
 
 from ..builders.tolerances import assert_close
 
@@ -34,6 +39,27 @@ def test_products_are_those_of_dense_matrices(backend, dtype, rng, orders, n):
     assert_close(backend.to_numpy(symmetric), s @ b, "product", dtype)
     for x, old in zip((A, B, S), before, strict=True):
         assert np.array_equal(backend.to_numpy(x), old)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("factor", [0.5, 0.0])
+def test_a_damped_matrix_multiplies_vectors(backend, dtype, rng, columns, factor):
+    """``(c B + shift I) v`` reads B's lower triangle, also for a factor of zero."""
+    b, v = rng.normal(size=(4, 4)), rng.normal(size=(4, columns))
+    dense = np.tril(b) + np.tril(b, -1).T
+    B, c, shift = (backend.asarray(np.asarray(x), dtype) for x in (b, factor, 0.25))
+    V = backend.asarray(v, dtype)
+    M = ScaledMatrix(SymmetricMatrix(B, False), c, shift)
+    product = M.multiply(V, xp=backend.xp)
+    expected = factor * dense @ v + 0.25 * v
+    assert_close(backend.to_numpy(product), expected, "product", dtype)
+    unshifted = M.multiply(V, shifted=False, xp=backend.xp)
+    assert_close(backend.to_numpy(unshifted), factor * dense @ v, "product", dtype)
+    assert np.array_equal(
+        backend.to_numpy(V), backend.to_numpy(backend.asarray(v, dtype))
+    )
+    nan = replaced(M, matrix=SymmetricMatrix(B * np.nan, False))
+    assert np.isnan(backend.to_numpy(nan.multiply(V, xp=backend.xp))).all()
 
 
 @pytest.fixture
