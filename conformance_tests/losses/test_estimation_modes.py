@@ -7,6 +7,7 @@ moments of their vectors, which are enumerated too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import get_args
 
@@ -564,6 +565,9 @@ def test_separate_positions_are_of_exact_modes_and_draws_of_sampled_ones(backend
     drawn = drawn_vectors(loss, z, mode="gradients", samples=4, **options)
     assert drawn.sources == 4
     assert not np.allclose(*backend.to_numpy(drawn.vectors)[:2])
+    options["seed"] = functools.partial(draw_noise, like=z, rng=3)
+    again = drawn_vectors(loss, z, mode="gradients", samples=4, **options)
+    assert bool((again.vectors == drawn.vectors).all())
     apart = drawn_vectors(loss, z, mode="exact", positions="separate", **options)
     assert apart.sources == 6
     # Each source has one row of each example, with a sign of its own.

@@ -29,8 +29,14 @@ def problem(rng):
     return Network(apply, params, x), params, x
 
 
-def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis(rng):
-    network, params, x = problem(rng)
+def with_aux(params, x):
+    return apply(params, x), x
+
+
+@pytest.mark.parametrize("function", [apply, with_aux])
+def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis(rng, function):
+    _, params, x = problem(rng)
+    network = Network(function, params, x, has_aux=function is with_aux)
     data = [x[:8], x[8:16], x[16:]]
     found = collect(
         network, params, data, likelihood=kc.losses.Categorical(), fisher="exact"
