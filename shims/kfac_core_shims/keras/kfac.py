@@ -10,6 +10,7 @@ the outputs; a layer that saw N examples has its g multiplied by ``sqrt(N / R)``
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, Unpack
@@ -421,22 +422,20 @@ class KFAC(kc.integration.NaturalGradient):
         """Return the vectors of an output, shape (M, N, ..., P), times its weights."""
         mode = self.estimator.mode
         assert mode is not None
-        inputs: dict[str, Any] = {}
+        likelihood = loss.row.likelihood
         if mode == "empirical":
             if loss.smoothing:
                 raise kc.UnsupportedError(
                     "fisher='empirical' does not know label_smoothing; leave one of them."
                 )
-            inputs["targets"] = _targets(loss, loss.at(y), z)
-        spec = kc.losses.noise_spec(loss.row.likelihood, z, mode=mode)
-        if spec is not None:
-            inputs["noise"] = self._noise(spec, z, step, place)
-        drawn = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **inputs)
-        if mode != "empirical" and spec is None:
+            targets = _targets(loss, loss.at(y), z)
+            drawn = kc.losses.vectors(likelihood, z, mode=mode, targets=targets)
+        else:
+            noise = functools.partial(self._noise, z=z, step=step, place=place)
             # Rows that a layer mixes, of one example or of several, must not add up.
-            signs = kc.losses.NoiseSpec("uniform", tuple(drawn.vectors.shape[:-1]))
-            noise = self._noise(signs, z, step, place)
-            drawn = kc.losses.with_random_signs(drawn, noise)
+            drawn = kc.losses.drawn_vectors(
+                likelihood, z, mode=mode, seed=noise, shared=True
+            )
         rows_of_vectors, factor = drawn.vectors, share
         if weight is not None:
             factor = factor * weight[..., None]
