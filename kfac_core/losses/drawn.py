@@ -79,7 +79,7 @@ def drawn_vectors(
     >>> [v.shape for v in drawn.vectors]
     [(8, 3)]
     """
-    if not callable(seed):
+    if isinstance(seed, type) or not callable(seed):
         constraints.require_range("seed", seed, constraints.WHOLE)
     constraints.require_flag("shared", shared)
     constraints.require_one_of("positions", positions, get_args(Positions))
