@@ -294,6 +294,9 @@ TABLES = {
         )
         for name in ("losses", "losses aside", "verdict", "tests", "seconds")
     },
+    "tasks named": Table(
+        "docs/recipes.md", partial(tasks, "tasks named"), 1, ("torch",)
+    ),
     "conformance": Table("docs/conformance.md", conformance, 20),
     **{
         f"benchmark {name}": Table("docs/benchmarks.md", partial(benchmark, name), 1)

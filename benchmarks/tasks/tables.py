@@ -15,6 +15,15 @@ from benchmarks.tasks.problems import TASKS
 
 ADAM = "adam", "adamw"
 
+NAMED = {
+    "classifier": "kfac-core-soap",
+    "recurrent": "kfac",
+    "transformer": "kfac-core-soap",
+    "fit": "kfac-core-soap",
+    "equation": "gauss-newton",
+}
+"""The optimizer that the recipes name first for a kind of task."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -109,6 +118,7 @@ def tables(runs: list[dict[str, Any]], /) -> dict[str, str]:
         ),
         "tasks seconds": _seconds(found, [*chosen, *aside], names),
         "tasks verdict": _verdict(found, chosen, aside, names),
+        "tasks named": _named(found, [*chosen, *aside]),
     }
 
 
@@ -173,6 +183,28 @@ def _verdict(found: Any, chosen: list[str], aside: list[str], names: list[str]) 
             )
     head = "tasks", "below Adam and AdamW", "below every peer", "largest ratio of seeds"
     return markdown(["method", *head], rows)
+
+
+def _named(found: Any, tasks: list[str]) -> str:
+    """Where the optimizer that the recipes name ends below every peer."""
+    rows = []
+    for kind, name in NAMED.items():
+        own = [t for t in tasks if TASKS[t].kind == kind and (t, name) in found]
+        behind = []
+        for task in own:
+            others = [
+                r.final
+                for (t, m), r in found.items()
+                if t == task and (METHODS[m].rates or m == "lbfgs")
+            ]
+            loss, lowest = found[task, name].final, min(others, default=math.inf)
+            if loss >= lowest:
+                ratio = f"{loss / lowest:.2g}" if lowest > 0 else "–"
+                behind.append(f"{TASKS[task].title} ({ratio})")
+        won = f"{len(own) - len(behind)} of {len(own)}"
+        rows.append([kind, METHODS[name].title, won, "; ".join(behind)])
+    head = "named", "below every peer", "not on (times the best peer's loss)"
+    return markdown(["kind of task", *head], rows)
 
 
 def number(x: float, /) -> str:

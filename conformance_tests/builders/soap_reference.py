@@ -76,4 +76,4 @@ def share_at(t: int, share: float, parts: Sequence[Moments]) -> float:
         for i in range(2)
     )
     cosine = W @ D / np.linalg.norm(W) / np.linalg.norm(D)
-    return min(1.0, share * float(np.exp(0.05 * cosine)))
+    return 1 / max(1.0, 1 / share - 0.2 * float(cosine))

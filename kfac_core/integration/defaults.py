@@ -26,6 +26,10 @@ UPDATE_EVERY = Widening(20, 60, until=60)
 REFRESH_EVERY = UPDATE_EVERY
 DECAY = 0.8
 
+# SOAP: bases turn more slowly as the rate falls.
+SOAP_UPDATE_EVERY = Widening(10, 20, until=200)
+SOAP_GAIN = 0.2
+
 # Where the quadratic model chooses the step, and the damping adapts.
 MODEL_DAMPING = 1e-2
 MODEL_DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored"

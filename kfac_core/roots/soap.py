@@ -389,12 +389,12 @@ def agreement(gradient: Array, first: Array, second: Array, /) -> Array:
 def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     r"""Return the share of its rate that an optimizer takes, after a gradient.
 
-    .. math:: s \leftarrow \min\left(1, \, s \, e^{\gamma \cos}\right), \qquad
-        \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
+    .. math:: \frac{1}{s} \leftarrow \max\left(1, \, \frac{1}{s} - \gamma \cos\right),
+        \qquad \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
 
     Where gradients go on in the direction of the steps, as in a classifier whose margins
     grow, the rate stays; where they point back, because steps are longer than the loss's
-    valley is wide, it falls.
+    valley is wide, it falls, after t steps of a constant cosine like 1 / t.
 
     Parameters
     ----------
@@ -420,8 +420,8 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     >>> import numpy as np
     >>> from kfac_core.roots import adapted_share, agreement
     >>> g, v = np.array([1.0, 1.0]), np.ones(2)
-    >>> float(adapted_share(1.0, agreement(g, -g, v), gain=0.05).round(3))
-    0.951
+    >>> float(adapted_share(1.0, agreement(g, -g, v), gain=0.25))
+    0.8
     """
     xp = ns.own_namespace(sums)
     # Not finite in a pass that a gradient scaler leaves out, zero before the first step.
@@ -430,7 +430,7 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     is_defined = norm > 0
     one = xp.ones_like(norm)
     cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
-    return xp.minimum(share * xp.exp(gain * cosine), one)
+    return 1 / xp.maximum(1 / share - gain * cosine, one)
 
 
 def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Scalar:

@@ -12,6 +12,7 @@ import kfac_core as kc
 from kfac_core_shims.jax.mapped import averaged, mapped_axes
 from kfac_core_shims.jax.network import Network
 
+_DEFAULTS = kc.integration.defaults
 _DENSE = 3
 """The bases are renewed at each of so many first steps."""
 
@@ -51,10 +52,10 @@ def soap(
     betas: tuple[float, float] = (0.93, 0.93),
     *,
     weight_decay: float = 0.0,
-    update_every: int = 10,
+    update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
     anneal_after: float | None = 400.0,
     gradient_bound: float | None = 1.5,
-    gain: float | None = 0.05,
+    gain: float | None = _DEFAULTS.SOAP_GAIN,
     eps: float = 1e-8,
     decay: float = 0.8,
     block: int = 1024,
@@ -81,8 +82,9 @@ def soap(
         weight moves by more than the rate if they are equal.
     weight_decay : float
         Decoupled weight decay.
-    update_every : int
-        Steps between new bases, after three at the first three steps.
+    update_every : int or callable of int
+        Steps between new bases, after three at the first three steps; by default 10, and
+        20 from step 200 on.
     anneal_after : float, optional
         Steps tau after which the rate falls, ``rate / sqrt(1 + t / tau)`` after t steps,
         beside its schedule; None for the rate as it is.
@@ -90,8 +92,8 @@ def soap(
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
-        The share of the rate, at most 1, is multiplied by ``exp(gain * cosine)`` after
-        each gradient, with its cosine to the direction before it; None for the whole rate.
+        The share s of the rate follows the cosine of each gradient and the direction
+        before it, ``1 / s = max(1, 1 / s - gain * cosine)``; None for the whole rate.
     eps : float
         Added to the root of the second moment.
     decay : float
@@ -155,7 +157,7 @@ def soap(
     for beta in betas:
         constraints.require_range("betas", beta, constraints.DECAY)
     constraints.require_range("decay", decay, constraints.DECAY)
-    constraints.require_range("update_every", update_every, constraints.COUNT)
+    kc.integration.interval_at("update_every", update_every, 0)
     positive_or_none = constraints.optional(constraints.POSITIVE)
     constraints.require_range("anneal_after", anneal_after, positive_or_none)
     constraints.require_range("gradient_bound", gradient_bound, positive_or_none)
@@ -181,7 +183,9 @@ def soap(
         if axis_name is not None:
             updates = averaged(updates, axis_name)
         step = state.steps + 1
-        due = (step <= _DENSE) | (step % update_every == 0)
+        due = (step <= _DENSE) | (
+            step % kc.integration.value_at(update_every, step) == 0
+        )
         # Before the moments of this step, which are then in the new bases.
         state = jax.lax.cond(
             due, lambda: basis.renewed(state, captured.batches), lambda: state

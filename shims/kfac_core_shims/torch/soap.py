@@ -23,6 +23,7 @@ from kfac_core_shims.torch.soap_stacks import (
     real,
 )
 
+_DEFAULTS = kc.integration.defaults
 _DENSE = 3
 """The bases are renewed at each of so many first steps."""
 
@@ -39,7 +40,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         \eta_t = s_t \, \eta / \sqrt{1 + t / \tau}
 
     The share :math:`s_t \le 1` of the rate follows the cosine of each gradient and the
-    direction before it: ``s *= exp(gain * cosine)``.
+    direction before it: ``1 / s = max(1, 1 / s - gain * cosine)``.
 
     Parameters
     ----------
@@ -53,8 +54,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         weight moves by more than the rate if they are equal.
     weight_decay : float
         Decoupled weight decay, as of AdamW.
-    update_every : int
-        Steps between new bases, after three at the first three steps.
+    update_every : int or callable of int
+        Steps between new bases, after three at the first three steps; by default 10, and
+        20 from step 200 on.
     anneal_after : float, optional
         Steps tau after which the rate falls by itself, beside any scheduler's factor; None
         for a rate that does not fall with the steps.
@@ -62,8 +64,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
-        Change of the logarithm of the share of the rate, for a cosine of one; None for
-        the whole rate.
+        Change of the share's reciprocal for a cosine of one; None for the whole rate.
     rows_of : torch.nn.Module, optional
         Model whose rows are used, where `model` is its parameters in groups.
     eps : float
@@ -137,10 +138,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         betas: tuple[float, float] = (0.93, 0.93),
         *,
         weight_decay: float = 0.0,
-        update_every: int = 10,
+        update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
         anneal_after: float | None = 400.0,
         gradient_bound: float | None = 1.5,
-        gain: float | None = 0.05,
+        gain: float | None = _DEFAULTS.SOAP_GAIN,
         rows_of: torch.nn.Module | None = None,
         eps: float = 1e-8,
         decay: float = 0.8,
@@ -149,7 +150,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         process_group: Any = None,
     ) -> None:
         require = kc.constraints.require_range
-        require("update_every", update_every, kc.constraints.COUNT)
+        kc.integration.interval_at("update_every", update_every, 0)
         positive_or_none = kc.constraints.optional(kc.constraints.POSITIVE)
         require("anneal_after", anneal_after, positive_or_none)
         require("gradient_bound", gradient_bound, positive_or_none)
@@ -328,7 +329,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                         self._recorder.counts[key] = side.count
 
     def _is_due(self, step: int) -> bool:
-        return step <= _DENSE or step % self._options["update_every"] == 0
+        every = kc.integration.interval_at(
+            "update_every", self._options["update_every"], step
+        )
+        return step <= _DENSE or step % every == 0
 
     def _record_next(self) -> None:
         """Record the rows of the next step if it renews the bases."""
