@@ -60,8 +60,11 @@ def run(engine, scenario, folder):
     if isinstance(failed, KeyError):
         # As a program's own error would.
         raise failed
-    place = f"{scenario}_{communicator.size}_{communicator.rank}"
-    (folder / place).write_text(said)
+    place = folder / f"{scenario}_{communicator.size}_{communicator.rank}"
+    # Whole at once: a rank that sees the file may end this one.
+    part = place.with_suffix(".part")
+    part.write_text(said)
+    part.replace(place)
     return 0 if failed is None else communicator.size
 
 
