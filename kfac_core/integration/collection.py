@@ -490,8 +490,13 @@ class _Run:
             return x
         if x.ndim < 2 or not array_api_compat.is_writeable_array(x):
             return self._reduced(x if share == 1 else x * share)
-        # Slices along the axis that is contiguous would be copied once more.
-        view = x if ns.is_row_major(x) else ns.own_namespace(x).matrix_transpose(x)
+        xp, view = ns.own_namespace(x), x
+        # Slices along the axis that is contiguous would be copied once more.  Every
+        # process must cut alike, whatever order its own matrix has.
+        order = float(not ns.is_row_major(x))
+        columns = xp.full((1,), order, dtype=x.dtype, device=ns.device_of(x))
+        if int(self._reduced(columns)[0]) == self.communicator.size:
+            view = xp.matrix_transpose(x)
         size = max(_SLICE, math.prod(x.shape) // _SLICES)
         step = max(1, size // max(1, math.prod(view.shape[1:])))
         for start in range(0, view.shape[0], step):
