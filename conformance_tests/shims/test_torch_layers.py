@@ -122,6 +122,25 @@ def test_layers_of_other_libraries_are_registered_by_class_or_name():
         register_layer(3, "linear")
 
 
+def test_a_registered_layer_may_have_no_rows_or_be_frozen_later():
+    """Its first call with rows is checked, and there must be a gradient to compare."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    register_layer(Doubled, "linear")
+    model = nn.Sequential(nn.Linear(3, 3), Doubled(3, 2))
+    kfac = attached(model)
+    model[1].weight.requires_grad_(False)
+    model(torch.randn(4, 3))
+    model[1].weight.requires_grad_(True)
+    model(torch.randn(0, 3))
+    with pytest.raises(kc.ConventionError, match="its output is not its argument"):
+        model(torch.randn(4, 3))
+    assert kfac.steps == 0
+
+
 @pytest.mark.parametrize("kind", ["weight", "spectral", "orthogonal", "conv"])
 def test_a_computed_weight_has_the_block_of_what_it_computes(kind):
     """``(dW/dtheta)^T (F_W + damping)^-1 dL/dW``, also after the gradients are scaled."""

@@ -270,7 +270,9 @@ def _checked_features(weight: str, layout: Literal["oi", "io"]) -> Reader:
     def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
         x, W = arguments[0], getattr(module, weight)
         plain = type(x) is torch.Tensor is type(y) and type(W) is nn.Parameter
-        if plain and module not in checked and x.shape[:-1] == y.shape[:-1]:
+        plain = plain and W.requires_grad and not private.is_transformed(y)
+        alike = y.numel() and x.shape[:-1] == y.shape[:-1]
+        if plain and alike and module not in checked:
             checked.add(module)
             v = torch.linspace(1.0, 2.0, y.numel(), dtype=y.dtype, device=y.device)
             v = v.reshape(y.shape)
