@@ -56,6 +56,23 @@ def test_moments_are_the_diagonal_of_the_dense_block_in_its_basis(rng, function)
     )
 
 
+def test_a_likelihood_may_change_between_two_calls(rng):
+    """One of a program's own, without a hash: the second call takes what it is then."""
+    network, params, x = problem(rng)
+
+    class Scaled(kc.losses.Gaussian):
+        __hash__ = None
+
+    likelihood = Scaled(variance=1.0)
+    grams = []
+    for variance in (1.0, 4.0):
+        object.__setattr__(likelihood, "variance", variance)
+        sums = collect(network, params, [x], likelihood=likelihood, fisher="exact")
+        average = next(iter(sums.statistics.values())).averages["output"]
+        grams.append(np.asarray(average.value(debias=True).full()))
+    np.testing.assert_allclose(grams[0], 4.0 * grams[1], rtol=1e-5)
+
+
 def test_a_killed_run_is_resumed_to_the_bit(rng, tmp_path):
     network, params, x = problem(rng)
     data, left = [x[:8], x[8:16], x[16:]], [5]

@@ -132,9 +132,12 @@ def collect(
     return collected
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Vectors:
-    """The vectors to backpropagate: equal ones are one compiled program."""
+    """The vectors to backpropagate, compiled anew for each object.
+
+    A likelihood of one's own need not have a hash, and may change between two calls.
+    """
 
     likelihood: kc.losses.Loss
     fisher: kc.losses.EstimationMode
@@ -153,7 +156,7 @@ class _Vectors:
         )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def _noise_spec(draw: _Vectors, outputs: jax.ShapeDtypeStruct) -> Any:
     """Return the noise that vectors need; None if they need none."""
     specs = []
