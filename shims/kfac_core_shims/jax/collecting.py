@@ -134,15 +134,24 @@ def collect(
 
 @dataclass(frozen=True, eq=False)
 class _Vectors:
-    """The vectors to backpropagate, compiled anew for each object.
-
-    A likelihood of one's own need not have a hash, and may change between two calls.
-    """
+    """The vectors to backpropagate; equal ones are one compiled program."""
 
     likelihood: kc.losses.Loss
     fisher: kc.losses.EstimationMode
     samples: int
     positions: kc.losses.Positions
+
+    def _value(self) -> Any:
+        # A likelihood of one's own need not have a hash, and may change between calls.
+        if type(self.likelihood).__module__.startswith("kfac_core.losses."):
+            return self.likelihood, self.fisher, self.samples, self.positions
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Vectors) and self._value() == other._value()
+
+    def __hash__(self) -> int:
+        return hash(self._value())
 
     def __call__(self, outputs: Any, noise: Any) -> kc.losses.SourceVectors:
         return kc.losses.drawn_vectors(
