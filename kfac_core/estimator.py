@@ -651,8 +651,7 @@ class Estimator:
     def owned_blocks(self) -> list[str]:
         """The blocks that this process owns: all of one process."""
         if isinstance(self._executor, DistributedExecutor):
-            placement = self._executor.placement
-            return placement.owned_by(self._executor.options.communicator.rank)
+            return self._executor.partition.owned()
         return [*self.blocks]
 
     def state_dict(

@@ -13,8 +13,8 @@ from typing import Any
 
 from kfac_core.array.backend import Array
 from kfac_core.distributed.communicator import Operation, Traffic
-from kfac_core.distributed.executor import vote_length
 from kfac_core.distributed.options import Distributed
+from kfac_core.distributed.partition import vote_length
 from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import Item, bytes_of
 from kfac_core.distributed.transport import (

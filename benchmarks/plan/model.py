@@ -38,8 +38,8 @@ from kfac_core.block import Block
 from kfac_core.constraints import shown
 from kfac_core.conventions import Conventions
 from kfac_core.distributed.communicator import Communicator, Traffic
-from kfac_core.distributed.executor import vote_length
 from kfac_core.distributed.options import Distributed
+from kfac_core.distributed.partition import vote_length
 from kfac_core.distributed.placement import (
     BlockLoad,
     Placement,

@@ -417,15 +417,15 @@ def options(communicator):
 
 def code(communicator):
     """One rank runs other code of the library."""
-    from kfac_core.distributed import executor
+    from kfac_core.distributed import partition
 
-    own = executor.code_digests
+    own = partition.code_digests
     if communicator.rank == FAILING:
-        executor.code_digests = lambda: {**own(), "kfac_core_shims": "other"}
+        partition.code_digests = lambda: {**own(), "kfac_core_shims": "other"}
     try:
         estimator_of(communicator)
     finally:
-        executor.code_digests = own
+        partition.code_digests = own
 
 
 def unlike(communicator):
@@ -1115,15 +1115,15 @@ def divided(communicator):
     assert held == kfac.estimator.placement.owned_by(communicator.rank)
 
     # Factorizations that fail on their owners keep the operators, on all.
-    executor = kfac.estimator._executor
-    inner = executor._inner
+    partition = kfac.estimator._executor.partition
+    inner = partition.inner
 
     def failing(stage, tasks):
         if stage.name != "refresh":
             return inner(stage, tasks)
         return dict.fromkeys(tasks, FactorizationError("not positive"))
 
-    executor._inner = failing
+    partition.inner = failing
     alone.refresh_every, kfac.refresh_every = 100, 1
     expected_later = trained(alone, alone.model, steps=[0], examples=examples)
     found = trained(kfac, model, *of_ranks(communicator), [0], examples)

@@ -12,17 +12,9 @@ import numpy as np
 
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
+from kfac_core.distributed import transport
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.transport import (
-    dtype_name,
-    in_dtype,
-    lengths_of,
-    narrower,
-    pack,
-    rounded,
-    unpack,
-)
 
 Vectors = Mapping[str, Array]
 """Arrays by parameter."""
@@ -63,25 +55,29 @@ class Exchange:
             This rank's values are those given, rounded as they were sent.
         """
         communicator = self._agreement.communicator
-        packed = pack(dict(local), shared=True)
+        packed = transport.pack(dict(local), shared=True)
         forms = self._forms_of_all(packed.form)
-        lengths = [lengths_of(form) for form in forms]
+        lengths = [transport.lengths_of(form) for form in forms]
         handles = {}
         for name in sorted({name for of_rank in lengths for name in of_rank}):
             counts = [of_rank.get(name, 0) for of_rank in lengths]
-            flat = in_dtype(packed.flat(name, like), narrower(name, dtype))
+            flat = transport.in_dtype(
+                packed.flat(name, like), transport.narrower(name, dtype)
+            )
             handles[name] = counts, communicator.all_gather(flat, counts)
         arrived = {
-            name: _parts(in_dtype(handle.wait(), name), counts)
+            name: _parts(transport.in_dtype(handle.wait(), name), counts)
             for name, (counts, handle) in handles.items()
         }
         values: dict[str, Any] = {}
         for member, form in enumerate(forms):
             if member == communicator.rank:
-                values |= local if dtype is None else rounded(dict(local), dtype)
+                values |= (
+                    local if dtype is None else transport.rounded(dict(local), dtype)
+                )
             else:
                 arrays = {name: parts[member] for name, parts in arrived.items()}
-                values |= unpack(form, arrays)
+                values |= transport.unpack(form, arrays)
         return values
 
     def _forms_of_all(self, form: Any) -> list[Any]:
@@ -134,7 +130,9 @@ class SentDirections:
         for rank, blocks in enumerate(names):
             for name in blocks:
                 for key, x in (local.get(name) or vectors[name]).items():
-                    of_ranks = parts.setdefault(dtype_name(x), [[] for _ in names])
+                    of_ranks = parts.setdefault(
+                        transport.dtype_name(x), [[] for _ in names]
+                    )
                     of_ranks[rank].append((name, key, x))
         self._sent = []
         for own_dtype, of_ranks in sorted(parts.items()):
@@ -142,7 +140,7 @@ class SentDirections:
             # One more number says whether the rank failed.
             counts = [1 + sum(_size(x) for *_, x in sent) for sent in of_ranks]
             flat = _flat_with_flag(of_ranks[communicator.rank], like, failed)
-            flat = in_dtype(flat, narrower(own_dtype, dtype))
+            flat = transport.in_dtype(flat, transport.narrower(own_dtype, dtype))
             handle = communicator.all_gather(flat, counts)
             self._sent.append((own_dtype, of_ranks, counts, handle))
 
@@ -154,7 +152,7 @@ class SentDirections:
         directions: dict[str, dict[str, Any]] = {}
         failed = False
         for own_dtype, of_ranks, counts, handle in self._sent:
-            arrived = _parts(in_dtype(handle.wait(), own_dtype), counts)
+            arrived = _parts(transport.in_dtype(handle.wait(), own_dtype), counts)
             for entries, flat in zip(of_ranks, arrived, strict=True):
                 failed = failed or bool(flat[0] != 0)
                 start = 1

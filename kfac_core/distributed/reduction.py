@@ -1,14 +1,4 @@
-r"""Statistics of several processes as those of all their rows.
-
-Conventions.  One update of rank r adds to each average, with R_r the weight of its rows
-and R that of all ranks' rows (an average over examples has examples for rows),
-
-.. math:: s_r \leftarrow d \, s_r + \frac{w}{R} \sum_{i \in r} c_i, \qquad
-    w_r \leftarrow d \, w_r + w \frac{R_r}{R},
-
-so that :math:`\sum_r s_r` and :math:`\sum_r w_r` are the sum and the weight of one process
-with all rows, whatever the shares were.  A rank without rows only decays.  The sums are
-added up at a refresh, and nothing else needs them.
+"""Sums of statistics over processes, each on the owner of its block.
 
 Averages are packed (of a symmetric matrix one triangle) and sent in buckets, so that many
 small ones are one message and large ones overlap.
@@ -17,14 +7,14 @@ small ones are one message and large ones overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kfac_core.array import Array, Scalar
+from kfac_core.array import Array, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import leaves
-from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.transport import buckets, pack, unpack
+from kfac_core.distributed import transport
+from kfac_core.distributed.partition import Partition
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
@@ -48,83 +38,89 @@ class Item:
     average: Average
 
 
-def absorbed_share(
-    statistics: Statistics,
-    moments: Statistics,
-    /,
-    *,
-    decay: Scalar,
-    weight: Scalar,
-    decays: Mapping[str, float],
-    totals: Mapping[str, float] | None,
+def sums_of_owned(
+    partition: Partition, step: str, local: Mapping[str, Statistics], /
+) -> dict[str, Statistics]:
+    """Return the statistics of all rows, of the blocks that this rank owns."""
+    owned = [name for name in partition.owned() if name in local]
+    if partition.owners_only:
+        partition.agreement.meet(step)
+        return {name: transport.unpacked_matrices(local[name]) for name in owned}
+    forms = [f"{name}: {_form_of(local[name])}" for name in local]
+    partition.agreement.meet("; ".join([step, *forms]))
+    # A reduce-scatter: no rank holds the sums of blocks that others own.
+    sums, _ = summed(partition, local)
+    return {name: with_sums(partition, name, local[name], sums) for name in owned}
+
+
+def without_taken(
+    partition: Partition, name: str, statistics: Statistics, /
 ) -> Statistics:
-    """Return this rank's statistics after an update with its part of a batch.
+    """Return statistics without the averages that a block takes from another."""
+    taken = partition.network.shared_factors.taken_by(name)
+    averages = {k: x for k, x in statistics.averages.items() if k not in taken}
+    return replaced(statistics, averages=averages)
 
-    Parameters
-    ----------
-    statistics : Statistics
-        Statistics of this rank; not modified.
-    moments : Statistics
-        Sums over this rank's rows, weighted by their number.
-    decay, weight : float or 0-d array
-        Coefficients of the update.
-    decays : mapping of str to float
-        Decays of averages that have their own.
-    totals : mapping of str to float, or None
-        Weight of all ranks' rows, by average; None where `moments` are those of all.
 
-    Returns
-    -------
-    Statistics
-        New statistics.
-    """
-    averages = {
-        name: average.absorbed(
-            moments.averages[name],
-            decay=decays.get(name, decay),
-            weight=weight,
-            total=None if totals is None else totals[name],
-        )
-        for name, average in statistics.averages.items()
-    }
-    return Statistics(averages, moments.status, statistics.bases)
+def with_sums(
+    partition: Partition,
+    name: str,
+    statistics: Statistics,
+    sums: Mapping[str, Average],
+    /,
+) -> Statistics:
+    """Return statistics of a block with sums of `summed` for its averages."""
+    averages = {k: sums[partition.key(name, k)] for k in statistics.averages}
+    return replaced(statistics, averages=averages)
+
+
+def _form_of(statistics: Statistics) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return the shapes and dtypes of averages, which all ranks must have."""
+    return [
+        (path, tuple(x.shape), transport.dtype_name(x))
+        for path, x in leaves(statistics.averages)
+    ]
 
 
 def summed(
-    communicator: Communicator,
-    items: Iterable[Item],
+    partition: Partition,
+    local: Mapping[str, Statistics],
     /,
     *,
-    bucket_bytes: int,
     mark: float | None = None,
 ) -> tuple[dict[str, Average], float]:
     """Return the sums over all ranks of averages, each on its owner.
 
     Parameters
     ----------
-    communicator : Communicator
-        Communicator of all ranks.
-    items : iterable of Item
-        The same keys, owners and shapes on all ranks.
-    bucket_bytes : int
-        Size from which a message is sent.
+    partition : Partition
+        Owners of the blocks.
+    local : mapping of str to Statistics
+        This rank's part, of the same blocks with the same shapes on all ranks.
     mark : float, optional
         A number of this rank that goes to all ranks with the last of the messages.
 
     Returns
     -------
     sums : dict of str to Average
-        By key, in the layout of this rank's averages.
+        By `Partition.key`, in the layout of this rank's averages.
     marks : float
         Sum of all ranks' marks; zero without.
     """
+    communicator = partition.communicator
+    items: dict[str, Item] = {}
+    for name, statistics in local.items():
+        for side, average in statistics.averages.items():
+            key = partition.key(name, side)
+            # Blocks that share a factor have the same key: it is summed once.
+            items.setdefault(key, Item(key, partition.placement.owners[name], average))
     started = []
-    filled = buckets(items, bytes_of, bucket_bytes)
+    filled = transport.buckets(items.values(), bytes_of, partition.message_bytes)
     for number, bucket in enumerate(filled, 1):
         of_owners: list[dict[str, Average]] = [{} for _ in communicator.ranks]
         for item in bucket:
             of_owners[item.owner][item.key] = item.average
-        parts = [pack(averages, shared=False) for averages in of_owners]
+        parts = [transport.pack(averages, shared=False) for averages in of_owners]
         like = bucket[0].average.weight
         xp, handles = ns.own_namespace(like), {}
         # A message has one dtype.
@@ -146,7 +142,7 @@ def summed(
     arrived: dict[str, Array] = {}
     for form, handles in started:
         arrived = {name: h.wait() for name, h in handles.items()}
-        sums |= unpack(form, arrived)
+        sums |= transport.unpack(form, arrived)
     if mark is None:
         return sums, 0.0
     return sums, float(arrived[max(arrived)][-1])

@@ -16,9 +16,9 @@ from kfac_core import errors
 from kfac_core.array import Array, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.block import BatchLike, Block
-from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.options import LossScale
+from kfac_core.distributed.partition import Partition
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.network import Network
 
@@ -44,13 +44,7 @@ def counts_first(network: Network, loss: LossScale, /) -> bool:
 
 
 def in_whole_batch(
-    agreement: Agreement,
-    network: Network,
-    batches: Mapping[str, Any],
-    /,
-    *,
-    loss: LossScale,
-    like: Array,
+    partition: Partition, batches: Mapping[str, Any], like: Array, /
 ) -> dict[str, Any]:
     """Return batches with the output gradients of the loss of the whole batch.
 
@@ -58,14 +52,10 @@ def in_whole_batch(
 
     Parameters
     ----------
-    agreement : Agreement
-        Between all ranks.
-    network : Network
-        The blocks.
+    partition : Partition
+        Blocks divided among ranks.
     batches : mapping of str to Batch
         This rank's, without empty ones.
-    loss : {"shard", "batch", "ddp"}
-        Loss of their gradients; see `Distributed`.
     like : array
         Array of the library and the device of the batches.
 
@@ -74,6 +64,7 @@ def in_whole_batch(
     dict of str to Batch
         Rank 0 has the gradients of bare parameters, of all ranks.
     """
+    network, loss = partition.network, partition.options.loss
     names = list(network.blocks)
     counts = np.zeros((len(names), 4))
     error: Exception | None = None
@@ -87,7 +78,7 @@ def in_whole_batch(
         except Exception as raised:
             error = raised
             break
-    summed = agreement.vote("count", counts.reshape(-1), error=error)
+    summed = partition.agreement.vote("count", counts.reshape(-1), error=error)
     totals = summed.reshape(counts.shape)
     reduction = network.conventions.reduction
     # A mean over rows counts masked rows out; a mean over examples does not.
@@ -103,12 +94,12 @@ def in_whole_batch(
             if loss == "ddp":
                 # DDP averages over processes, so the loss was multiplied by their
                 # number.
-                factor /= agreement.communicator.size
+                factor /= partition.communicator.size
         batch = batches.get(name)
         if network.blocks[name].layer.kind == "parameters":
             share = factor if reduction == "sum" else factor * here / max(total, 1.0)
             batch = _summed_gradients(
-                agreement.communicator,
+                partition.communicator,
                 network.blocks[name].layer.parameter_shapes,
                 batch,
                 totals[i],
@@ -147,8 +138,6 @@ def _summed_gradients(
     sources = round(sources_of_ranks / ranks)
     lead = (sources,) if sources else ()
     if batch is None:
-        if like is None:
-            raise no_arrays(communicator.rank)
         xp = ns.own_namespace(like)
         zeros = {
             key: xp.zeros((*lead, *shape), dtype=like.dtype, device=ns.device_of(like))
