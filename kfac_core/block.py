@@ -26,8 +26,8 @@ from kfac_core.layers.conv import Conv
 from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
 from kfac_core.layers.feeding import BatchLike as BatchLike
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Batch, Rows, join_uses
+from kfac_core.layers.layer import BlockRows, Layer
+from kfac_core.layers.rows import Batch, PixelRows, Rows, join_uses
 
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 """Arrays of the shapes of parameters, by block (or layer) and by parameter."""
@@ -63,7 +63,7 @@ class Block:
     """
 
     layer: Layer
-    approximation: Approximation
+    approximation: Approximation[Any]
 
     def __post_init__(self) -> None:
         constraints.require_options(
@@ -123,7 +123,7 @@ class Block:
         except errors.KFACError as error:
             raise type(error)(f"Block {name!r}: {error}") from None
 
-    def rows(self, batch: BatchLike, /) -> Any:
+    def rows(self, batch: BatchLike, /) -> BlockRows:
         """Return the rows of a batch, from which statistics are computed.
 
         Parameters
@@ -142,13 +142,13 @@ class Block:
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
             For arrays of incompatible shape, dtype, library or device.
         """
-        if is_structure(batch):
-            return self.approximation.rows(self.layer, batch)
         if not isinstance(batch, list | tuple):
             # Only a chain of layers has a batch for each of them.
-            if not (isinstance(batch, dict) and isinstance(self.layer, Chain)):
+            is_chain = isinstance(batch, dict) and isinstance(self.layer, Chain)
+            if not (is_structure(batch) or is_chain):
                 constraints.require_kind("batch", batch, Batch, _BATCHES)
-            return self.approximation.rows(self.layer, batch)
+            rows: BlockRows = self.approximation.rows(self.layer, batch)
+            return rows
         for use in batch:
             constraints.require_kind("batch", use, Batch | GradientBatch, _BATCHES)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
@@ -177,6 +177,8 @@ class Block:
             ``1/N sum_mns x g^T`` for gradients of the summed loss.
         """
         rows = self.rows(batch)
+        if isinstance(rows, PixelRows):
+            rows = self.layer.rows(batch)
         xp = array_api_compat.array_namespace(rows.like)
         if isinstance(rows, IdRows):
             rows, _ = rows.with_ids_inside(xp=xp)

@@ -17,7 +17,7 @@ import math
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from types import EllipsisType, UnionType
 from typing import Any, NamedTuple, get_args
 
@@ -90,7 +90,7 @@ def number(
 ) -> Constraint:
     """Return the constraint of a real number, or also of a real 0-d array."""
 
-    def accepts(value: Any) -> bool:
+    def accepts(value: object) -> bool:
         # A bool is an int in Python, and is not a number here.
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             return arrays and _is_real_scalar(value)
@@ -137,7 +137,7 @@ def integer(
     return Constraint(f"an integer >= {least}", accepts, error)
 
 
-def one_of(*choices: Any) -> Constraint:
+def one_of(*choices: str | None) -> Constraint:
     """Return the constraint of one of some strings, or None where that is one of them."""
     return Constraint(
         f"one of {', '.join(map(repr, choices))}",
@@ -145,7 +145,7 @@ def one_of(*choices: Any) -> Constraint:
     )
 
 
-def literal(hint: Any, /) -> Constraint:
+def literal(hint: object, /) -> Constraint:
     """Return the constraint of one of the strings of a ``Literal`` type."""
     return one_of(*get_args(hint))
 
@@ -176,7 +176,7 @@ def tuple_of(item: Constraint, /) -> Constraint:
 def mapping_to(item: Constraint, /) -> Constraint:
     """Return the constraint of a mapping from strings."""
 
-    def accepts(value: Any) -> bool:
+    def accepts(value: object) -> bool:
         if not isinstance(value, Mapping):
             return False
         return all(map(TEXT.accepts, value)) and all(map(item.accepts, value.values()))
@@ -202,7 +202,7 @@ def implementation_of(protocol: type[Any], /) -> Constraint:
         if callable(value) and not name.startswith("_")
     ]
 
-    def accepts(value: Any) -> bool:
+    def accepts(value: object) -> bool:
         if "__call__" in vars(protocol) and not callable(value):
             return False
         # On the type, since an instance may answer any name by `__getattr__`; and not
@@ -324,7 +324,7 @@ def require_flag(name: str, value: object, /) -> None:
 
 
 def require_kind(
-    name: str, value: Any, kind: type[Any] | UnionType, expected: str, /
+    name: str, value: object, kind: type[Any] | UnionType, expected: str, /
 ) -> None:
     """Raise `ArgumentError` unless a value is an instance of a class.
 
@@ -412,7 +412,7 @@ def _has_shape(axes: tuple[int, ...], shape: tuple[Any, ...]) -> bool:
     return True
 
 
-def require_any(name: str, values: Any, /) -> None:
+def require_any(name: str, values: Sized, /) -> None:
     """Raise `ShapeError` where a sequence or mapping is empty."""
     if not values:
         raise errors.ShapeError(f"Expected at least one of `{name}`, got none.")
@@ -469,7 +469,7 @@ def require_same(
         )
 
 
-def require_ordered(**numbers: Any) -> None:
+def require_ordered(**numbers: float) -> None:
     """Raise `DampingError` unless numbers, in the order of the arguments, do not fall."""
     values = [*numbers.values()]
     if not all(a <= b for a, b in itertools.pairwise(values)):

@@ -545,8 +545,8 @@ class Estimator:
         product: str,
         vectors: Vector,
         /,
-        *arguments: Any,
-        **options: Any,
+        *arguments: object,
+        **options: object,
     ) -> dict[str, dict[str, Array]]:
         """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
 

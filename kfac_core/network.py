@@ -36,7 +36,7 @@ from kfac_core.linalg.factorizations import Solving
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.options import RANGES, Averaging, Coupling, Refreshing
 from kfac_core.sharing.layers import NamedLayers
-from kfac_core.stages import Executor, LazyMoments, ProductCall, plain
+from kfac_core.stages import Executor, LazyMoments, ProductCall, Task, plain
 from kfac_core.state import BlockState, NetworkState
 
 _OPTIONS = {
@@ -234,7 +234,7 @@ class Network:
         constraints.require_check(check)
         state = state.part_of(self.blocks, executor.share)
         common = replaced(self._update_options, check=check, decay=decay)
-        tasks: dict[str, tuple[Any, ...]] = {}
+        tasks: dict[str, Task] = {}
         try:
             by_block = executor.to_update(self.layers.batches(batches), self.blocks)
             for name, batch in by_block.items():
@@ -285,7 +285,7 @@ class Network:
             See `Estimator.absorb`, as the errors.
         """
         state = state.part_of(self.blocks, executor.share)
-        tasks: dict[str, tuple[Any, ...]] = {}
+        tasks: dict[str, Task] = {}
         try:
             by_block = executor.to_update(self.layers.moments(moments), self.blocks)
             for name, part in by_block.items():
@@ -339,7 +339,7 @@ class Network:
         with_bases = [n for n, b in self.blocks.items() if b.approximation.has_bases]
         if names is None:
             names = [n for n in with_bases if state.blocks[n].statistics is not None]
-        tasks: dict[str, tuple[Any, ...]] = {}
+        tasks: dict[str, Task] = {}
         for name in self.layers.known_names(names):
             block = self.blocks[name]
             if name not in with_bases:
@@ -386,7 +386,7 @@ class Network:
         is_one = isinstance(damping, ns.NUMBER) or not isinstance(damping, Mapping)
         dampings: Any = dict.fromkeys(self.blocks, damping) if is_one else damping
         options = self._refresh_options
-        tasks: dict[str, tuple[Any, ...]] = {}
+        tasks: dict[str, Task] = {}
         for name in self.ready(state, names):
             lam: Any = dampings[name]
             statistics: Any = state.blocks[name].statistics
@@ -426,9 +426,9 @@ class Network:
         state: NetworkState,
         vectors: Vector,
         /,
-        *arguments: Any,
+        *arguments: object,
         executor: Executor = plain,
-        **options: Any,
+        **options: object,
     ) -> dict[str, dict[str, Array]]:
         """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
 
@@ -442,7 +442,7 @@ class Network:
         # Any executor applies the operators of this process; those of others raise.
         share = state.share if executor.share is None else executor.share
         state = state.part_of(self.blocks, share)
-        tasks: dict[str, tuple[Any, ...]] = {}
+        tasks: dict[str, Task] = {}
         try:
             call = ProductCall.of(product, arguments, options)
             for name, vector in self.layers.vectors(vectors).items():

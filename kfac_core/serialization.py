@@ -31,10 +31,11 @@ import numpy as np
 
 from kfac_core import constraints, errors
 from kfac_core.approximations.options import DampingScaling, RefreshOptions
-from kfac_core.array import Status, replaced
+from kfac_core.array import Array, Scalar, Status, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
 from kfac_core.array.structure import fields_of, leaves
+from kfac_core.array.types import Tree
 from kfac_core.block import Block
 from kfac_core.constraints import shown
 from kfac_core.damping import DampingRule, require_damping
@@ -107,7 +108,7 @@ def dump_state(
     state: NetworkState,
     promises: Mapping[str, Any],
     *,
-    damping: Any,
+    damping: Scalar | Mapping[str, Scalar],
     decay: float,
     deferred: bool = False,
 ) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def dump_state(
 
 
 def parse_state(
-    state: Any,
+    state: object,
     network: Network,
     promises: Mapping[str, Any],
     names: Collection[str] | None = None,
@@ -215,7 +216,7 @@ def parse_state(
     return network, NetworkState(blocks), settings
 
 
-def _damping(value: Any) -> float:
+def _damping(value: Scalar) -> float:
     """Return a damping as a number; the value of an array is checked only here."""
     number = float(value)
     try:
@@ -252,7 +253,7 @@ def _values(state: BlockState, deferred: bool) -> dict[str, Any]:
     return values if deferred else {k: _copied(x) for k, x in values.items()}
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Array) -> Array:
     """Return a packed triangle, the copy of an array, or a number as it is."""
     if callable(value):
         return value()
@@ -261,7 +262,7 @@ def _copied(value: Any) -> Any:
     return ns.own_namespace(value).asarray(value, copy=True)
 
 
-def _collect(value: Any, path: str, values: dict[str, Any]) -> None:
+def _collect(value: Tree, path: str, values: dict[str, Any]) -> None:
     """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
@@ -365,7 +366,7 @@ class _Values:
         norms = (p for p in self.left if p.startswith("operator."))
         return any(p.endswith(".kept_norm") for p in norms)
 
-    def like(self, part: str) -> Any:
+    def like(self, part: str) -> Array:
         """Return an array of a part, of whose library and device all must be."""
         below = [x for path, x in self.left.items() if path.startswith(f"{part}.")]
         self._like = next(filter(_is_real, below), None)
@@ -374,7 +375,7 @@ class _Values:
             self._like = self._like.like()
         return self._like
 
-    def read(self, path: str, hint: Any, like: Any) -> Any:
+    def read(self, path: str, hint: object, like: Tree) -> Tree:
         """Read the values at a path and below, in the form of a template or annotation."""
         if isinstance(like, dict):
             parts = like.items()
@@ -404,7 +405,7 @@ class _Values:
                 )
         return cls(**fields)
 
-    def pop(self, path: str) -> Any:
+    def pop(self, path: str) -> Array:
         """Remove and return the value at a path."""
         _require(path in self.left, path, "in the state", "nothing")
         return self.left.pop(path)
@@ -454,7 +455,7 @@ class _Values:
             both_triangles,
         )
 
-    def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
+    def _array(self, path: str, like: Array, shape: tuple[int, ...] | None) -> Array:
         """Read a copy of an array with the shape and the kind of another."""
         x = self.pop(path)
         shape_of_x = tuple(getattr(x, "shape", shape or ()))
@@ -491,17 +492,17 @@ def _field(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _structure_in(hint: Any) -> Any:
+def _structure_in(hint: object) -> type[Any] | None:
     """Return the class of structures that an annotation allows, if any."""
     return next(filter(fields_of, get_args(hint) or (hint,)), None)
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def _choices(cls: Any, name: str) -> tuple[Any, ...]:
+def _choices(cls: type, name: str) -> tuple[Any, ...]:
     """Return the values of a static field that may differ between equal networks.
 
     Such as whether a block has been checked to be definite; others are the template's.
@@ -514,17 +515,17 @@ def _choices(cls: Any, name: str) -> tuple[Any, ...]:
     )
 
 
-def _is_number(cls: Any, name: str) -> bool:
+def _is_number(cls: type, name: str) -> bool:
     """Whether a static field is a number, which differs between equal networks."""
     return _hints(cls)[name] is float
 
 
-def _arrays(value: Any) -> list[Any]:
+def _arrays(value: Tree) -> list[Any]:
     """Return the arrays of a structure."""
     return [x for _, x in leaves(value) if array_api_compat.is_array_api_obj(x)]
 
 
-def _is_real(x: Any) -> bool:
+def _is_real(x: Array) -> bool:
     """Whether something is an array of float32 or float64."""
     if type(x) is DeferredArray:
         return x.dtype in ("float32", "float64")
@@ -648,7 +649,7 @@ def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return mapping
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     """Return a description as JSON; None if it is not one, such as with arrays in it."""
     try:
         return json.dumps(value, sort_keys=True)
@@ -674,7 +675,7 @@ def _require_equal(actual: Any, expected: Mapping[str, Any], where: str) -> None
     )
 
 
-def _require(good: bool, path: str, expected: str, came: Any) -> None:
+def _require(good: bool, path: str, expected: str, came: object) -> None:
     """Raise unless the value at a path is as expected."""
     if not good:
         raise errors.StateError(f"expected {path} to be {expected}, got {came}.")

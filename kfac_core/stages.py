@@ -641,16 +641,16 @@ def _refreshes_stack(
 
 
 def _products_stack(
-    block: Block, operator: CurvatureOperator, parameters: Any, call: ProductCall, /
+    block: Block, operator: CurvatureOperator, parameters: object, call: ProductCall, /
 ) -> bool:
     return call.product == "multiply_inverse"
 
 
-def _never(*_: Any) -> bool:
+def _never(*_: object) -> bool:
     return False
 
 
-def _always(_: Any, /) -> bool:
+def _always(_: object, /) -> bool:
     return True
 
 
@@ -744,8 +744,11 @@ PREPARE = Stage("prepare", prepare_block, 1, _factorization_flops)
 
 # Executors.
 
-Tasks: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""For each name, the block and the further arguments of a stage."""
+Task: TypeAlias = tuple[Any, ...]
+"""A block and the further arguments of a stage."""
+
+Tasks: TypeAlias = Mapping[str, Task]
+"""Tasks of a stage by block."""
 
 
 class Executor:

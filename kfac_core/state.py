@@ -524,7 +524,7 @@ def _after_refresh_in_status(
     )
 
 
-def in_form(value: Any, like: Any) -> Any:
+def in_form(value: Scalar | None, like: Scalar | None) -> Scalar:
     """Return a number as an array if `like` is one, else unchanged."""
     # NumPy scalars count as arrays here, though some are instances of float or int.
     if like is None or type(like) in (int, float):

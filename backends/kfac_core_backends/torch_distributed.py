@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.array.backend import Array
+from kfac_core.array.types import Array
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.distributed.communicator import Operation, Traffic
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.partition import vote_length

@@ -177,7 +177,7 @@ def test_backends_import_their_own_library(requires_adapters, name):
 
     ours = {n for n in names if n.split(".")[0] == "kfac_core"}
     engine = {"kfac_core.distributed.communicator"} if name in ENGINES else set()
-    shared = {f"kfac_core.array.{n}" for n in ("backend", "optional")}
+    shared = {f"kfac_core.array.{n}" for n in ("backend", "optional", "types")}
     assert ours <= shared | {"kfac_core.errors"} | engine
     roots = {n.split(".")[0] for n in names - ours}
     assert roots - OWN[name] - set(sys.stdlib_module_names) == set()

@@ -49,7 +49,7 @@ class Own:
         backend: str | None = None,
         /,
         *,
-        approximation: Callable[[Problem], kc.Approximation] | None = None,
+        approximation: Callable[[Problem], kc.Approximation[Any]] | None = None,
     ) -> None:
         self._backend = backend
         self._approximation = approximation or _approximation
@@ -210,7 +210,7 @@ def _layer(layer: LinearLayer) -> kc.Layer:
     )
 
 
-def _approximation(problem: Problem) -> kc.Approximation:
+def _approximation(problem: Problem) -> kc.Approximation[Any]:
     approximations: dict[str, Any] = {
         "kronecker": lambda: kc.Kronecker(sharing=problem.sharing),
         "eigen": lambda: kc.EKFAC(sharing=problem.sharing),
@@ -218,5 +218,5 @@ def _approximation(problem: Problem) -> kc.Approximation:
         "full": kc.Full,
         "diagonal": kc.Diagonal,
     }
-    approximation: kc.Approximation = approximations[problem.approximation]()
+    approximation: kc.Approximation[Any] = approximations[problem.approximation]()
     return approximation

@@ -27,6 +27,7 @@ from kfac_core.factors.average import (
     require_weight,
 )
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import BlockRows
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
 
 
@@ -70,7 +71,7 @@ def entering_options(
     return replaced(options, decay=decay, weight=weight, xp=xp), flags
 
 
-def require_place(statistics: Statistics, rows: Any, /) -> None:
+def require_place(statistics: Statistics, rows: BlockRows, /) -> None:
     """Raise if a batch and the statistics differ in library or device."""
     like, new = statistics.status, rows.like
     if ns.common_namespace(like, new) is not None:
@@ -85,8 +86,8 @@ def require_place(statistics: Statistics, rows: Any, /) -> None:
 
 def flags_of_update(
     earlier: Array | int,
-    approximation: Approximation,
-    rows: Any,
+    approximation: Approximation[Any],
+    rows: BlockRows,
     new: Statistics,
     options: UpdateOptions,
     /,
@@ -122,7 +123,7 @@ def flags_of_update(
 
 def overflow_flags(
     flags: Array | int,
-    approximation: Approximation,
+    approximation: Approximation[Any],
     new: Statistics,
     options: UpdateOptions,
     /,

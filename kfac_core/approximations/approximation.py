@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from kfac_core import errors
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
@@ -13,6 +13,9 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
+R = TypeVar("R")
+"""Rows."""
+
 MomentStart = Literal["kronecker", "carried", "zero"]
 """How EKFAC's second moments start after a change of basis; see `kfac_core.EKFAC`."""
 
@@ -20,12 +23,13 @@ Reduction = Literal["sum", "none"]
 """How statistics of processes are combined; see `Approximation.reduction`."""
 
 
-class Approximation(ABC):
+class Approximation(ABC, Generic[R]):
     """The statistics that are kept of the rows, and the operator made from them.
 
     The base class of all approximations.  A subclass is a frozen dataclass without
     arrays, whose fields are its options.  It defines `name`, `initial`, `updated` and
-    `operator`; all other members have defaults.
+    `operator`; all other members have defaults.  R is the class of rows that `updated`
+    takes: those of the layers that `problem_with` accepts.
     """
 
     name: ClassVar[str]
@@ -133,13 +137,14 @@ class Approximation(ABC):
             Statistics that are zero throughout.
         """
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
+    def rows(self, layer: Layer, batch: Any, /) -> R:
         """Return the rows of a batch, from which statistics are computed."""
-        return layer.rows(batch)
+        # `problem_with` has refused layers with rows of another class.
+        return layer.rows(batch)  # type: ignore[return-value]
 
     @abstractmethod
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self, statistics: Statistics, rows: R, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update.
 

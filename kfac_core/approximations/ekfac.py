@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import array_api_compat
 
@@ -51,7 +51,7 @@ from kfac_core.factors.average import Average
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import WeightSharing
+from kfac_core.layers.rows import Rows, WeightSharing
 from kfac_core.linalg.certificate import (
     Spectrum,
     eigenvalues_apart,
@@ -74,7 +74,7 @@ _SHARES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class EKFAC(Approximation):
+class EKFAC(Approximation[Rows]):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
 
     With the factors :math:`A = Q_A \mathrm{diag}(a) Q_A^T` and
@@ -185,7 +185,12 @@ class EKFAC(Approximation):
         return Statistics(averages, factors.status, bases)
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: Rows,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return factors and moments after one update; see `Kronecker.updated`.
 
@@ -286,7 +291,7 @@ class EKFAC(Approximation):
     def corrected(
         self,
         statistics: Statistics,
-        rows: Any,
+        rows: Rows,
         /,
         *,
         conventions: Conventions,
@@ -349,17 +354,17 @@ class EKFAC(Approximation):
         return Kronecker(input=self.input, output=self.output, sharing=self.sharing)
 
     def _moments(
-        self, statistics: Statistics, rows: Any, options: UpdateOptions
+        self, statistics: Statistics, rows: Rows, options: UpdateOptions
     ) -> Average:
         """Return E's average after the update."""
         shares = options.shares(rows, statistics.dtype, per="example")
         xp, scale = options.xp, shares.scale * shares.gradient_scale
         old = statistics.averages["block"]
-        bases = [
+        Q_A, Q_G = (
             statistics.bases[side].eigenvectors if side in statistics.bases else None
             for side in _SIDES
-        ]
-        in_basis = rows.in_basis(*bases, statistics.dtype, xp=xp)
+        )
+        in_basis = rows.in_basis(Q_A, Q_G, statistics.dtype, xp=xp)
         # E <- decay E + weight c / N sum_mn (Q_A^T D Q_G)^2
         total, decay, weight = old.sum, options.decay, shares.example_weight
         if not (options.overwrite and array_api_compat.is_writeable_array(total)):
@@ -368,7 +373,7 @@ class EKFAC(Approximation):
             return old.plus(squares, decay, scale, weight)
         total *= decay
         dtype, n = statistics.dtype, total.shape[-2]
-        if bases[0] is None:
+        if Q_A is None:
             shares_of_inputs = iter([(slice(n), in_basis.squares(dtype, xp=xp))])
         else:
             # A share of the inputs at a time, or the squares were a second array like E.

@@ -61,7 +61,7 @@ _KRONECKER = Kronecker()
 
 
 @dataclass(frozen=True, kw_only=True)
-class KFOC(Approximation):
+class KFOC(Approximation[Rows]):
     r"""The best approximation of a block by one Kronecker product.
 
     With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
@@ -129,7 +129,12 @@ class KFOC(Approximation):
         return Statistics(averages, place.flags())
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: Rows,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 

@@ -37,8 +37,11 @@ from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.conv import Conv
+from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import WeightSharing
+from kfac_core.layers.rows import PixelRows, Rows, WeightSharing
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
 from kfac_core.operators.spectral import SpectralOperator
@@ -51,7 +54,7 @@ _SUMMED: dict[WeightSharing, Literal["row", "example"]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kronecker(Approximation):
+class Kronecker(Approximation[Rows | IdRows | PixelRows]):
     r"""K-FAC: the block of a layer is one Kronecker product of two factors.
 
     With inputs x (a 1 appended if the layer has a bias) and gradients g of the summed
@@ -170,7 +173,12 @@ class Kronecker(Approximation):
         return Statistics(averages, place.flags())
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: Rows | IdRows | PixelRows,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return the statistics after one update.
 
@@ -274,7 +282,9 @@ class Kronecker(Approximation):
             if options.factorizations:
                 name = f"{options.name}/{side}"
                 M = M.prepared(*wanted, check=options.check, name=name)
-            prepared.append(M if exact or options.keep_matrices else options.stored(M))
+            if isinstance(M, DampedMatrix) and not exact:
+                M = options.stored(M)
+            prepared.append(M)
         scale = ns.as_array(ns.cast(xp, S, options.apply))
         operator = FactoredKronecker(prepared[0], prepared[1], scale)
         if not exact:
@@ -334,12 +344,11 @@ class Kronecker(Approximation):
             )
         return None
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
+    def rows(self, layer: Layer, batch: Any, /) -> Rows | IdRows | PixelRows:
         """Return a batch as rows; with pixels as x where those are kept."""
-        if self.input == "uncorrelated":
-            geometry: Any = layer
-            return geometry.pixel_rows(batch)
-        return layer.rows(batch)
+        if self.input == "uncorrelated" and isinstance(layer, Conv):
+            return layer.pixel_rows(batch)
+        return super().rows(layer, batch)
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:

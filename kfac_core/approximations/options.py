@@ -14,6 +14,8 @@ from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, factored_shifts
 from kfac_core.factors.shares import Shares
 from kfac_core.layers.example_gradients import require_known_rows
+from kfac_core.layers.layer import BlockRows
+from kfac_core.layers.rows import Rows
 from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization, Solving
 
@@ -66,7 +68,12 @@ class UpdateOptions:
     xp: Namespace = None
 
     def shares(
-        self, rows: Any, dtype: object, /, *, per: Literal["row", "example"] = "row"
+        self,
+        rows: BlockRows,
+        dtype: object,
+        /,
+        *,
+        per: Literal["row", "example"] = "row",
     ) -> Shares:
         r"""Return the scales and weights of an update with these rows.
 
@@ -94,8 +101,9 @@ class UpdateOptions:
         xp, weight = self.xp, self.weight
         R, N, M = rows.counts(dtype, xp=xp)
         # A chunk is scaled by the counts of its whole batch, so that chunks add up.
-        part_of = getattr(rows, "batch_examples", None)
-        batch_N, batch_R = (N, R) if part_of is None else (part_of, rows.batch_rows)
+        batch_N, batch_R = N, R
+        if isinstance(rows, Rows) and rows.batch_examples is not None:
+            batch_N, batch_R = rows.batch_examples, rows.batch_rows
         if not isinstance(batch_R, int):
             batch_R = ns.cast(xp, batch_R, dtype)
         gradient_scale = self.conventions.outer_product_scale(
@@ -263,19 +271,17 @@ class OperatorOptions(NamedTuple):
             xp=self.xp,
         )
 
-    def stored(self, part: Any, /) -> Any:
+    def stored(self, part: DampedMatrix, /) -> DampedMatrix:
         """Return a damped factor as an operator is to keep it.
 
         Parameters
         ----------
-        part : DampedMatrix, DampedDiagonal or DampedRankOne
+        part : DampedMatrix
             Factor with its factorizations.
 
         Returns
         -------
-        DampedMatrix, DampedDiagonal or DampedRankOne
+        DampedMatrix
             Without its matrix, if matrices are not kept.
         """
-        if self.keep_matrices or not isinstance(part, DampedMatrix):
-            return part
-        return part.factorized()
+        return part if self.keep_matrices else part.factorized()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation
@@ -12,12 +11,12 @@ from kfac_core.array import Place
 from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.layer import Layer
+from kfac_core.layers.layer import AnyRows, Layer
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledIdentity(Approximation):
+class ScaledIdentity(Approximation[AnyRows]):
     """A multiple of the identity, whatever the rows hold.
 
     .. math:: F = c I
@@ -62,7 +61,12 @@ class ScaledIdentity(Approximation):
         return Statistics({"count": Average(zero, zero)}, place.flags())
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: AnyRows,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return the statistics with the update counted; the rows are not read."""
         shares = options.shares(rows, statistics.dtype)

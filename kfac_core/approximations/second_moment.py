@@ -16,7 +16,6 @@ For the elementwise form of the diagonal see the notes on `DenseDiagonal` in kfa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
@@ -25,13 +24,13 @@ from kfac_core.array import namespaces as ns
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.layer import Layer
+from kfac_core.layers.layer import AnyRows, Layer
 from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagonal(Approximation):
+class Diagonal(Approximation[AnyRows]):
     r"""The diagonal of the block: ``in(+1) x out`` numbers.
 
     With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
@@ -69,7 +68,12 @@ class Diagonal(Approximation):
         return Statistics({"block": average}, place.flags())
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: AnyRows,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -104,7 +108,7 @@ class Diagonal(Approximation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Full(Approximation):
+class Full(Approximation[AnyRows]):
     r"""The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests.
 
     With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
@@ -142,7 +146,12 @@ class Full(Approximation):
         return Statistics({"block": average}, place.flags())
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: AnyRows,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 

@@ -52,7 +52,7 @@ _LAG_1 = LaggedFactor()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series(Approximation):
+class Series(Approximation[Rows]):
     r"""The approximation of a recurrent layer's block by a chain of time steps.
 
     Shared positions are time steps.  Beside the factors :math:`A_0, G_0` of
@@ -221,7 +221,7 @@ class Series(Approximation):
             For several shared axes: the time axis is ambiguous (but for the
             independent variant, where none is).
         """
-        rows: Rows = layer.rows(batch)
+        rows = super().rows(layer, batch)
         if self.variant != "independent" and batch.inputs.ndim > 3:
             hint = "The time steps are one shared axis: move others into that of sequences."
             constraints.require_shape("inputs", batch.inputs, ("N", "T", "n"), hint)

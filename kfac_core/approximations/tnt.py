@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kfac_core import constraints
 from kfac_core.approximations.approximation import Approximation
@@ -36,6 +36,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.factors.average import Average
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.operator import CurvatureOperator
@@ -46,7 +47,7 @@ _KRONECKER = Kronecker()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TNT(Approximation):
+class TNT(Approximation[Rows | ExampleGradients]):
     r"""The tensor-normal approximation of a block.
 
     With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
@@ -102,7 +103,12 @@ class TNT(Approximation):
         return _KRONECKER.initial(layer, place)
 
     def updated(
-        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
+        self,
+        statistics: Statistics,
+        rows: Rows | ExampleGradients,
+        layer: Layer,
+        options: UpdateOptions,
+        /,
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -116,7 +122,7 @@ class TNT(Approximation):
         shares = options.shares(
             rows, statistics.dtype, per="row" if alone else "example"
         )
-        if layer.kind == "parameters":
+        if isinstance(rows, ExampleGradients):
             return updated_axes(statistics, rows, layer, shares, decay=decay, xp=xp)
         used = rows.per_position() if alone else rows
         columns, across = _gram_rows(used, statistics.dtype, xp)

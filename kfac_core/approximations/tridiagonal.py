@@ -24,7 +24,6 @@ Martens and Grosse (2015), arXiv:1503.05671, section 4.3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -39,7 +38,7 @@ from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.chain import Chain, ChainRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Batch, Rows
+from kfac_core.layers.rows import Rows
 from kfac_core.linalg.conditional import conditional, marginal
 from kfac_core.linalg.fallback import Fallback, in_wider_dtype
 from kfac_core.linalg.series_chain import Root, triangular_root
@@ -50,7 +49,7 @@ _OF_A_LAYER = Kronecker()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockTridiagonal(Approximation):
+class BlockTridiagonal(Approximation[ChainRows]):
     r"""The approximation of a `Chain`, by moments within layers and between neighbors.
 
     With the rows of layers i and j for the same examples,
@@ -121,7 +120,7 @@ class BlockTridiagonal(Approximation):
             old = _of_layer(statistics, i)
             new = _OF_A_LAYER.updated(old, part, single, options).averages
             averages |= {f"{i}-{key}": average for key, average in new.items()}
-        shares = options.shares(rows.layers[0], statistics.dtype)
+        shares = options.shares(rows, statistics.dtype)
         scales = {"input": shares.scale, "output": shares.scale * shares.gradient_scale}
         for i, (part, following) in enumerate(itertools.pairwise(rows.layers)):
             moments = _moments_between(part, following, statistics.dtype, options.xp)
@@ -173,11 +172,6 @@ class BlockTridiagonal(Approximation):
         if layer.kind == "chain":
             return None
         return "one layer has no neighbors; name several in `Coupling(chains=...)`"
-
-    def rows(self, layer: Layer, batch: Mapping[str, Batch], /) -> ChainRows:
-        """Return what the layers saw as rows."""
-        rows: ChainRows = layer.rows(batch)
-        return rows
 
 
 def _of_layer(statistics: Statistics, i: int) -> Statistics:

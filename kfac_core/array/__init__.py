@@ -5,9 +5,8 @@ Here is what the author of an approximation needs of it.  `kfac_core.structure`,
 class of arrays, and what is done with its instances.
 """
 
-from kfac_core.array.backend import Array, Backend, DType, Namespace, get_backend
+from kfac_core.array.backend import Backend, get_backend
 from kfac_core.array.namespaces import (
-    Scalar,
     as_scalar,
     cast,
     device_of,
@@ -19,6 +18,7 @@ from kfac_core.array.place import Place
 from kfac_core.array.selection import Selection, selected_backend
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced
+from kfac_core.array.types import Array, DType, Namespace, Scalar
 
 __all__ = [
     "Array",

@@ -25,7 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -33,18 +33,10 @@ from kfac_core import errors
 from kfac_core.array.generic_backend import BrokenBackend, GenericBackend
 from kfac_core.array.optional import entry_points_of
 from kfac_core.array.structure import Registrar, register_structures_with
+from kfac_core.array.types import Array, Device, Namespace, Tree
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-Array: TypeAlias = Any
-"""An array of any library that follows the Array API standard."""
-
-Namespace: TypeAlias = Any
-"""The Array API namespace of such a library."""
-
-DType: TypeAlias = Any
-"""A dtype of such a library."""
 
 ENTRY_POINT_GROUP = "kfac_core.backends"
 
@@ -104,7 +96,7 @@ class Backend(Protocol):
     def namespace(self) -> Namespace:
         """Return the Array API namespace."""
 
-    def device(self, spec: str | None, /) -> Any:
+    def device(self, spec: str | None, /) -> Device:
         """Return the library's device of that name (None: the library's default)."""
 
     def asarray(self, values: np.ndarray[Any, Any], /, *, device: object) -> Array:
@@ -119,7 +111,7 @@ class Backend(Protocol):
     def array_problem(self, x: Array, /) -> str | None:
         """Return why an array cannot be computed with (sparse, deleted), or None."""
 
-    def placeholder(self, function: Callable[[], Any], /, *, device: object) -> Any:
+    def placeholder(self, function: Callable[[], Tree], /, *, device: object) -> Tree:
         """Return a function's result, or a placeholder of the same form."""
 
     def enable_float64(self) -> None:

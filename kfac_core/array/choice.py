@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import map_structure
+from kfac_core.array.types import Array, Namespace
 
 T = TypeVar("T")
 

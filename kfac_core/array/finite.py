@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_numpy_namespace
 
-from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.status import Check
+from kfac_core.array.types import Array, Namespace
 
 _TRUTHS = (bool, np.bool_)
 

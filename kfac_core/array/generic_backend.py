@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kfac_core.array.types import Array, Device, Namespace, Tree
+
 
 class GenericBackend:
     """A backend made from nothing but the name of a package.
@@ -57,7 +59,7 @@ class GenericBackend:
         """Return the names of the devices, as in ``name:device``."""
         return tuple(_device_name(d) for d in self._all_devices())
 
-    def namespace(self) -> Any:
+    def namespace(self) -> Namespace:
         """Return the Array API namespace of the library.
 
         Raises
@@ -69,7 +71,7 @@ class GenericBackend:
             raise ImportError(self.problem())
         return self._module
 
-    def device(self, spec: str | None, /) -> Any:
+    def device(self, spec: str | None, /) -> Device:
         """Return the library's device of that name.
 
         Parameters
@@ -96,7 +98,7 @@ class GenericBackend:
             f"{self.name} has no device {spec!r}; it has {', '.join(self.devices())}"
         )
 
-    def asarray(self, values: np.ndarray[Any, Any], /, *, device: object) -> Any:
+    def asarray(self, values: np.ndarray[Any, Any], /, *, device: object) -> Array:
         """Copy a NumPy array to a device, keeping its dtype.
 
         Parameters
@@ -116,7 +118,7 @@ class GenericBackend:
             np.ascontiguousarray(values).reshape(values.shape), device=device, copy=True
         )
 
-    def to_numpy(self, x: Any, /) -> np.ndarray[Any, Any]:
+    def to_numpy(self, x: Array, /) -> np.ndarray[Any, Any]:
         """Copy an array to the host, which synchronizes with the device.
 
         Parameters
@@ -138,11 +140,11 @@ class GenericBackend:
         except (TypeError, AttributeError, BufferError, ValueError, RuntimeError):
             return np.array(x)
 
-    def detach(self, x: Any, /) -> Any:
+    def detach(self, x: Array, /) -> Array:
         """Return the array without its gradient graph; plain arrays have none."""
         return x
 
-    def array_problem(self, x: Any, /) -> str | None:
+    def array_problem(self, x: Array, /) -> str | None:
         """Return why an array of this library cannot be computed with, or None.
 
         Asked of every array that comes in.  Such as: sparse, quantized, without memory.
@@ -159,7 +161,7 @@ class GenericBackend:
         """
         return None
 
-    def placeholder(self, function: Callable[[], Any], /, *, device: object) -> Any:
+    def placeholder(self, function: Callable[[], Tree], /, *, device: object) -> Tree:
         """Return a function's result, or a placeholder of the same form.
 
         A library that can follow a function without computing may save the computing.
@@ -209,7 +211,7 @@ class GenericBackend:
         return lambda: None
 
     @functools.cached_property
-    def _module(self) -> Any:
+    def _module(self) -> Namespace:
         """The namespace: the compatibility layer's, the package, or its ``numpy``."""
         if not self.name.isidentifier():
             return None
@@ -226,7 +228,7 @@ class GenericBackend:
                 return module
         return None
 
-    def _all_devices(self) -> list[Any]:
+    def _all_devices(self) -> list[Device]:
         info = self.namespace().__array_namespace_info__()
         return [d for d in info.devices() if d is not None]
 

@@ -18,9 +18,10 @@ import array_api_compat
 import numpy as np
 
 from kfac_core import constraints, errors
-from kfac_core.array.backend import Array, DType, Namespace, backend_of
+from kfac_core.array.backend import backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import Status
+from kfac_core.array.types import Array, Device, DType, Namespace, Scalar
 
 _FLAGS = tuple(int(flag) for flag in Status)
 
@@ -49,9 +50,6 @@ NUMBER = (float, int, numbers.Real)
 """For `isinstance`: Python's own numbers first, for which no abstract class is asked."""
 
 _OF_NUMPY = (np.ndarray, np.generic)
-
-Scalar = Any
-"""A Python number, or a 0-d array of the same library as the other arrays."""
 
 
 def namespace_of(
@@ -155,7 +153,7 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
     _namespaces[cls] = xp
 
 
-def is_usable(x: Any, /) -> bool:
+def is_usable(x: Array, /) -> bool:
     """Whether something is an array that `namespace_of` accepts, in native byte order."""
     cls = type(x)
     if cls not in _namespaces:
@@ -210,7 +208,7 @@ def same_place(**arrays: Array | None) -> None:
 
 
 def _places_differ(
-    first: str, place: Any, second: str, other: Any
+    first: str, place: object, second: str, other: object
 ) -> errors.MixedArraysError:
     """Return a message that names two arguments on different devices."""
     return errors.MixedArraysError(
@@ -219,7 +217,7 @@ def _places_differ(
     )
 
 
-def device_of(x: Array, /) -> Any:
+def device_of(x: Array, /) -> Device:
     """Return the device of an array; None where a tracer does not know it."""
     standard = _standard_devices.get(type(x))
     if standard is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.types import Array, Namespace
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kfac_core import constraints
-from kfac_core.array.backend import DType, Namespace
+from kfac_core.array.types import DType, Namespace
 
 FloatName = Literal["float32", "float64"]
 

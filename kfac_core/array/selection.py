@@ -29,12 +29,12 @@ import numpy as np
 
 from kfac_core import constraints, errors
 from kfac_core.array.backend import (
-    Array,
     Backend,
     backend_names,
     backend_of,
     get_backend,
 )
+from kfac_core.array.types import Array
 
 ENVIRONMENT_VARIABLE = "KFAC_CORE_BACKEND"
 

@@ -19,7 +19,10 @@ from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
 
+from kfac_core.array.types import Array, Namespace, Tree
+
 T = TypeVar("T")
+
 
 Registrar = Callable[[type[Any], tuple[str, ...], tuple[str, ...]], None]
 """Called with a class, the names of its array fields and of its static fields."""
@@ -169,7 +172,7 @@ def deferred(cls: type[T], known: dict[str, Any], compute: Callable[[], T], /) -
     return new
 
 
-def contents(value: Any, /) -> dict[str, Any]:
+def contents(value: object, /) -> dict[str, Any]:
     """Return the fields of a structure by name; of a `deferred` one they are computed."""
     fields: dict[str, Any] = value.__dict__
     compute = fields.get(_COMPUTE)
@@ -180,7 +183,7 @@ def contents(value: Any, /) -> dict[str, Any]:
     return fields
 
 
-def _computed_field(value: Any, name: str) -> Any:
+def _computed_field(value: object, name: str) -> Any:
     """Return a field that no attribute holds yet, as of a `deferred` structure."""
     if _COMPUTE in value.__dict__ and name in dict(_fields[type(value)]):
         return contents(value)[name]
@@ -225,7 +228,7 @@ def array_fields(value: object, /) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in _arrays[type(value)]]
 
 
-def leaves(value: Any, /, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Tree, /, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Walk over the arrays of a structure with their paths, in the fields' order.
 
     Parameters
@@ -311,7 +314,7 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     return cls(*values)
 
 
-def in_dtype(value: T, dtype: object, xp: Any, /) -> T:
+def in_dtype(value: T, dtype: object, xp: Namespace, /) -> T:
     """Return a structure with its floating-point arrays in a dtype.
 
     Parameters
@@ -329,7 +332,7 @@ def in_dtype(value: T, dtype: object, xp: Any, /) -> T:
         Structure of the same class, with the same arrays where they have that dtype.
     """
 
-    def cast(x: Any) -> Any:
+    def cast(x: Array) -> Array:
         floating = x.dtype != dtype and xp.isdtype(x.dtype, "real floating")
         return xp.astype(x, dtype) if floating else x
 
@@ -355,7 +358,7 @@ def without_scalars(value: T, /) -> T:
     return _with_arrays(value) if _holds_scalars(value) else value
 
 
-def _holds_scalars(value: Any) -> bool:
+def _holds_scalars(value: object) -> bool:
     parts = [value]
     for part in parts:
         if type(part) in _arrays:
@@ -375,7 +378,7 @@ def _holds_scalars(value: Any) -> bool:
     return False
 
 
-def _with_arrays(value: Any) -> Any:
+def _with_arrays(value: Tree) -> Tree:
     """Return a value with arrays for scalars; parts without any are the same objects."""
     if isinstance(value, np.generic):
         return np.asarray(value)
@@ -386,7 +389,7 @@ def _with_arrays(value: Any) -> Any:
     return replaced(value, **changes)
 
 
-def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
+def _met(first: object, others: tuple[Any, ...]) -> dict[str, Any]:
     """Return the static fields of a combination of several structures."""
     fields = [static_fields(value) for value in (first, *others)]
     meet = _meet[type(first)]
@@ -398,7 +401,7 @@ def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
     return fields[0]
 
 
-def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
+def form_of(value: Tree, leaf: Callable[[Array], object], /) -> object:
     """Return a key that is equal for values whose arrays can be combined.
 
     Parameters
@@ -415,7 +418,7 @@ def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
     """
     fields = _fields.get(type(value))
     if fields is not None:
-        parts = [type(value)]
+        parts: list[object] = [type(value)]
         for name, static in fields:
             part = getattr(value, name)
             parts.append(part if static or part is None else form_of(part, leaf))
@@ -459,7 +462,7 @@ def split_structure(
     return parts
 
 
-def replaced(value: T, /, **changes: Any) -> T:
+def replaced(value: T, /, **changes: object) -> T:
     """Return a structure with some fields changed.
 
     As ``dataclasses.replace``, which not every tracer can follow.
@@ -499,7 +502,7 @@ def replaced(value: T, /, **changes: Any) -> T:
     return new
 
 
-def combinable(first: Any, second: Any, /) -> bool:
+def combinable(first: object, second: object, /) -> bool:
     """Whether `map_structure` accepts two structures together, for any shapes.
 
     Parameters

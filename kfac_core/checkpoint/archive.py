@@ -159,7 +159,7 @@ def pieces_of(values: StoredArray, /) -> Iterator[np.ndarray[Any, np.dtype[Any]]
         yield values
 
 
-def path_of(path: Any, /) -> Path:
+def path_of(path: str | os.PathLike[str], /) -> Path:
     """Return a path, or raise `ArgumentError`.
 
     Parameters

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kfac_core import constraints, errors
+from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import asarray, selected_backend
 from kfac_core.checkpoint.archive import Archive, opened, path_of
@@ -226,7 +227,7 @@ def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> A
     return document["state"]
 
 
-def _read(archive: Archive, index: int, transposed: bool, backend: str | None) -> Any:
+def _read(archive: Archive, index: int, transposed: bool, backend: str | None) -> Array:
     values = asarray(archive.read(index), backend=backend)
     if transposed and values.ndim > 1:
         return ns.own_namespace(values).matrix_transpose(values)

@@ -23,6 +23,7 @@ import numpy as np
 
 import kfac_core
 from kfac_core import constraints, errors
+from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint import archive
@@ -187,7 +188,7 @@ def write_atomically(
         raise
 
 
-def _on_host(x: Any) -> np.ndarray[Any, np.dtype[Any]] | None:
+def _on_host(x: Array) -> np.ndarray[Any, np.dtype[Any]] | None:
     """Return an array as NumPy reads it where it lies; None where it must be copied."""
     if isinstance(x, np.ndarray):
         return x

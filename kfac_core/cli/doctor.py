@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import os
 import platform
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
@@ -108,7 +110,7 @@ def diagnosis(*, every: bool = True) -> dict[str, Any]:
     if every:
         report["operations"] = capability_table()
         report["communicators"] = {
-            name: _checked(lambda name=name: communicator.engine(name))
+            name: _checked(partial(communicator.engine, name))
             for name in communicator.communicator_names()
         }
     return report
@@ -129,7 +131,7 @@ def _reason(error: BaseException) -> str:
     return f"its adapter raised {type(error).__name__}: {error}"
 
 
-def _checked(get_adapter: Any) -> dict[str, Any]:
+def _checked(get_adapter: Callable[[], Any]) -> dict[str, Any]:
     """Return whether an adapter can be used, and its versions."""
     try:
         adapter = get_adapter()

@@ -171,7 +171,7 @@ def _block_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _pairs(values: Any) -> str:
+def _pairs(values: object) -> str:
     if not isinstance(values, Mapping):
         return str(values)
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -12,7 +12,6 @@ import math
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 WIDTH = 80
 """Width of a line of text, where possible."""
@@ -60,7 +59,7 @@ def printable(text: str, /) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def print_json(document: Any, /) -> None:
+def print_json(document: object, /) -> None:
     """Print one document; numbers that are not finite become null."""
     print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
@@ -105,7 +104,7 @@ def aligned(
     return lines
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value in the types of JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

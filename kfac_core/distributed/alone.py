@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kfac_core.array import Array
 from kfac_core.distributed.communicator import Communicator, Operation
 
 
@@ -20,7 +21,7 @@ class Alone(Communicator):
         return Alone()
 
     def _start(
-        self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
+        self, operation: Operation, values: Array, arguments: Mapping[str, Any], /
     ) -> Callable[[], Any]:
         raise NotImplementedError  # `Communicator` answers for one rank.
 

@@ -18,7 +18,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
@@ -144,7 +144,7 @@ class Votes:
     riders: list[Any] = field(default_factory=list)
 
 
-def _zeros(zero: Any) -> dict[str, Any]:
+def _zeros(zero: float) -> dict[str, Any]:
     return dict.fromkeys(get_args(Operation), zero)
 
 
@@ -182,7 +182,7 @@ class Communicator(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise errors.UnsupportedError(
             "A communicator belongs to its processes and cannot be copied or saved, and "
             "neither can an estimator that has one. Save `Estimator.state_dict()`, which "
@@ -323,11 +323,11 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _start(
-        self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
+        self, operation: Operation, values: Array, arguments: Mapping[str, Any], /
     ) -> Callable[[], Any]:
         """Start an exchange of `_entering` values; return what waits for the result."""
 
-    def _entering(self, flat: Array) -> Any:
+    def _entering(self, flat: Array) -> Array:
         """Return an array in the form that the engine exchanges: by default, NumPy's."""
         if str(flat.dtype).endswith("bfloat16"):
             raise errors.UnsupportedError(
@@ -336,7 +336,7 @@ class Communicator(abc.ABC):
             )
         return backend_of(ns.own_namespace(flat)).to_numpy(flat)
 
-    def _leaving(self, values: Any, like: Array) -> Array:
+    def _leaving(self, values: Array, like: Array) -> Array:
         """Return what the engine made, in the library and on the device of an array."""
         backend = backend_of(ns.own_namespace(like))
         return backend.asarray(np.asarray(values), device=ns.device_of(like))

@@ -80,7 +80,7 @@ class Exchange:
                 values |= transport.unpack(form, arrays)
         return values
 
-    def _forms_of_all(self, form: Any) -> list[Any]:
+    def _forms_of_all(self, form: transport.Form) -> list[Any]:
         """Return the forms of all ranks, which are sent only where they are new."""
         text = json.dumps(form)
         digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int64)

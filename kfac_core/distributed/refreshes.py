@@ -76,7 +76,10 @@ def refresh(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, An
 
 
 def _outcomes(
-    partition: Partition, names: Sequence[str], refreshed: Mapping[str, Any], error: Any
+    partition: Partition,
+    names: Sequence[str],
+    refreshed: Mapping[str, Any],
+    error: Exception | None,
 ) -> dict[str, Any]:
     """Return each block's status and damping, or its error, on every rank."""
     failed = {n: r for n, r in refreshed.items() if isinstance(r, KFACError)}

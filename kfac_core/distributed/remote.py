@@ -183,7 +183,7 @@ class RemoteOperator(CurvatureOperator):
         """Return the `Status` flags, 0-d int32; zero without failures."""
         return self.flags
 
-    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
+    def _refuse(self, *arguments: object, **options: object) -> NoReturn:
         """Raise `UnsupportedError`, or `FactorizationError` for one that has failed."""
         if self.has_failed:
             raise errors.FactorizationError("A block could not be factorized.")

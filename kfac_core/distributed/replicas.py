@@ -17,6 +17,7 @@ from kfac_core import errors
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import leaves
+from kfac_core.array.types import Tree
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 
@@ -73,7 +74,7 @@ def _digest_of_files(spec: ModuleSpec) -> str:
     return digest.hexdigest()
 
 
-def _digest(value: Any) -> str:
+def _digest(value: Tree) -> str:
     """Return a text that is equal for equal values."""
     digest = hashlib.sha256()
     if isinstance(value, str):

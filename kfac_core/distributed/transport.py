@@ -24,6 +24,7 @@ from kfac_core.array.structure import (
     rebuilt,
     structure_of_name,
 )
+from kfac_core.array.types import Tree
 from kfac_core.linalg.packing import PackedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -87,21 +88,21 @@ def buckets(
     return filled
 
 
-def packed_matrices(value: Any, /) -> Any:
+def packed_matrices(value: Tree, /) -> Tree:
     """Return a value with one triangle of each symmetric matrix; see `PackedMatrix`."""
     if isinstance(value, SymmetricMatrix):
         return PackedMatrix.of(value)
     return _with_parts(value, packed_matrices)
 
 
-def unpacked_matrices(value: Any, /) -> Any:
+def unpacked_matrices(value: Tree, /) -> Tree:
     """Return the value that `packed_matrices` packed."""
     if isinstance(value, PackedMatrix):
         return value.unpacked()
     return _with_parts(value, unpacked_matrices)
 
 
-def _with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
+def _with_parts(value: Tree, function: Callable[[Any], Any]) -> Tree:
     if isinstance(value, dict):
         return {name: function(part) for name, part in value.items()}
     return rebuilt(value, function) if is_structure(value) else value
@@ -132,7 +133,7 @@ class Packed:
             return xp.zeros((0,), dtype=getattr(xp, dtype), device=ns.device_of(like))
         return parts[0] if len(parts) == 1 else xp.concat(parts)
 
-    def node(self, value: Any) -> Form:
+    def node(self, value: Tree) -> Form:
         """Return the form of a value, and keep its arrays."""
         if value is None:
             return None
@@ -153,7 +154,7 @@ class Packed:
             self._seen[id(value)] = value, node["number"]
         return node
 
-    def _structure(self, value: Any) -> dict[str, Any]:
+    def _structure(self, value: Tree) -> dict[str, Any]:
         cls = type(value)
         if cls is SymmetricMatrix:
             # One triangle, about half of the bytes.
@@ -183,7 +184,7 @@ class Packed:
         return node
 
 
-def pack(value: Any, /, *, shared: bool) -> Packed:
+def pack(value: Tree, /, *, shared: bool) -> Packed:
     """Return a value as its form and flat arrays.
 
     Parameters
@@ -205,7 +206,7 @@ def pack(value: Any, /, *, shared: bool) -> Packed:
     return packed
 
 
-def unpack(form: Form, arrays: Mapping[str, Array], /) -> Any:
+def unpack(form: Form, arrays: Mapping[str, Array], /) -> Tree:
     """Return the value of a form and flat arrays.
 
     Parameters
@@ -255,7 +256,7 @@ class _Reader:
         self._at = dict.fromkeys(arrays, 0)
         self._seen: dict[int, Any] = {}
 
-    def value(self, node: Form) -> Any:
+    def value(self, node: Form) -> Tree:
         if node is None:
             return None
         if "value" in node:
@@ -277,7 +278,7 @@ class _Reader:
             self._seen[node["number"]] = value
         return value
 
-    def _structure(self, node: dict[str, Any]) -> Any:
+    def _structure(self, node: dict[str, Any]) -> Tree:
         cls = _class_of(node["class"])
         fields = {
             name: _tupled(part["static"])
@@ -287,7 +288,7 @@ class _Reader:
         }
         return cls(**fields)
 
-    def _array(self, node: dict[str, Any]) -> Any:
+    def _array(self, node: dict[str, Any]) -> Array:
         dtype, shape = node["array"], tuple(node["shape"])
         start = self._at[dtype]
         stop = start + math.prod(shape)
@@ -302,7 +303,7 @@ class _Reader:
         return xp.astype(x, xp.bool) if node.get("bool") else x
 
 
-def _class_of(name: str) -> Any:
+def _class_of(name: str) -> type[Any]:
     # Nothing is imported because another rank names it.
     cls = structure_of_name(name)
     if cls is None:
@@ -313,7 +314,7 @@ def _class_of(name: str) -> Any:
     return cls
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> Form:
     """Return a static field as JSON keeps it: tuples are marked."""
     if isinstance(value, tuple):
         return {"tuple": [_listed(part) for part in value]}
@@ -325,7 +326,7 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def _tupled(value: Any) -> Any:
+def _tupled(value: Form) -> object:
     if isinstance(value, dict):
         return tuple([_tupled(part) for part in value["tuple"]])
     return value
@@ -367,7 +368,7 @@ def narrower(name: str, requested: str | None, /) -> str:
     return requested
 
 
-def rounded(value: Any, dtype: str, /) -> Any:
+def rounded(value: Tree, dtype: str, /) -> Tree:
     """Return a value as it arrives where it is sent in a dtype.
 
     Parameters
@@ -391,7 +392,7 @@ class _Rounding:
         self._dtype = dtype
         self._seen: dict[int, tuple[Any, Any]] = {}
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: Tree) -> Tree:
         if value is None or is_plain(value):
             return value
         if isinstance(value, (tuple, list)):

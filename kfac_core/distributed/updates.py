@@ -28,8 +28,10 @@ from kfac_core.distributed.exchange import SentDirections
 from kfac_core.distributed.partition import Partition, int32
 from kfac_core.errors import KFACError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.feeding import is_empty, raise_for_flags
-from kfac_core.stages import Stage, Tasks
+from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.feeding import BatchLike, is_empty, raise_for_flags
+from kfac_core.layers.rows import Batch
+from kfac_core.stages import Stage, Task, Tasks
 from kfac_core.state import require_same_form
 
 Moments: TypeAlias = tuple[dict[str, Any], Exception | None]
@@ -87,7 +89,7 @@ def absorb(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any
 
 def _absorbed_by_owners(
     partition: Partition,
-    tasks: Mapping[str, tuple[Any, ...]],
+    tasks: Tasks,
     here: set[str],
     moments_of: Callable[[Mapping[str, Statistics]], Moments],
 ) -> dict[str, Statistics]:
@@ -193,7 +195,7 @@ def _update_step(tasks: Tasks) -> str:
 
 
 def _share(
-    task: tuple[Any, ...], moments: Statistics, totals: Mapping[str, float] | None
+    task: Task, moments: Statistics, totals: Mapping[str, float] | None
 ) -> Statistics:
     """Return this rank's statistics after an update with its part of a batch.
 
@@ -246,7 +248,7 @@ def _flagged(
     return flagged
 
 
-def _with_statistics(partition: Partition, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
+def _with_statistics(partition: Partition, tasks: Tasks) -> dict[str, Task]:
     """Return tasks with zero statistics where there are none yet."""
     if all(task[1] is not None for task in tasks.values()):
         return dict(tasks)
@@ -256,7 +258,7 @@ def _with_statistics(partition: Partition, tasks: Tasks) -> dict[str, tuple[Any,
     if like is None:
         error = whole_batch.no_arrays(partition.communicator.rank)
         partition.agreement.vote("update", error=error)
-    filled: dict[str, tuple[Any, ...]] = {}
+    filled: dict[str, Task] = {}
     for name, (block, statistics, *others) in tasks.items():
         if statistics is None:
             statistics = block.initial(like, precision=partition.network.precision)
@@ -301,7 +303,7 @@ def _empties(
     return empties
 
 
-def _coefficients(task: tuple[Any, ...]) -> tuple[Any, Any]:
+def _coefficients(task: Task) -> tuple[Any, Any]:
     """Return decay and weight of an update, or of merged moments."""
     if isinstance(task[3], UpdateOptions):
         return task[3].decay, task[3].weight
@@ -328,12 +330,11 @@ def _eigenvectors(statistics: Statistics) -> dict[str, Array]:
     return {side: basis.eigenvectors for side, basis in statistics.bases.items()}
 
 
-def _arrays_of(batch: Any) -> list[Array]:
+def _arrays_of(batch: BatchLike | Statistics | None) -> list[Array]:
     """Return an array of a batch, or of each of several, also where it is empty."""
     if batch is None or callable(batch):
         return []
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return [x for use in batch for x in _arrays_of(use)]
-    return [batch.like]
+    if isinstance(batch, Batch | GradientBatch | Statistics):
+        return [batch.like]
+    uses = batch.values() if isinstance(batch, Mapping) else batch
+    return [x for use in uses for x in _arrays_of(use)]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kfac_core import constraints
+from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
@@ -102,7 +103,7 @@ class VirtualRank(Communicator):
         members: tuple[int, ...],
         rank: int,
         timeout: float,
-        key: Any = (),
+        key: Hashable = (),
     ) -> None:
         super().__init__(members.index(rank), len(members), timeout=timeout)
         self._hub, self._members, self._key = hub, members, key
@@ -117,7 +118,7 @@ class VirtualRank(Communicator):
         return VirtualRank(self._hub, members, self._global, self.timeout, key)
 
     def _start(
-        self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
+        self, operation: Operation, values: Array, arguments: Mapping[str, Any], /
     ) -> Callable[[], Any]:
         call = (self._key, self._number)
         self._number += 1
@@ -130,14 +131,14 @@ class VirtualRank(Communicator):
             hub.changed.notify_all()
         return lambda: self._finish(call, operation)
 
-    def _entering(self, flat: Any) -> Any:
+    def _entering(self, flat: Array) -> Array:
         # Threads share memory, and the sender may overwrite its array after `wait`.
         return ns.own_namespace(flat).asarray(flat, copy=True)
 
-    def _leaving(self, values: Any, like: Any) -> Any:
+    def _leaving(self, values: Array, like: Array) -> Array:
         return values
 
-    def _finish(self, call: tuple[Any, int], operation: Operation) -> Any:
+    def _finish(self, call: tuple[Any, int], operation: Operation) -> Array:
         hub, deadline = self._hub, time.monotonic() + self.timeout
         with hub.changed:
             brought = hub.calls[call]
@@ -174,7 +175,7 @@ class VirtualRank(Communicator):
                     "must make the same calls in the same order."
                 )
 
-    def _result(self, operation: Operation, parts: list[tuple[Any, ...]]) -> Any:
+    def _result(self, operation: Operation, parts: list[tuple[Any, ...]]) -> Array:
         arrays = [values for _, values, _ in parts]
         xp = ns.own_namespace(arrays[0])
         arguments = parts[self.rank][2]
@@ -196,7 +197,7 @@ class VirtualRank(Communicator):
         return xp.asarray(total, copy=True)
 
 
-def _form(operation: Operation, values: Any, arguments: Mapping[str, Any]) -> str:
+def _form(operation: Operation, values: Array, arguments: Mapping[str, Any]) -> str:
     """Return what all ranks must have in common in one call."""
     dtype = str(values.dtype)
     if operation == "all_to_all":

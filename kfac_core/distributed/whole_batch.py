@@ -169,7 +169,6 @@ def _counts_of(block: Block, batch: BatchLike) -> tuple[float, float, float, flo
             1.0,
         )
     rows = block.rows(batch)
-    rows = rows.layers[0] if hasattr(rows, "layers") else rows
     xp = ns.own_namespace(rows.like)
     R, N, _ = rows.counts(rows.like.dtype, xp=xp)
     return float(N), float(R), 0.0, 1.0

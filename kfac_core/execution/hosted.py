@@ -21,8 +21,9 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import deferred, is_plain, is_structure, rebuilt
+from kfac_core.array.types import Tree
 from kfac_core.factors.statistics import Statistics
-from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Task, Tasks, plain
 
 LARGE = 10**8
 """Flops of products from which on a library is asked whether its own are faster."""
@@ -88,7 +89,7 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
     return xp.asarray(x)
 
 
-def viewed_on_host(value: Any, /, *, xp: Namespace) -> Any:
+def viewed_on_host(value: Tree, /, *, xp: Namespace) -> Tree:
     """Return structures, dicts and tuples of arrays with NumPy's on the same memory.
 
     None where the library's own arrays are to compute, as those of a device.
@@ -101,7 +102,7 @@ def viewed_on_host(value: Any, /, *, xp: Namespace) -> Any:
         return None
 
 
-def from_views(value: Any, /, *, xp: Namespace) -> Any:
+def from_views(value: Tree, /, *, xp: Namespace) -> Tree:
     """Return the same with arrays of a library; undoes `viewed_on_host`."""
     return _Mapped(partial(_native("from_host", from_host, xp), xp=xp), {})(value)
 
@@ -143,7 +144,7 @@ class Hosted(Executor):
         # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
         as_views = _Mapped(_viewed_by(xp, owners), {})
-        hosted: dict[str, tuple[Any, ...]] = {}
+        hosted: dict[str, Task] = {}
         for name, (block, first, *others) in tasks.items():
             if stage.is_product:
                 flops = stage.work(block)
@@ -175,7 +176,7 @@ class Hosted(Executor):
                 self._remember(name, results[name], result)
         return {name: results[name] for name in tasks}
 
-    def _remember(self, name: str, result: Any, view: Any) -> None:
+    def _remember(self, name: str, result: Tree, view: Tree) -> None:
         """Keep a structure that was returned with its view, in the place of the last."""
         if isinstance(result, tuple):
             for part, part_view in zip(result, view, strict=True):
@@ -205,7 +206,7 @@ class _Mapped:
     def __init__(self, function: Callable[[Any], Any], known: Known) -> None:
         self._function, self._known = function, known
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Tree) -> Tree:
         replacement = self._known.get(id(value))
         if replacement is not None:
             return replacement[1]
@@ -228,7 +229,9 @@ class _Mapped:
         return mapped
 
 
-def _statistics_of_library(view: Statistics, function: Callable[[Any], Any]) -> Any:
+def _statistics_of_library(
+    view: Statistics, function: Callable[[Any], Any]
+) -> Statistics:
     """Return statistics with arrays of the library, made when they are first read.
 
     The next update recognizes them unread.
@@ -241,7 +244,7 @@ def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
     """Return a function that views an array and records the owner of each view."""
     view_of = _native("host_view", host_view, xp)
 
-    def view(x: Array) -> Any:
+    def view(x: Array) -> Array:
         array: np.ndarray[Any, Any] | None = view_of(x, xp=xp)
         if array is None:
             raise _ElsewhereError
@@ -251,7 +254,9 @@ def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
     return view
 
 
-def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
+def _native(
+    name: str, definition: Callable[..., Any], xp: Namespace
+) -> Callable[..., Any]:
     """Return an operation without its dispatch, which would be repeated for each array."""
     dispatched: Any = definition
     return native_operation(name, xp) or dispatched.__wrapped__

@@ -23,11 +23,17 @@ from typing import Any
 import numpy as np
 
 from kfac_core import constraints, errors
-from kfac_core.array import map_structure
+from kfac_core.array import Array, map_structure
 from kfac_core.array import namespaces as ns
-from kfac_core.array.structure import form_of, is_plain, is_structure, split_structure
+from kfac_core.array.structure import (
+    form_of,
+    is_plain,
+    is_structure,
+    split_structure,
+)
+from kfac_core.array.types import Tree
 from kfac_core.block import Block
-from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, Stage, Task, Tasks, plain
 
 STACKED_UP_TO = 128
 """The number of rows up to which blocks are stacked; from 256 on NumPy loses by it."""
@@ -154,7 +160,7 @@ class Stacked(Executor):
         # Arguments that are not stacked must be equal numbers, or identical arrays.
         return [form_of(value, id) for value in values]
 
-    def _form(self, value: Any) -> Any:
+    def _form(self, value: Tree) -> object:
         """Return the key of a stacked argument."""
         piece = self._pieces.get(id(value))
         if piece is None or piece[0] is not value:
@@ -164,7 +170,7 @@ class Stacked(Executor):
             stack.form = form_of(value, _array_form)
         return stack.form
 
-    def _stacked_task(self, stage: Stage, tasks: Tasks, names: Names) -> Any:
+    def _stacked_task(self, stage: Stage, tasks: Tasks, names: Names) -> Task:
         """Return the task of a stack: a block for many, and stacked arguments."""
         several = [tasks[name] for name in names]
         block, *arguments = several[0]
@@ -177,7 +183,7 @@ class Stacked(Executor):
             self._stacked_blocks[key] = block.stacked(len(names))
         return (self._stacked_blocks[key], *arguments)
 
-    def _stack_of(self, names: Names, values: tuple[Any, ...], keep: bool) -> Any:
+    def _stack_of(self, names: Names, values: tuple[Any, ...], keep: bool) -> Tree:
         """Return a stack of values: the one that they are pieces of, or a new one."""
         known = self._pieces.get(id(values[0]))
         if known is not None and known[1].is_of(values):
@@ -187,7 +193,7 @@ class Stacked(Executor):
             self._remember(names, stack, list(values))
         return stack
 
-    def _remember(self, names: Names, whole: Any, pieces: list[Any]) -> None:
+    def _remember(self, names: Names, whole: Tree, pieces: list[Any]) -> None:
         """Cache a stack and its pieces, replacing the last ones of the same blocks."""
         if isinstance(whole, tuple):
             for place, part in enumerate(whole):
@@ -212,7 +218,7 @@ class Stacked(Executor):
 class _Stack:
     """A stack and the pieces that it was taken apart into."""
 
-    def __init__(self, whole: Any, pieces: list[Any]) -> None:
+    def __init__(self, whole: Tree, pieces: list[Any]) -> None:
         self.whole, self.pieces = whole, pieces
         self.form: Any = None
 
@@ -221,7 +227,7 @@ class _Stack:
         return len(values) == len(self.pieces) and all(map(is_, values, self.pieces))
 
 
-def _result_or_error(run: Callable[..., Any], *task: Any, name: str) -> Any:
+def _result_or_error(run: Callable[..., Any], *task: object, name: str) -> Tree:
     """Return the result of a stack; an error is its result, not raised."""
     try:
         return run(*task, name=name)
@@ -229,7 +235,7 @@ def _result_or_error(run: Callable[..., Any], *task: Any, name: str) -> Any:
         return error
 
 
-def stacked(values: tuple[Any, ...], /) -> Any:
+def stacked(values: tuple[Any, ...], /) -> Tree:
     """Return structures of one form as one, whose arrays have a leading axis.
 
     Parameters
@@ -243,7 +249,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
         Python numbers are taken from the first value.
     """
 
-    def joined(*parts: Any) -> Any:
+    def joined(*parts: Array) -> Array:
         first = parts[0]
         if is_plain(first):
             return first
@@ -256,7 +262,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     return map_structure(joined, *values)
 
 
-def unstacked(value: Any, length: int, /) -> list[Any]:
+def unstacked(value: Tree, length: int, /) -> list[Any]:
     """Return the pieces of a stack.
 
     Parameters
@@ -291,7 +297,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
     return parts
 
 
-def _array_form(x: Any) -> Any:
+def _array_form(x: Array) -> object:
     """Return the key of an array: its type, shape, dtype and device."""
     if type(x) is np.ndarray and x.dtype.isnative:
         return np.ndarray, x.shape, x.dtype, "cpu"

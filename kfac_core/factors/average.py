@@ -20,6 +20,7 @@ from kfac_core import constraints
 from kfac_core.array import Array, Namespace, Scalar, Status, finite, map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import is_structure, structure
+from kfac_core.array.types import Tree
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 
@@ -51,7 +52,7 @@ class Average:
     weight: Array
     rows: Array | None = None
 
-    def value(self, *, debias: bool) -> Any:
+    def value(self, *, debias: bool) -> Tree:
         """Return the average, or the bare sum where `debias` is false.
 
         A zero average has the value zero, not 0/0.
@@ -87,7 +88,7 @@ class Average:
         return map_structure(lambda a, b: a + b, self, other)
 
     def following(
-        self, total: Any, rows: Array | float | None, decay: Scalar, weight: Scalar, /
+        self, total: Tree, rows: Array | float | None, decay: Scalar, weight: Scalar, /
     ) -> Average:
         """Return the average with a new sum, after an update with a number of rows."""
         weights = _decayed(self.weight, decay, weight)
@@ -165,7 +166,7 @@ def _decayed(total: Array, decay: Scalar, term: Scalar, /) -> Array:
     return total * decay + term
 
 
-def _is_compressed(total: Any, /) -> bool:
+def _is_compressed(total: object, /) -> bool:
     """Whether a sum of bounded size is added to by `joined`, and not elementwise."""
     return is_structure(total) and hasattr(total, "joined")
 
@@ -190,7 +191,9 @@ def require_weight(weight: Scalar, /) -> None:
         constraints.require_range("weight", weight, constraints.WEIGHT_SCALAR)
 
 
-def coefficient_flags(decay: Scalar, weight: Scalar | None, /, *, xp: Namespace) -> Any:
+def coefficient_flags(
+    decay: Scalar, weight: Scalar | None, /, *, xp: Namespace
+) -> Array | int:
     """Return the flag of a decay or weight out of range, 0 for Python numbers.
 
     Numbers were checked before; the value of a traced array can only be flagged.

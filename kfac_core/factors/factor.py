@@ -8,33 +8,38 @@ and return an `Average`.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from kfac_core.array import Array, Namespace, Place, Scalar
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.uncorrelated import UncorrelatedFactor
+from kfac_core.layers.conv import Conv
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.diagonal import DampedDiagonal
+from kfac_core.linalg.gram import HomogeneousRows
 from kfac_core.linalg.rank_one import DampedRankOne
+
+V = TypeVar("V")
+"""Value of an average."""
 
 FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
 Damped: TypeAlias = DampedMatrix | DampedDiagonal | DampedRankOne
 """A damped factor of any kind; all kinds have the same products."""
 
-_WITHOUT_OPTIONS: dict[str, Factor] = {
+_WITHOUT_OPTIONS: dict[str, Factor[Any]] = {
     "full": FullFactor(),
     "diagonal": DiagonalFactor(),
 }
 
 
-class Factor(Protocol):
+class Factor(Protocol[V]):
     """The functions of one kind of factor.
 
-    ``rows`` have the shape ``(..., R, n)``.
+    ``rows`` have the shape ``(..., R, n)``; V is the class of averages.
     """
 
     @property
@@ -47,7 +52,7 @@ class Factor(Protocol):
     def updated(
         self,
         average: Average,
-        rows: Any,
+        rows: Array | HomogeneousRows,
         decay: Scalar,
         scale: Scalar,
         weight: Scalar,
@@ -62,21 +67,21 @@ class Factor(Protocol):
         the memory of the old sum may become the new one's.
         """
 
-    def mean_eigenvalue(self, value: Any, /) -> Array:
+    def mean_eigenvalue(self, value: V, /) -> Array:
         """Return the trace over the dimension, shape (...)."""
 
     def damped(
-        self, value: Any, shift: Scalar, /, *, apply_dtype: object = None
+        self, value: V, shift: Scalar, /, *, apply_dtype: object = None
     ) -> Damped:
         """Return the value plus a multiple of the identity; ``prepared`` checks it."""
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace
-    ) -> Any:
+    ) -> V:
         """Return the average, or the bare sum, in a dtype, for the functions below."""
 
 
-def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
+def factor_of(kind: FactorKind, layer: Layer, /) -> Factor[Any]:
     """Return a kind of factor, for the inputs or outputs of a layer.
 
     Parameters
@@ -91,8 +96,6 @@ def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
     Factor
         Without state.
     """
-    if kind in _WITHOUT_OPTIONS:
-        return _WITHOUT_OPTIONS[kind]
-    # Admission has checked that the layer is a convolution, which has these.
-    geometry: Any = layer
-    return UncorrelatedFactor(math.prod(geometry.kernel_size), int(geometry.bias))
+    if isinstance(layer, Conv) and kind == "uncorrelated":
+        return UncorrelatedFactor(math.prod(layer.kernel_size), int(layer.bias))
+    return _WITHOUT_OPTIONS[kind]

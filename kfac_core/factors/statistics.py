@@ -9,8 +9,8 @@ from types import MappingProxyType
 from kfac_core import errors
 from kfac_core.array import Array, Namespace, Scalar, finite, map_structure, replaced
 from kfac_core.array import namespaces as ns
-from kfac_core.array.backend import DType
 from kfac_core.array.structure import structure, without_scalars
+from kfac_core.array.types import DType
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Eigendecomposition
 

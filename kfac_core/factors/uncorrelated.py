@@ -17,7 +17,6 @@ Grosse and Martens (2016), arXiv:1602.01407, section 4.1.2 and theorem 4.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import array_api_compat
 
@@ -112,9 +111,10 @@ class UncorrelatedFactor:
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace
-    ) -> Any:
+    ) -> ChannelMoments:
         """Return the average in a dtype."""
-        return in_dtype(average.value(debias=debias), dtype, xp)
+        moments: ChannelMoments = average.value(debias=debias)
+        return in_dtype(moments, dtype, xp)
 
     def dense(self, value: ChannelMoments, /) -> Array:
         """Return A, shape (n, n)."""

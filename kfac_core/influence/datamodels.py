@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kfac_core import constraints, errors
 
@@ -106,7 +107,7 @@ def retrained_losses(
 
 
 def linear_datamodeling_score(
-    scores: Any, subsets: Any, losses: Any, /, *, seed: int = 0
+    scores: ArrayLike, subsets: ArrayLike, losses: ArrayLike, /, *, seed: int = 0
 ) -> DatamodelingScore:
     """Return how well scores predict the losses after retraining on subsets.
 

@@ -9,7 +9,7 @@ product with a matrix P is ``x^T P g``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,21 @@ class LayerGradients:
     """
 
     def __init__(
-        self, layer: Layer, batches: Any, /, *, reduction: LossReduction
+        self,
+        layer: Layer,
+        batches: Batch | Sequence[Batch] | Mapping[str, Array],
+        /,
+        *,
+        reduction: LossReduction,
     ) -> None:
-        self.layer, self.batches = layer, batches
-        arrays: Any = batches
-        if not isinstance(batches, Mapping):
-            uses = list(batches) if isinstance(batches, list | tuple) else [batches]
+        self.layer = layer
+        self.batches: list[Batch] | Mapping[str, Array]
+        if isinstance(batches, Mapping):
+            self.batches = arrays = batches
+        else:
+            uses: list[Any] = (
+                list(batches) if isinstance(batches, list | tuple) else [batches]
+            )
             alone = (isinstance(use, Batch) and use.sources is None for use in uses)
             if not all(alone):
                 raise errors.UnsupportedError(

@@ -336,7 +336,7 @@ class Influence:
         storage: Storage,
         max_elements: int,
         rank: int | None,
-    ) -> Any:
+    ) -> StoredQueries | LowRankQueries:
         F, weights = self.curvatures[name], self._weights(name)
         dtype = storage_dtype(storage, xp=F.namespace)
         step = example_chunk(examples, max_elements=max_elements, matrices=4)

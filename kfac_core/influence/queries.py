@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from kfac_core import constraints
-from kfac_core.array import Array, Namespace
+from kfac_core.array import Array, DType, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 
@@ -104,7 +104,7 @@ class Queries:
         return {name: block.values.dtype for name, block in self.blocks.items()}
 
 
-def storage_dtype(storage: Storage, /, *, xp: Namespace) -> Any:
+def storage_dtype(storage: Storage, /, *, xp: Namespace) -> DType:
     """Return a library's dtype of a name, or float32 where it lacks that.
 
     Parameters

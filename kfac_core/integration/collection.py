@@ -39,6 +39,7 @@ from kfac_core.distributed.communicator import Communicator
 from kfac_core.estimator import Estimator
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.feeding import BatchLike
 from kfac_core.layers.layer import Layer
 from kfac_core.losses.modes import EstimationMode, source_reduction_of
 from kfac_core.stages import rebase_block, update_block
@@ -424,11 +425,11 @@ class _Run:
         return count
 
     def _add_rows(
-        self, name: str, block: Block, batch: Any, options: UpdateOptions
+        self, name: str, block: Block, batch: BatchLike, options: UpdateOptions
     ) -> None:
         old = self.statistics.get(name)
         if old is None:
-            use = batch[0] if isinstance(batch, list | tuple) else batch
+            use: Any = batch[0] if isinstance(batch, list | tuple) else batch
             old = block.initial(use.output_grads)
         new = update_block(block, old, batch, options, name=name)
         if options.skip:

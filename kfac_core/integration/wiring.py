@@ -28,7 +28,7 @@ Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
 """A name, a layer, and the place of each of its parameters."""
 
 
-def usual_approximation(name: str, layer: Layer, /) -> Approximation:
+def usual_approximation(name: str, layer: Layer, /) -> Approximation[Any]:
     """Return the default approximation of a layer.
 
     Parameters

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, Namespace
+from kfac_core.array import Array, Namespace, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.dense import Dense
@@ -40,6 +40,15 @@ class ChainRows(NamedTuple):
     def like(self) -> Array:
         """An array of the rows' library and device."""
         return self.layers[0].like
+
+    def counts(self, dtype: object, /, *, xp: Namespace) -> tuple[Scalar, int, int]:
+        """Return the numbers of rows, of examples and of sources."""
+        return self.layers[0].counts(dtype, xp=xp)
+
+    def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum_mn x g^T`` of all layers as a column, shape (p, 1)."""
+        sums = [rows.gradient_sum(dtype, xp=xp) for rows in self.layers]
+        return xp.concat([xp.reshape(total, (-1, 1)) for total in sums])
 
     def status(
         self, *, xp: Namespace, known: frozenset[str] = frozenset(), stacked: int = 0

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -378,7 +378,7 @@ class Conv:
         return replaced(rows, batch_examples=int(N), batch_rows=count)
 
 
-def _numbers(name: str, values: Any) -> Sizes:
+def _numbers(name: str, values: Iterable[int]) -> Sizes:
     """Return a sequence of integers as a tuple of `int`."""
     try:
         return tuple(operator.index(value) for value in values)

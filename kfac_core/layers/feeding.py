@@ -12,10 +12,13 @@ from kfac_core.array.backend import backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import raise_flagged
 from kfac_core.array.structure import is_structure
+from kfac_core.array.types import Tree
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.rows import ARGUMENT_FLAGS, Batch
 
-BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
+BatchLike: TypeAlias = (
+    "Batch | GradientBatch | Sequence[BatchLike] | Mapping[str, BatchLike]"
+)
 """A batch, several uses of one layer, or a batch of each layer of a chain."""
 
 _detaching: dict[type[Any], Callable[[Array], Array] | None] = dict.fromkeys(
@@ -24,7 +27,7 @@ _detaching: dict[type[Any], Callable[[Array], Array] | None] = dict.fromkeys(
 """Functions that detach arrays, by type; None for types without gradient graphs."""
 
 
-def detached(batch: BatchLike, name: str, /) -> Any:
+def detached(batch: BatchLike, name: str, /) -> BatchLike:
     """Return a batch, or several, without gradient graphs.
 
     Parameters
@@ -106,7 +109,7 @@ def detached_array(x: Array, /) -> Array:
     return x if detach is None else detach(x)
 
 
-def _detached_parts(value: Any) -> Any:
+def _detached_parts(value: Tree) -> Tree:
     """Return an array, or a structure of arrays, detached from its gradient graph."""
     return map_structure(detached_array, value)
 

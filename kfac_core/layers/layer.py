@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array import Array
+from kfac_core.layers.chain import ChainRows
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.rows import Rows
+from kfac_core.layers.rows import PixelRows, Rows
 
 AnyRows: TypeAlias = Rows | IdRows | ExampleGradients
 """A batch of a layer of any kind, as the statistics are computed from it."""
+
+BlockRows: TypeAlias = AnyRows | PixelRows | ChainRows
+"""A batch of a block of any kind."""
 
 
 class Layer(Protocol):
@@ -33,8 +37,8 @@ class Layer(Protocol):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by name, in a framework's layout."""
 
-    def rows(self, batch: Any, /) -> Any:
-        """Turn a `Batch` or a `GradientBatch` into rows."""
+    def rows(self, batch: Any, /) -> AnyRows | ChainRows:
+        """Turn a batch of the class that this kind of layer takes into rows."""
 
     def stacked(self, count: int, /) -> Layer | None:
         """Return a layer for many equal ones, whose arrays have a leading axis of them.

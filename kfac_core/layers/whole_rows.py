@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kfac_core import constraints, errors
+from kfac_core.layers.chain import ChainRows
+from kfac_core.layers.feeding import BatchLike
 from kfac_core.layers.layer import AnyRows, Layer
 from kfac_core.layers.rows import Rows, join_uses
 
 
-def whole_rows(layer: Layer, batches: Any, /) -> AnyRows:
+def whole_rows(layer: Layer, batches: BatchLike, /) -> AnyRows:
     """Turn batches of a layer into rows that hold each example's gradient.
 
     Parameters
@@ -33,8 +33,8 @@ def whole_rows(layer: Layer, batches: Any, /) -> AnyRows:
     """
     uses = list(batches) if isinstance(batches, list | tuple) else [batches]
     constraints.require_any("batch", uses)
-    rows: list[AnyRows] = [layer.rows(use) for use in uses]
-    if len(rows) == 1:
+    rows = [layer.rows(use) for use in uses]
+    if len(rows) == 1 and not isinstance(rows[0], ChainRows):
         return rows[0]
     joined = [part for part in rows if isinstance(part, Rows)]
     if len(joined) < len(rows):

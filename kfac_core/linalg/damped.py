@@ -426,7 +426,7 @@ class DampedMatrix:
         )
 
 
-def real_exponent(exponent: Any, /) -> float:
+def real_exponent(exponent: Scalar, /) -> float:
     """Return the exponent of a matrix power as a float.
 
     Parameters

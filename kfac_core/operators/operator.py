@@ -133,7 +133,7 @@ class CurvatureOperator(LinearMap):
         """Unsupported products, each with the reason."""
         return EVERY_PRODUCT
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         # Set on each subclass, since its dataclass decorator would define another
         # `__repr__`.

@@ -16,7 +16,6 @@ temperature T it is ``N / T``.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar, Status, replaced
@@ -194,5 +193,5 @@ def _entered(
     return ns.full_of(F.namespace, entered, F.damping)
 
 
-def _in_range(value: Any, key: str) -> Any:
+def _in_range(value: Scalar, key: str) -> Array | bool:
     return value > 0 if key == "prior_precision" else value >= 0

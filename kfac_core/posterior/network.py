@@ -8,7 +8,7 @@ Parameters that no block holds are fixed: their posterior has no width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add, or_
@@ -20,7 +20,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
 from kfac_core.block import Block
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.layer import Layer
+from kfac_core.layers.layer import AnyRows, Layer
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core.layers.rows import Batch
 from kfac_core.layers.whole_rows import whole_rows
@@ -278,7 +278,10 @@ class Posterior:
         return reduce(or_, (p.status() for p in self.posteriors.values()))
 
     def _functional(
-        self, jacobians: Jacobians, of_matrices: Any, of_rows: Any
+        self,
+        jacobians: Jacobians,
+        of_matrices: Callable[[BlockPosterior, Array], Array],
+        of_rows: Callable[[BlockPosterior, AnyRows], Array],
     ) -> Array:
         constraints.require_names("jacobians", jacobians, self.blocks)
         parts = {}

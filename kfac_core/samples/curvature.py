@@ -510,7 +510,7 @@ def _combined(
     }
 
 
-def squared_norm(vectors: Parameters) -> Any:
+def squared_norm(vectors: Parameters) -> Scalar:
     """Return the squared norm of a vector in the space of parameters, 0-d."""
     total: Any = 0.0
     for vector in vectors.values():

@@ -7,13 +7,12 @@ examples.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kfac_core.array import Array, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
+from kfac_core.layers.layer import AnyRows
 from kfac_core.samples.gram import widest_dtype
 from kfac_core.samples.jacobian import Jacobian, LayerJacobian
 
@@ -81,7 +80,7 @@ def gathered_jacobian(J: Jacobian, communicator: Communicator, /) -> Jacobian:
     return replaced(J, layers=layers, sample_shape=(examples, *others))
 
 
-def _gathered_rows(rows: Any, communicator: Communicator) -> Any:
+def _gathered_rows(rows: AnyRows, communicator: Communicator) -> AnyRows:
     if isinstance(rows, ExampleGradients):
         xp = ns.own_namespace(rows.gradients)
         # Examples are joined source by source: flat rows would mix processes and sources.

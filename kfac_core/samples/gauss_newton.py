@@ -85,7 +85,7 @@ class GaussNewtonOptions:
         damping: float | None,
         momentum: float | None,
         centered: bool = False,
-        likelihood: Any = None,
+        likelihood: object = None,
         rate_name: str = "learning_rate",
     ) -> GaussNewtonOptions:
         """Return checked options, with defaults for those that are None.

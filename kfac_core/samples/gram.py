@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
-from kfac_core.array import Array, Namespace
+from kfac_core.array import Array, DType, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
+from kfac_core.layers.layer import AnyRows
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.indexing import set_block
@@ -109,7 +110,7 @@ def _numbers(J: Jacobian) -> int:
     return total
 
 
-def _is_formed(rows: Rows | IdRows) -> bool:
+def _is_formed(rows: Rows | IdRows) -> TypeGuard[Rows]:
     """Whether it costs less to form the derivatives of a layer than to multiply Grams."""
     if isinstance(rows, IdRows):
         return False
@@ -122,7 +123,7 @@ def _is_formed(rows: Rows | IdRows) -> bool:
     return bool(by_gradients < by_positions)
 
 
-def widest_dtype(like: Array, /, *, xp: Namespace) -> Any:
+def widest_dtype(like: Array, /, *, xp: Namespace) -> DType:
     """Return float64 where the array's device has it, else the array's dtype."""
     known = xp.__array_namespace_info__().dtypes(
         device=ns.device_of(like), kind="real floating"
@@ -147,7 +148,7 @@ def _add_products(
 
 
 def _derivatives(
-    rows: Any, dtype: object, bound: int, xp: Namespace
+    rows: AnyRows, dtype: object, bound: int, xp: Namespace
 ) -> Iterator[Array]:
     """Yield the D of a layer where they are formed, (R, p), some rows at a time."""
     if isinstance(rows, ExampleGradients):
@@ -167,7 +168,7 @@ def _derivatives(
         yield xp.reshape(D, (N * C, -1))
 
 
-def _by_residual(rows: Any, dtype: object, xp: Namespace) -> Array:
+def _by_residual(rows: Rows | IdRows, dtype: object, xp: Namespace) -> Array:
     """Return the g with an example's outputs side by side, shape (N, C, S, m)."""
     return xp.permute_dims(ns.cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
 

@@ -7,7 +7,6 @@ sources of the rows.  A layer of Q groups has matrices of shape ``(n, Q m)``.
 from __future__ import annotations
 
 from functools import singledispatch
-from typing import Any
 
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
@@ -19,7 +18,7 @@ from kfac_core.linalg.indexing import sum_rows_at
 
 
 @singledispatch
-def row_products(rows: Any, V: Array, /, *, xp: Namespace) -> Array:
+def row_products(rows: object, V: Array, /, *, xp: Namespace) -> Array:
     """Return ``<D_nc, V>`` for each example and output, shape (N, C)."""
     raise TypeError(f"no products of rows of type {type(rows).__name__}")
 
@@ -57,7 +56,7 @@ def _(rows: ExampleGradients, V: Array, /, *, xp: Namespace) -> Array:
 
 @singledispatch
 def combined_rows(
-    rows: Any, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
+    rows: object, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
 ) -> Array:
     """Return ``sum_nc c_nc D_nc`` for coefficients of shape (N, C), as a matrix."""
     raise TypeError(f"no combination of rows of type {type(rows).__name__}")

@@ -193,16 +193,15 @@ def search_step(
     def unfinished(trials: _Trials) -> Array:
         return ~trials.accepted & (trials.count < TRIALS) & (trials.damping <= most)
 
-    diagonal = None
-    if overwrite and isinstance(K, SymmetricMatrix):
-        diagonal = 1.0 * K.diagonal()
+    restored = K if overwrite and isinstance(K, SymmetricMatrix) else None
+    diagonal = None if restored is None else 1.0 * restored.diagonal()
 
     def next_trial(trials: _Trials) -> _Trials:
         lam = trials.damping
         F = damped_kernel(J, K, damping=lam, check="status", overwrite=overwrite)
         after = _next_trial(trials, F, r, evaluate, start, xp)
-        if diagonal is not None and truth_of(after.accepted, xp=xp) is not True:
-            _restore(K, diagonal, F, xp)
+        if restored is not None and truth_of(after.accepted, xp=xp) is not True:
+            _restore(restored, diagonal, F, xp)
         return after
 
     loop = _python_loop if while_loop is None else while_loop
@@ -219,7 +218,9 @@ def search_step(
     )
 
 
-def _restore(K: Any, diagonal: Array, F: SampleCurvature, xp: Namespace) -> None:
+def _restore(
+    K: SymmetricMatrix, diagonal: Array, F: SampleCurvature, xp: Namespace
+) -> None:
     """Bring K back where the factor of a trial stands in its memory."""
     factor: Any = F.kernel
     if factor.cholesky.lower is K.array:

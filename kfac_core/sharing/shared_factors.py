@@ -20,6 +20,7 @@ from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.spectral import SpectralOperator
+from kfac_core.stages import Task, Tasks
 
 
 class SharedFactors:
@@ -92,8 +93,8 @@ class SharedFactors:
 
     def refreshed(
         self,
-        tasks: Mapping[str, tuple[Any, ...]],
-        run: Callable[[Mapping[str, tuple[Any, ...]]], dict[str, Any]],
+        tasks: Tasks,
+        run: Callable[[Tasks], dict[str, Any]],
         /,
     ) -> dict[str, Any]:
         """Return the operators of a refresh, in which takers of factors get their bases.
@@ -118,7 +119,7 @@ class SharedFactors:
         ]
         # Givers first: their eigenbases are then reused, and not computed again.
         results = run({n: task for n, task in tasks.items() if n not in takers})
-        second: dict[str, tuple[Any, ...]] = {}
+        second: dict[str, Task] = {}
         for name in takers:
             block, statistics, options = tasks[name]
             bases = self.bases(name, results)

@@ -8,7 +8,7 @@ counts go together in one, so that a rejected step leaves all of them as they we
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import array_api_compat
 
@@ -16,6 +16,7 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace, Scalar, map_structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import combinable, is_structure
+from kfac_core.array.types import Tree
 from kfac_core.layers.feeding import detached_array
 
 T = TypeVar("T")
@@ -93,8 +94,8 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
 
 
 def _selected(
-    condition: Array, proposed: Any, current: Any, path: str, xp: Namespace
-) -> Any:
+    condition: Array, proposed: Tree, current: Tree, path: str, xp: Namespace
+) -> Tree:
     forms = _form(proposed), _form(current)
     structures = is_structure(proposed) and is_structure(current)
     if forms[0] != forms[1] or (structures and not combinable(proposed, current)):
@@ -128,7 +129,7 @@ def _selected(
     return xp.where(condition, detached_array(proposed), detached_array(current))
 
 
-def _form(value: Any) -> str:
+def _form(value: Tree) -> str:
     """Return the description of one place of a state, equal for states of one form."""
     name = type(value).__name__
     if isinstance(value, Mapping):

@@ -38,7 +38,7 @@ SHORTER = 0.25
 
 _DEFAULTS = kc.integration.defaults
 
-_APPROXIMATIONS: dict[str, kc.Approximation] = {
+_APPROXIMATIONS: dict[str, kc.Approximation[Any]] = {
     "embedding": kc.Kronecker(input="diagonal"),
     "scale_shift": kc.Diagonal(),
 }

@@ -15,7 +15,7 @@ import numpy as np
 
 import kfac_core as kc
 from kfac_core.approximations.ekfac import EKFAC
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.array.selection import Selection
 from kfac_core.array.structure import is_structure
 from kfac_core.conventions import Conventions

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core_conformance.records.answers import Recomputation

@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.array.namespaces import cast, wide_dtype
 from kfac_core.array.selection import to_numpy
 from kfac_core.conventions import Conventions

@@ -25,7 +25,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import kfac_core
-from kfac_core.array.backend import Array
+from kfac_core.array import Array
 from kfac_core.array.selection import selected_backend
 from kfac_core.block import Block
 from kfac_core.conventions import Conventions, LossReduction, SourceReduction

@@ -15,7 +15,7 @@ import kfac_core as kc
 Likelihood: TypeAlias = (
     str | kc.losses.Loss | kc.integration.RowLoss | torch.nn.Module | None
 )
-Approximations: TypeAlias = Mapping[str | type, kc.Approximation | None]
+Approximations: TypeAlias = Mapping[str | type, kc.Approximation[Any] | None]
 Output: TypeAlias = str | int | Callable[[Any], Any] | None
 
 
