@@ -190,6 +190,35 @@ def test_the_mean_gradient_is_that_of_the_summed_loss(backend, rng, loss):
     assert_close(backend.to_numpy(got), x.T @ g / len(g), "gram", "float64")
 
 
+def test_the_mean_gradient_needs_no_rows_of_the_approximation(backend, rng):
+    """It is that of the layers where a block keeps pixels, or pairs layers in a chain."""
+    conventions = kc.Conventions(reduction="sum", sources="sum")
+    layer = kc.Conv(
+        in_channels=2,
+        out_channels=3,
+        kernel_size=(2,),
+        padding=((0, 0),),
+        bias=True,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+    )
+    x, g = rng.standard_normal((4, 5, 2)), rng.standard_normal((4, 4, 3))
+    block = kc.Block(layer, kc.Kronecker(input="uncorrelated"))
+    got = block.mean_gradient(batch_of(backend, x, g), conventions=conventions)
+    patches = np.stack([x[:, :-1], x[:, 1:]], axis=2).reshape(4, 4, 4)
+    rows = np.concatenate([patches, np.ones((4, 4, 1))], axis=-1)
+    expected = np.einsum("nsi,nso->io", rows, g) / 4
+    assert_close(backend.to_numpy(got), expected, "gram", "float64")
+
+    (x1, g1), (x2, g2) = draw(rng), draw(rng)
+    layers = (dense().layer, dense().layer)
+    chain = kc.Block(kc.Chain(names=("a", "b"), layers=layers), kc.BlockTridiagonal())
+    batches = {"a": batch_of(backend, x1, g1), "b": batch_of(backend, x2, g2)}
+    got = chain.mean_gradient(batches, conventions=conventions)
+    column = np.concatenate([(x1.T @ g1).ravel(), (x2.T @ g2).ravel()])
+    assert_close(backend.to_numpy(got)[:, 0], column / len(g1), "gram", "float64")
+
+
 def test_the_mode_is_written_into_the_state(backend, rng):
     """Statistics of one estimation mode are not loaded as those of another."""
     x, g = draw(rng)

@@ -36,6 +36,7 @@ from kfac_core.array import (
     replaced,
 )
 from kfac_core.factors import FullFactor
+from kfac_core.layers import Rows
 from kfac_core.linalg import DampedMatrix, Factorization, Solving, dense_of_groups
 from kfac_core.operators import SpectralOperator
 
@@ -43,7 +44,7 @@ __all__ = ["IdentityGradients", "InputOperator"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdentityGradients(kc.Approximation):
+class IdentityGradients(kc.Approximation[Rows]):
     """The block ``A (x) I`` of dense and conv layers, with ``A = 1/N sum_ns x x^T``."""
 
     name = "identity_gradients"
@@ -80,7 +81,7 @@ class IdentityGradients(kc.Approximation):
     def updated(
         self,
         statistics: kc.Statistics,
-        rows: Any,
+        rows: Rows,
         layer: kc.Layer,
         options: UpdateOptions,
         /,
