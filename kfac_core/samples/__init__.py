@@ -23,6 +23,11 @@ from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel, nystrom_kernel
 from kfac_core.samples.jacobian import Jacobian, LayerJacobian
 from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residuals
+from kfac_core.samples.problem import (
+    ResidualProblem,
+    residual_problem,
+    residual_terms,
+)
 from kfac_core.samples.search import Evaluation, SearchedStep, search_step
 
 __all__ = [
@@ -36,6 +41,7 @@ __all__ = [
     "LayerJacobian",
     "LikelihoodResiduals",
     "NystromKernel",
+    "ResidualProblem",
     "SampleCurvature",
     "SearchedStep",
     "damped_kernel",
@@ -44,6 +50,8 @@ __all__ = [
     "gauss_newton_step",
     "likelihood_residuals",
     "nystrom_kernel",
+    "residual_problem",
+    "residual_terms",
     "sample_curvature",
     "sample_gram",
     "search_step",

@@ -70,24 +70,6 @@ class GaussNewtonProgress(NamedTuple):
     mixed: Any
 
 
-class _Problem(NamedTuple):
-    """The terms of a loss at some parameters.
-
-    Attributes
-    ----------
-    terms : list of array, shapes (N, C)
-        What J is the Jacobian of, times `vectors`.
-    residuals : list of array, shapes (N, C)
-        The r with ``J^T r`` the gradient; of least squares the terms themselves.
-    root : LikelihoodResiduals or None
-        Of a likelihood.
-    """
-
-    terms: list[Any]
-    residuals: list[Any]
-    root: Any
-
-
 class _Linearized(NamedTuple):
     """A problem where a step begins, and what the step begins with.
 
@@ -470,38 +452,18 @@ class GaussNewton:
         )
 
     def _outputs(self, params: Any, *data: Any) -> list[Any]:
-        """Return the terms, or the outputs of a likelihood, as matrices (N, C)."""
-        returned = self.residuals(params, *data)
-        if self.options.likelihood is None and not self.options.centered:
-            return _as_matrices(returned)
-        if not isinstance(returned, Sequence) or len(returned) != 2:
-            raise kc.ShapeError(
-                "Expected outputs and targets of a likelihood, or log psi and energies, "
-                f"got {type(returned).__name__}."
-            )
-        return _as_matrices(returned[0])
+        return kc.samples.residual_terms(self.options, self.residuals(params, *data))
 
-    def _problem(self, params: Any, data: Any, root: Any = None) -> _Problem:
+    def _problem(
+        self, params: Any, data: Any, root: Any = None
+    ) -> kc.samples.ResidualProblem:
         """Evaluate the residuals; with the root where the step began, if any."""
-        terms = self._outputs(params, *data)
-        if self.options.centered:
-            _, energies = self.residuals(params, *data)
-            return _Problem(terms, _as_matrices(energies), None)
-        if self.options.likelihood is None:
-            return _Problem(terms, terms, None)
-        _, targets = self.residuals(params, *data)
-        targets = jnp.asarray(targets)
-        if jnp.issubdtype(targets.dtype, jnp.floating) and targets.ndim == 1:
-            targets = targets[:, None]
-        here = kc.samples.likelihood_residuals(
-            self.options.likelihood, terms[0], targets
-        )
-        if root is not None:
-            # The Hessian's root stays that of the step's start, for which J was formed.
-            here = here._replace(root=root.root)
-        return _Problem(terms, [here.residuals], here)
+        returned = jax.tree.map(jnp.asarray, self.residuals(params, *data))
+        return kc.samples.residual_problem(self.options, returned, root)
 
-    def _values(self, problem: _Problem, scales: Sequence[float]) -> Any:
+    def _values(
+        self, problem: kc.samples.ResidualProblem, scales: Sequence[float]
+    ) -> Any:
         """Return what J is the Jacobian of, one vector."""
         terms = problem.terms
         if problem.root is not None:
@@ -517,19 +479,6 @@ class GaussNewton:
         return jnp.sum(r * r) / (2 * r.size)
 
 
-def _as_matrices(returned: Any) -> list[Any]:
-    """Return terms of a loss as matrices (N, C)."""
-    terms = list(returned) if isinstance(returned, tuple | list) else [returned]
-    for term in terms:
-        if getattr(term, "ndim", None) not in (1, 2):
-            form = tuple(term.shape) if hasattr(term, "shape") else type(term)
-            raise kc.ShapeError(
-                "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
-                f"got {form}: return the residuals, and not their mean square."
-            )
-    return [term if term.ndim == 2 else term[:, None] for term in terms]
-
-
 def _scales(terms: Sequence[Any]) -> list[float]:
     """Return the root of R over the examples of each term."""
     samples = sum(term.size for term in terms)
@@ -537,7 +486,7 @@ def _scales(terms: Sequence[Any]) -> list[float]:
     return [(samples / len(term)) ** 0.5 for term in terms]
 
 
-def _vectors(problem: _Problem) -> list[Any]:
+def _vectors(problem: kc.samples.ResidualProblem) -> list[Any]:
     """Return what is pulled back for the rows of each term, shape (C, N, C)."""
     if problem.root is not None:
         return [jnp.moveaxis(problem.root.root, 2, 0)]

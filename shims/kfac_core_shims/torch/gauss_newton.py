@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -91,24 +91,6 @@ class GaussNewtonReport:
 
 _RANK = 200
 """Columns of the Nystrom approximation."""
-
-
-class _Problem(NamedTuple):
-    """The terms of a loss, as what J is the Jacobian of.
-
-    Attributes
-    ----------
-    terms : list of torch.Tensor, shapes (N, C)
-        With their graphs.
-    residuals : list of torch.Tensor, shapes (N, C)
-        The r with ``J^T r`` the gradient; of least squares the terms themselves.
-    root : torch.Tensor or None
-        The root of the likelihood's Fisher matrix, where the step begins.
-    """
-
-    terms: list[Any]
-    residuals: list[Any]
-    root: kc.samples.LikelihoodResiduals | None
 
 
 class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
@@ -420,31 +402,13 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         probes = torch.randn(shape, dtype=torch.float64, generator=generator)
         return kc.samples.nystrom_kernel(J, probes.to(J.like.device))
 
-    def _problem(self, residuals: Any, root: Any = None) -> _Problem:
+    def _problem(self, residuals: Any, root: Any = None) -> kc.samples.ResidualProblem:
         """Evaluate the caller's function; with the root where the step began, if any."""
         with torch.enable_grad():
-            returned = residuals()
-            if self._options.centered:
-                log_psi, energies = _as_matrices(returned)
-                return _Problem([log_psi], [energies], None)
-            if self._options.likelihood is None:
-                terms = _as_matrices(returned)
-                return _Problem(terms, terms, None)
-            if not isinstance(returned, Sequence) or len(returned) != 2:
-                raise kc.ShapeError(
-                    "Expected outputs and targets of a likelihood, got "
-                    f"{type(returned).__name__}."
-                )
-            outputs, targets = returned
-            if targets.is_floating_point() and targets.ndim == outputs.ndim == 1:
-                targets = targets[:, None]
-            [outputs] = _as_matrices(outputs)
-            here = kc.samples.likelihood_residuals(
-                self._options.likelihood, outputs.detach(), targets
-            )
-            if root is not None:
-                here = here._replace(root=root.root)
-            return _Problem([here.rows(outputs)], [here.residuals], here)
+            here = kc.samples.residual_problem(self._options, residuals(), root)
+            if here.root is None:
+                return here
+            return here._replace(terms=[here.root.rows(term) for term in here.terms])
 
     def _scales(self, terms: Sequence[Any]) -> tuple[int, list[float]]:
         """Return R, and the root of R over the examples of each term."""
@@ -479,16 +443,3 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
 
 def _float(x: Any) -> float:
     return float("nan") if x is None else float(x)
-
-
-def _as_matrices(returned: Any) -> list[Any]:
-    """Return terms of a loss as matrices (N, C)."""
-    terms = [returned] if isinstance(returned, torch.Tensor) else list(returned)
-    for term in terms:
-        if not isinstance(term, torch.Tensor) or term.ndim not in (1, 2):
-            form = tuple(term.shape) if hasattr(term, "shape") else type(term)
-            raise kc.ShapeError(
-                "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
-                f"got {form}: return the residuals, and not their mean square."
-            )
-    return [term if term.ndim == 2 else term[:, None] for term in terms]

@@ -1,0 +1,109 @@
+"""What a function of residuals returns, as a problem of least squares."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kfac_core import errors
+from kfac_core.array import Array
+from kfac_core.array import namespaces as ns
+from kfac_core.layers.feeding import detached_array
+from kfac_core.samples.gauss_newton import GaussNewtonOptions
+from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residuals
+
+
+class ResidualProblem(NamedTuple):
+    """The terms of a loss at some parameters.
+
+    Attributes
+    ----------
+    terms : list of array, shapes (N, C)
+        Residuals of each term; or outputs of a likelihood, or log psi.
+    residuals : list of array, shapes (N, C)
+        The r with ``J^T r`` the gradient; of least squares the terms themselves.
+    root : LikelihoodResiduals or None
+        Of a likelihood: J is the Jacobian of ``root.rows(term)``.
+    """
+
+    terms: list[Array]
+    residuals: list[Array]
+    root: LikelihoodResiduals | None
+
+
+# Any: of what a user's function returned nothing is known before it is checked.
+def residual_terms(options: GaussNewtonOptions, returned: Any, /) -> list[Array]:
+    """Return the terms of a loss, or the outputs of a likelihood, as matrices (N, C).
+
+    Parameters
+    ----------
+    options : GaussNewtonOptions
+        Likelihood, and whether residuals are centered.
+    returned : array, sequence of array, or pair of these
+        Residuals; outputs and targets of a likelihood; or log psi and energies.
+
+    Raises
+    ------
+    ShapeError
+        For anything else.
+    """
+    if options.likelihood is None and not options.centered:
+        return _as_matrices(returned)
+    return _as_matrices(_pair(returned)[0])
+
+
+def residual_problem(
+    options: GaussNewtonOptions,
+    returned: Any,
+    root: LikelihoodResiduals | None = None,
+    /,
+) -> ResidualProblem:
+    """Return terms and residuals, with graphs of derivatives where they have some.
+
+    Parameters
+    ----------
+    options : GaussNewtonOptions
+        Likelihood, and whether residuals are centered.
+    returned : array, sequence of array, or pair of these
+        See `residual_terms`.
+    root : LikelihoodResiduals, optional
+        Where the step began, for which J was formed: its root of the Fisher matrix stays.
+
+    Raises
+    ------
+    ShapeError
+        For another shape.
+    """
+    terms = residual_terms(options, returned)
+    if options.centered:
+        return ResidualProblem(terms, _as_matrices(_pair(returned)[1]), None)
+    if options.likelihood is None:
+        return ResidualProblem(terms, terms, None)
+    outputs, targets = terms[0], _pair(returned)[1]
+    xp = ns.namespace_of(outputs=outputs, targets=targets)
+    if targets.ndim == 1 and xp.isdtype(targets.dtype, "real floating"):
+        targets = targets[:, None]
+    here = likelihood_residuals(options.likelihood, detached_array(outputs), targets)
+    here = here if root is None else here._replace(root=root.root)
+    return ResidualProblem(terms, [here.residuals], here)
+
+
+def _pair(returned: Any) -> tuple[Any, Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise errors.ShapeError(
+            "Expected outputs and targets of a likelihood, or log psi and energies, "
+            f"got {type(returned).__name__}."
+        )
+    first, second = returned
+    return first, second
+
+
+def _as_matrices(returned: Any) -> list[Array]:
+    terms = list(returned) if isinstance(returned, tuple | list) else [returned]
+    for term in terms:
+        if getattr(term, "ndim", None) not in (1, 2):
+            form = tuple(term.shape) if hasattr(term, "shape") else type(term)
+            raise errors.ShapeError(
+                "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
+                f"got {form}: return the residuals, and not their mean square."
+            )
+    return [term if term.ndim == 2 else term[:, None] for term in terms]
