@@ -31,8 +31,8 @@ from kfac_core_shims.torch import KFAC, GaussNewton
 
 RATES = {
     "SPRING": (0.3,),
-    "K-FAC": (0.01, 0.03, 0.1, 0.3),
-    "Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "K-FAC": (0.03, 0.1, 0.3, 1.0, 3.0),
+    "Adam": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
 }
 
 
@@ -161,13 +161,6 @@ def local_energies(network, x):
     return (kinetic + network.potential(x)).detach()
 
 
-def clipped(energies):
-    """Return energies at most five mean absolute deviations from the median."""
-    middle = energies.median()
-    width = 5.0 * (energies - middle).abs().mean()
-    return energies.clamp(middle - width, middle + width)
-
-
 class Walkers:
     """Positions that follow psi^2 by Metropolis steps of all particles at once."""
 
@@ -198,14 +191,12 @@ class Walkers:
 
 
 class Spring:
-    """SPRING: `GaussNewton` on centered rows; the damping falls with the rate."""
+    """SPRING: `GaussNewton` on centered rows; its damping falls with the rate."""
 
     def __init__(self, network, rate):
         self.optimizer = GaussNewton(network, centered=True, lr=rate)
 
     def step(self, network, x, energies):
-        [group] = self.optimizer.param_groups
-        group["damping"] = max(1e-4, 0.05 * group["lr"])
         self.optimizer.step(lambda: (network(x), energies))
 
 
@@ -267,7 +258,7 @@ def train(name, method, rate, *, seed, seconds=math.inf, steps=math.inf, walkers
             return network, step
         group["lr"] = 0.5 * rate * (1.0 + math.cos(math.pi * share))
         x = sampler.move(network)
-        trainer.step(network, x, clipped(local_energies(network, x)))
+        trainer.step(network, x, local_energies(network, x))
 
 
 def measured(network, *, seed=1000, walkers=1024, blocks=64):

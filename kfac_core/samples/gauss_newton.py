@@ -36,8 +36,9 @@ from kfac_core.samples.search import Evaluation, search_step
 RATE, MOMENTUM, FIRST_DAMPING = 0.3, 0.95, 1.0
 
 # Local energies have no variance at the solution, where the noise of samples is left: a
-# damping that followed them would vanish.
-CENTERED_DAMPING = 0.01
+# damping that followed them would vanish.  It falls with the rate instead: long steps
+# leave the region where they are right, and short ones leave weak directions behind.
+CENTERED_SHARE, CENTERED_LEAST = 0.05, 1e-4
 
 DAMPING_SHARE = 0.003
 """c: from 0.001 to 0.01 it makes a factor of two in the loss of regressions."""
@@ -59,7 +60,7 @@ class GaussNewtonOptions:
         Whether the rate falls where losses of batches do not.
     damping : float or None
         The first damping of a search, or that of all steps on other data; None for one
-        that follows the residuals.
+        that follows the residuals, or the rate where `centered`.
     momentum : float
         Momentum mu of SPRING.
     centered : bool
@@ -110,8 +111,6 @@ class GaussNewtonOptions:
             require_positive(rate_name, rate, optional=True)
         if damping is None and not minibatch:
             damping = FIRST_DAMPING
-        if damping is None and centered:
-            damping = CENTERED_DAMPING
         if damping is not None:
             constraints.require_range("damping", damping, constraints.POSITIVE)
         momentum = MOMENTUM if momentum is None else momentum
@@ -290,7 +289,12 @@ def gauss_newton_step(
         # For the size alone: `direction` takes the mean off by itself.
         r = r - xp.mean(r, axis=0, keepdims=True)
     size = xp.mean(r * r)
-    if damping is None:
+    progress = (BatchProgress.start(size) if progress is None else progress).after(size)
+    if options.falls:
+        rate = rate * progress.share
+    if damping is None and options.centered:
+        damping = CENTERED_SHARE * rate + CENTERED_LEAST
+    elif damping is None:
         trace = K.trace()
         follows = DAMPING_SHARE * (size * trace / J.samples) ** 0.5
         roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
@@ -307,9 +311,6 @@ def gauss_newton_step(
         overwrite=overwrite,
     )
     direction = F.direction(residuals, last=last, momentum=options.momentum)
-    progress = (BatchProgress.start(size) if progress is None else progress).after(size)
-    if options.falls:
-        rate = rate * progress.share
     # Conjugate gradients have no factor, and report no residual here.
     factor = getattr(F.kernel, "cholesky", None)
     return GaussNewtonStep(
