@@ -111,8 +111,7 @@ def test_spring_and_the_gradient_equal_dense_solves(program, name):
     torch.manual_seed(0)
     network = program.SYSTEMS[name](width=6).double()
     trainer = program.Spring(network, 0.1)
-    lam, mu = 5e-3 + 1e-4, 0.95
-    phi = 0.0
+    mu, phi = 0.95, 0.0
     walkers = program.Walkers(network, 30, seed=0)
     for _ in range(2):
         x = walkers.move(network, 50)
@@ -120,6 +119,7 @@ def test_spring_and_the_gradient_equal_dense_solves(program, name):
         J, before = centered_jacobian(network, x), flat(network)
         e = energies - energies.mean()
         trainer.step(network, x, energies)
+        lam = 0.1 * 0.1 * e.square().mean().sqrt() + 1e-4
         F = J.T @ J / 30 + lam * torch.eye(J.shape[1]).to(J)
         phi = torch.linalg.solve(F, J.T @ e / 30 + lam * mu * phi)
         assert_close((before - flat(network)) / 0.1, phi, "trajectory", "float64")
@@ -150,13 +150,13 @@ def test_other_methods_lower_the_energy(program, method):
     assert 12.5 - 6.0 * error < after < before
 
 
-def test_a_step_is_linear_in_the_local_energies():
-    """Near an eigenstate energies have no spread, and the damping must not vanish."""
+def test_near_an_eigenstate_a_step_is_linear_in_the_local_energies():
+    """Energies have no spread there, and the damping must not vanish."""
     from kfac_core_shims.torch import GaussNewton
 
     x, energies = positions(30, 2), positions(30, seed=1)
     changes = []
-    for scale in (1.0, 1e-6):
+    for scale in (1e-6, 1e-9):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
         before = torch.cat([p.detach().flatten() for p in net.parameters()])
@@ -164,4 +164,4 @@ def test_a_step_is_linear_in_the_local_energies():
         optimizer.step(lambda net=net, scale=scale: (net(x)[:, 0], scale * energies))
         after = torch.cat([p.detach().flatten() for p in net.parameters()])
         changes.append((after - before) / scale)
-    torch.testing.assert_close(changes[1], changes[0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(changes[1], changes[0], rtol=1e-3, atol=1e-6)

@@ -191,7 +191,7 @@ class Walkers:
 
 
 class Spring:
-    """SPRING: `GaussNewton` on centered rows; its damping falls with the rate."""
+    """SPRING: `GaussNewton` on centered rows."""
 
     def __init__(self, network, rate):
         self.optimizer = GaussNewton(network, centered=True, lr=rate)

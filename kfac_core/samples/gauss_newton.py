@@ -7,7 +7,8 @@ data that change, a step is SPRING's, and its damping and rate follow the residu
 
 with k the number of times that an average of the batches' losses did not fall by a fiftieth
 in twenty steps.  So the rate stays where all batches can be fitted at once, and falls as
-1/t where noise is left.
+1/t where noise is left.  For wave functions ``lam = 0.1 rate std(E) + 1e-4``, with E the
+local energies.
 
 References
 ----------
@@ -35,10 +36,10 @@ from kfac_core.samples.search import Evaluation, search_step
 
 RATE, MOMENTUM, FIRST_DAMPING = 0.3, 0.95, 1.0
 
-# Local energies have no variance at the solution, where the noise of samples is left: a
-# damping that followed them would vanish.  It falls with the rate instead: long steps
-# leave the region where they are right, and short ones leave weak directions behind.
-CENTERED_SHARE, CENTERED_LEAST = 0.05, 1e-4
+# Times the change of log psi that a step asks for, which is the rate times the spread of the
+# local energies: where it is large, log psi is not linear over it.  Near an eigenstate there
+# is no spread, and the noise of samples is left.
+CENTERED_SHARE, CENTERED_LEAST = 0.1, 1e-4
 
 DAMPING_SHARE = 0.003
 """c: from 0.001 to 0.01 it makes a factor of two in the loss of regressions."""
@@ -60,7 +61,7 @@ class GaussNewtonOptions:
         Whether the rate falls where losses of batches do not.
     damping : float or None
         The first damping of a search, or that of all steps on other data; None for one
-        that follows the residuals, or the rate where `centered`.
+        that follows the residuals.
     momentum : float
         Momentum mu of SPRING.
     centered : bool
@@ -293,7 +294,7 @@ def gauss_newton_step(
     if options.falls:
         rate = rate * progress.share
     if damping is None and options.centered:
-        damping = CENTERED_SHARE * rate + CENTERED_LEAST
+        damping = CENTERED_SHARE * rate * size**0.5 + CENTERED_LEAST
     elif damping is None:
         trace = K.trace()
         follows = DAMPING_SHARE * (size * trace / J.samples) ** 0.5

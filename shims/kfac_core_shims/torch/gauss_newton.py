@@ -125,7 +125,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     damping : float, optional
         In units of ``J^T J / N``.  The first damping, by default 1; or that of all steps
         on other data, by default ``0.003 rms(r) sqrt(tr(J J^T) / R)``; where `centered`
-        ``0.05 rate + 1e-4``.
+        ``0.1 rate std(E) + 1e-4``.
     momentum : float, optional
         SPRING's momentum in [0, 1), of steps on other data; by default 0.95.
     direct_up_to : int
