@@ -36,9 +36,9 @@ from kfac_core.samples.search import Evaluation, search_step
 
 RATE, MOMENTUM, FIRST_DAMPING = 0.3, 0.95, 1.0
 
-# Times the change of log psi that a step asks for, which is the rate times the spread of the
-# local energies: where it is large, log psi is not linear over it.  Near an eigenstate there
-# is no spread, and the noise of samples is left.
+# Times the change of log psi that a step asks for, which is the rate times the spread of
+# local energies: where it is large, log psi is not linear over it.  Near an eigenstate
+# there is no spread, and the noise of samples is left.
 CENTERED_SHARE, CENTERED_LEAST = 0.1, 1e-4
 
 DAMPING_SHARE = 0.003
