@@ -52,12 +52,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows, WeightSharing
-from kfac_core.linalg.certificate import (
-    Spectrum,
-    eigenvalues_apart,
-    undetermined,
-    undetermined_error,
-)
+from kfac_core.linalg import certificate
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.factorize import eigendecomposition
 from kfac_core.linalg.groups import split_groups
@@ -331,9 +326,9 @@ class EKFAC(Approximation[Rows]):
             "scale": averages["repeats"].value(debias=True),
             "damping": ns.full_of(xp, options.damping, averages["repeats"].weight),
         }
-        flags = undetermined(spectra, **bounds)
+        flags = certificate.undetermined(spectra, **bounds)
         if options.check == "raise" and int(flags):
-            raise undetermined_error(spectra, **bounds, name=options.name)
+            raise certificate.undetermined_error(spectra, **bounds, name=options.name)
         return replaced(operator, flags=operator.flags | flags)
 
     @property
@@ -405,20 +400,22 @@ class EKFAC(Approximation[Rows]):
         return Average(S * weight * a[..., :, None] * g[..., None, :], weight)
 
 
-def _spectrum(statistics: Statistics, side: str) -> Spectrum:
+def _spectrum(statistics: Statistics, side: str) -> certificate.Spectrum:
     """Return the eigenvalues of a side at the last change of basis."""
     if side in statistics.bases:
         basis = statistics.bases[side]
-        return Spectrum(basis.eigenvalues, basis.error)
+        return certificate.Spectrum(basis.eigenvalues, basis.error)
     entries = statistics.averages[side].value(debias=True)
-    return Spectrum(entries, statistics.namespace.zeros_like(entries))
+    return certificate.Spectrum(entries, statistics.namespace.zeros_like(entries))
 
 
 def _of_eigenspaces(E: Array, statistics: Statistics, xp: Namespace) -> Array:
     """Return E with its mean over each pair of eigenspaces, which no basis changes."""
     for side, basis in statistics.bases.items():
         w = basis.eigenvalues
-        apart = eigenvalues_apart(Spectrum(w, basis.error), xp=xp)
+        apart = certificate.eigenvalues_apart(
+            certificate.Spectrum(w, basis.error), xp=xp
+        )
         if finite.known_true(apart, xp=xp):
             continue
         # Without statistics the basis is the coordinates, each an eigenspace by itself.

@@ -45,15 +45,8 @@ from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
+from kfac_core.linalg import kronecker_fit
 from kfac_core.linalg.gram import updated_gram
-from kfac_core.linalg.kronecker_fit import (
-    FitTerm,
-    GradientTerm,
-    ProductTerm,
-    RowTerm,
-    kronecker_fit,
-    unit_norm,
-)
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import CurvatureOperator
 
@@ -152,11 +145,11 @@ class KFOC(Approximation[Rows]):
         unit = xp.where(new > 0, new, xp.ones_like(new))
         # The old product keeps this share of the new weight, and starts the iteration.
         past = old.weight * decay / unit
-        A = unit_norm(_input_moment(rows, statistics.dtype, xp), xp=xp)
+        A = kronecker_fit.unit_norm(_input_moment(rows, statistics.dtype, xp), xp=xp)
         # A (x) G <- best product of decay A (x) G + weight c / N sum_mn vec(D) vec(D)^T
-        fit = kronecker_fit(
+        fit = kronecker_fit.kronecker_fit(
             [
-                ProductTerm(old.input, old.output, decay),
+                kronecker_fit.ProductTerm(old.input, old.output, decay),
                 _term(rows, shares.scale * shares.gradient_scale, statistics, xp),
             ],
             past * old.input + (1.0 - past) * A,
@@ -201,14 +194,18 @@ class KFOC(Approximation[Rows]):
         return "needs pairs of inputs and output gradients, so a dense or conv layer"
 
 
-def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> FitTerm:
+def _term(
+    rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace
+) -> kronecker_fit.FitTerm:
     """Return the batch's part of the sum; no gradient is formed where S is 1."""
     dtype = statistics.dtype
     if rows.positions > 1:
         D = rows.per_example(dtype, xp=xp)
-        return GradientTerm(xp.reshape(D, (*D.shape[:-4], -1, *D.shape[-2:])), scale)
+        return kronecker_fit.GradientTerm(
+            xp.reshape(D, (*D.shape[:-4], -1, *D.shape[-2:])), scale
+        )
     g = ns.cast(xp, rows.output_grads, dtype)[..., 0, :]
-    return RowTerm(rows.full_inputs(dtype, xp=xp)[..., 0, :], g, scale)
+    return kronecker_fit.RowTerm(rows.full_inputs(dtype, xp=xp)[..., 0, :], g, scale)
 
 
 def _input_moment(rows: Rows, dtype: object, xp: Namespace) -> Array:

@@ -163,14 +163,8 @@ class Full(Approximation[AnyRows]):
         xp, scale = options.xp, shares.scale * shares.gradient_scale
         # Examples' gradients, flattened: the only approximation that keeps all of F.
         v = rows.vectors(statistics.dtype, xp=xp)
-        average = FullFactor().updated(
-            statistics.averages["block"],
-            v,
-            options.decay,
-            scale,
-            shares.example_weight,
-            xp=xp,
-        )
+        old, weight = statistics.averages["block"], shares.example_weight
+        average = FullFactor().updated(old, v, options.decay, scale, weight, xp=xp)
         return Statistics({"block": average}, statistics.status)
 
     def operator(

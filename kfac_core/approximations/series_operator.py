@@ -18,14 +18,9 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.status import raise_flagged
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg import series_chain
 from kfac_core.linalg.damped import DampedMatrix, damped_matrix
 from kfac_core.linalg.fallback import Fallback, in_wider_dtype
-from kfac_core.linalg.series_chain import (
-    Root,
-    WeightedRoots,
-    symmetric_chain,
-    triangular_root,
-)
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.operators.parts import applied_in
 from kfac_core.operators.series import SeriesOperator
@@ -104,22 +99,24 @@ def _chain_operator(
     (A_0, G_0), (A_1, G_1) = parts, lagged
     root_A, root_G = _root(A_0, A_1, xp), _root(G_0, G_1, xp)
     stored = ns.roundoff_of(statistics.dtype, xp=xp)
-    chain: WeightedRoots | InfiniteChain
+    chain: series_chain.WeightedRoots | InfiniteChain
     if lengths is None:
         chain = infinite_chain(
             root_A, root_G, S, check=options.check, stored=stored, xp=xp
         )
     else:
-        chain = symmetric_chain(root_A, root_G, lengths, stored=stored, xp=xp)
+        chain = series_chain.symmetric_chain(
+            root_A, root_G, lengths, stored=stored, xp=xp
+        )
     fallback = xp.full(
         (), int(Fallback.WORKING), dtype=xp.int32, device=ns.device_of(S)
     )
     return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, fallback)
 
 
-def _root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> Root:
+def _root(factor: DampedMatrix, lagged: Array, xp: Namespace) -> series_chain.Root:
     assert factor.cholesky is not None
-    return triangular_root(factor.cholesky.lower, lagged, xp=xp)
+    return series_chain.triangular_root(factor.cholesky.lower, lagged, xp=xp)
 
 
 def _raise_for(flags: Status, operator: SeriesOperator, name: str) -> NoReturn:

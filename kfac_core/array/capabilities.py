@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kfac_core.array.backend import (
-    OPERATIONS,
-    backend_names,
-    get_backend,
-    native_operations,
-)
+from kfac_core.array import backend
 
 Capability = Literal["native", "generic", "unavailable"]
 
@@ -26,11 +21,13 @@ def capability_table() -> dict[str, dict[str, Capability]]:
         ``"native"`` where the adapter brings the operation, ``"generic"`` where the
         definition serves, ``"unavailable"`` where the backend cannot be used here.
     """
-    names = backend_names()
-    return {op: {name: _capability(op, name) for name in names} for op in OPERATIONS}
+    names = backend.backend_names()
+    return {
+        op: {name: _capability(op, name) for name in names} for op in backend.OPERATIONS
+    }
 
 
 def _capability(operation: str, name: str) -> Capability:
-    if get_backend(name).problem() is not None:
+    if backend.get_backend(name).problem() is not None:
         return "unavailable"
-    return "native" if operation in native_operations(name) else "generic"
+    return "native" if operation in backend.native_operations(name) else "generic"

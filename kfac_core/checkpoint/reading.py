@@ -21,14 +21,9 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.selection import asarray, selected_backend
+from kfac_core.checkpoint import writing
 from kfac_core.checkpoint.archive import Archive, opened, path_of
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
-from kfac_core.checkpoint.writing import (
-    FORMAT,
-    VERSION,
-    target_of,
-    write_atomically,
-)
 from kfac_core.constraints import shown
 from kfac_core.estimator import Estimator
 from kfac_core.serialization import DeferredArray
@@ -168,7 +163,7 @@ def join_checkpoints(
         that differ in conventions or settings.  `path` is then as it was.
     """
     constraints.require_any("parts", parts)
-    target = target_of(path)
+    target = writing.target_of(path)
     with contextlib.ExitStack() as stack:
         archives = [stack.enter_context(opened(part)) for part in parts]
         documents = [_document(archive) for archive in archives]
@@ -199,7 +194,7 @@ def join_checkpoints(
             for archive, length in zip(archives, lengths, strict=True):
                 yield from map(archive.read, range(length))
 
-        write_atomically(target, joined, arrays())
+        writing.write_atomically(target, joined, arrays())
 
 
 def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> Any:
@@ -242,14 +237,14 @@ def _document(archive: Archive) -> dict[str, Any]:
         raise errors.StateError(
             f"the document is not JSON: {shown(str(error))}."
         ) from None
-    good = isinstance(document, dict) and document.get("format") == FORMAT
-    _require(good, f"a document of format {FORMAT!r}")
+    good = isinstance(document, dict) and document.get("format") == writing.FORMAT
+    _require(good, f"a document of format {writing.FORMAT!r}")
     version = document.get("version")
     producer = shown(document.get("producer", "an unknown release"))
     # A JSON true equals 1 in Python.
-    good = type(version) is int and version == VERSION
+    good = type(version) is int and version == writing.VERSION
     actual = f"{shown(version)}; it was written by {producer}"
-    _require(good, f"version {VERSION} of {FORMAT!r}, got {actual}")
+    _require(good, f"version {writing.VERSION} of {writing.FORMAT!r}, got {actual}")
     state, tensors = document.get("state"), document.get("tensors")
     blocks = state.get("blocks") if isinstance(state, dict) else None
     good = isinstance(blocks, dict) and all(map(_is_block, blocks.values()))

@@ -23,14 +23,8 @@ from typing import Any
 import numpy as np
 
 from kfac_core import constraints, errors
-from kfac_core.array import Array, map_structure
+from kfac_core.array import Array, map_structure, structure
 from kfac_core.array import namespaces as ns
-from kfac_core.array.structure import (
-    form_of,
-    is_plain,
-    is_structure,
-    split_structure,
-)
 from kfac_core.array.types import Tree
 from kfac_core.block import Block
 from kfac_core.stages import EXECUTOR, Executor, Stage, Task, Tasks, plain
@@ -158,16 +152,16 @@ class Stacked(Executor):
         if has_arrays:
             return map(self._form, values)
         # Arguments that are not stacked must be equal numbers, or identical arrays.
-        return [form_of(value, id) for value in values]
+        return [structure.form_of(value, id) for value in values]
 
     def _form(self, value: Tree) -> object:
         """Return the key of a stacked argument."""
         piece = self._pieces.get(id(value))
         if piece is None or piece[0] is not value:
-            return form_of(value, _array_form)
+            return structure.form_of(value, _array_form)
         stack = piece[1]
         if stack.form is None:
-            stack.form = form_of(value, _array_form)
+            stack.form = structure.form_of(value, _array_form)
         return stack.form
 
     def _stacked_task(self, stage: Stage, tasks: Tasks, names: Names) -> Task:
@@ -198,7 +192,7 @@ class Stacked(Executor):
         if isinstance(whole, tuple):
             for place, part in enumerate(whole):
                 self._remember(names, part, [piece[place] for piece in pieces])
-        if not is_structure(whole):
+        if not structure.is_structure(whole):
             return
         stack = _Stack(whole, pieces)
         for name, piece in zip(names, pieces, strict=True):
@@ -251,7 +245,7 @@ def stacked(values: tuple[Any, ...], /) -> Tree:
 
     def joined(*parts: Array) -> Array:
         first = parts[0]
-        if is_plain(first):
+        if structure.is_plain(first):
             return first
         xp = ns.own_namespace(first)
         if first.ndim == 0:
@@ -277,8 +271,10 @@ def unstacked(value: Tree, length: int, /) -> list[Any]:
     list
         `length` values of the form of `value`.
     """
-    if is_structure(value):
-        return split_structure(value, lambda part: unstacked(part, length), length)
+    if structure.is_structure(value):
+        return structure.split_structure(
+            value, lambda part: unstacked(part, length), length
+        )
     if isinstance(value, tuple):
         parts = [unstacked(part, length) for part in value]
         return list(zip(*parts, strict=True))
@@ -288,7 +284,7 @@ def unstacked(value: Tree, length: int, /) -> list[Any]:
             for one, piece in zip(dicts, unstacked(part, length), strict=True):
                 one[name] = piece
         return dicts
-    if is_plain(value) or value.ndim == 0 or value.shape[0] != length:
+    if structure.is_plain(value) or value.ndim == 0 or value.shape[0] != length:
         return [value] * length
     parts = list(ns.own_namespace(value).unstack(value))
     if type(parts[0]) is not type(value):

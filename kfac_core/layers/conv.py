@@ -42,13 +42,7 @@ from kfac_core.layers.rows import (
     with_some_biases,
     zeroed,
 )
-from kfac_core.linalg.patches import (
-    Padding,
-    Sizes,
-    extract_patches,
-    output_size,
-    resolve_padding,
-)
+from kfac_core.linalg import patches
 
 ConvWeightLayout = Literal["spatial_io", "oi_spatial"]
 DataLayout = Literal["channels_last", "channels_first"]
@@ -111,10 +105,10 @@ class Conv:
 
     in_channels: int
     out_channels: int
-    kernel_size: Sizes
-    strides: Sizes | None = None
-    padding: Padding
-    dilation: Sizes | None = None
+    kernel_size: patches.Sizes
+    strides: patches.Sizes | None = None
+    padding: patches.Padding
+    dilation: patches.Sizes | None = None
     groups: int = 1
     bias: bool
     weight_layout: ConvWeightLayout
@@ -147,7 +141,7 @@ class Conv:
             data_layout=constraints.literal(DataLayout),
             **channels,
         )
-        resolve_padding(kernel, padding=self.padding, **sizes)
+        patches.resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)
             # Each group owns an equal range of channels.
@@ -173,9 +167,9 @@ class Conv:
             shapes["bias"] = (out,)
         return shapes
 
-    def output_size(self, spatial: Sizes, /) -> Sizes:
+    def output_size(self, spatial: patches.Sizes, /) -> patches.Sizes:
         """Return the sizes of the output's spatial axes, given the sizes of the input's."""
-        return output_size(tuple(spatial), **self._window)
+        return patches.output_size(tuple(spatial), **self._window)
 
     def rows(self, batch: Batch, /) -> Rows:
         """Turn a batch into rows, S patches for each example.
@@ -357,7 +351,7 @@ class Conv:
         """Return all rows of some successive examples."""
         x, g, mask, xp = entered
         every = (slice(None),) * (len(self.kernel_size) + 1)
-        x = extract_patches(x[(..., part, *every)], **self._window, xp=xp)
+        x = patches.extract_patches(x[(..., part, *every)], **self._window, xp=xp)
         g = g[..., part, :, :]
         x = xp.reshape(x, (*x.shape[: -len(every) - 1], *g.shape[-3:-1], -1))
         if mask is not None:
@@ -378,7 +372,7 @@ class Conv:
         return replaced(rows, batch_examples=int(N), batch_rows=count)
 
 
-def _numbers(name: str, values: Iterable[int]) -> Sizes:
+def _numbers(name: str, values: Iterable[int]) -> patches.Sizes:
     """Return a sequence of integers as a tuple of `int`."""
     try:
         return tuple(operator.index(value) for value in values)
@@ -389,7 +383,7 @@ def _numbers(name: str, values: Iterable[int]) -> Sizes:
         ) from None
 
 
-def _pairs(padding: Any) -> tuple[Sizes, ...]:
+def _pairs(padding: Any) -> tuple[patches.Sizes, ...]:
     """Return explicit padding as tuples."""
     pairs = padding if hasattr(padding, "__iter__") else (padding,)
     return tuple(_numbers("padding", pair) for pair in pairs)

@@ -18,12 +18,7 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, DType, Namespace, Scalar, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.linalg.certificate import (
-    Spectrum,
-    positive_eigenvalues,
-    undetermined,
-    undetermined_error,
-)
+from kfac_core.linalg import certificate, symmetric
 from kfac_core.linalg.cholesky import add_to_diagonal, inverse_from_cholesky
 from kfac_core.linalg.factorizations import (
     CholeskyFactor,
@@ -39,13 +34,6 @@ from kfac_core.linalg.factorize import (
 )
 from kfac_core.linalg.fallback import in_narrow_dtype
 from kfac_core.linalg.groups import side_by_side
-from kfac_core.linalg.symmetric import (
-    ScaledMatrix,
-    SymmetricMatrix,
-    for_matrices,
-    multiply_symmetric,
-    one_norm,
-)
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 T = TypeVar("T")
@@ -80,8 +68,8 @@ class DampedMatrix:
         Whether `solve` multiplies by the inverse, or solves with L twice.
     """
 
-    problem: ScaledMatrix
-    narrowed: SymmetricMatrix | None = None
+    problem: symmetric.ScaledMatrix
+    narrowed: symmetric.SymmetricMatrix | None = None
     cholesky: CholeskyFactor | None = None
     inverse: Inverse | None = None
     basis: Eigendecomposition | None = None
@@ -94,7 +82,7 @@ class DampedMatrix:
         return self.problem.matrix is not None
 
     @property
-    def applied(self) -> SymmetricMatrix:
+    def applied(self) -> symmetric.SymmetricMatrix:
         """B, in the dtype of applying."""
         return self._whole().matrix if self.narrowed is None else self.narrowed
 
@@ -158,7 +146,7 @@ class DampedMatrix:
         if not self.keeps_matrix:
             return self.kept_norm
         # The diagonal of a second moment is not negative, so a shift adds to the norm.
-        return M.factor * one_norm(M.matrix, xp=self._xp()) + M.shift
+        return M.factor * symmetric.one_norm(M.matrix, xp=self._xp()) + M.shift
 
     def condition(self) -> Array:
         """Return ``|M|_1 |M^-1|_1``, or the ratio of the eigenvalues if they are known."""
@@ -175,7 +163,7 @@ class DampedMatrix:
             else:
                 inverse = inverse_from_cholesky(self._lower(), xp=xp)
             norm = self.norm()
-            return norm * ns.cast(xp, one_norm(inverse, xp=xp), norm.dtype)
+            return norm * ns.cast(xp, symmetric.one_norm(inverse, xp=xp), norm.dtype)
         w = self.eigenvalues(shifted=True)
         smallest, largest = xp.min(w, axis=-1), xp.max(w, axis=-1)
         positive = smallest > 0
@@ -195,7 +183,7 @@ class DampedMatrix:
         inverse = prepared.matrix
         if v.ndim > inverse.array.ndim:
             return self._of_many(self.solve, v)
-        return multiply_symmetric(inverse, v, xp=ns.own_namespace(v))
+        return symmetric.multiply_symmetric(inverse, v, xp=ns.own_namespace(v))
 
     def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``."""
@@ -283,13 +271,13 @@ class DampedMatrix:
         if finite.known_true(xp.logical_not(shifted), xp=xp):
             return self
         spectra, bounds = self._spectra()
-        flags = undetermined(spectra, **bounds)
+        flags = certificate.undetermined(spectra, **bounds)
         flags = xp.where(xp.any(shifted), flags, xp.zeros_like(flags))
         if check == "status":
             return replaced(self, basis=replaced(basis, status=basis.status | flags))
         return self.in_wide_basis(name=name) if int(flags) else self
 
-    def _spectra(self) -> tuple[list[Spectrum], dict[str, Array]]:
+    def _spectra(self) -> tuple[list[certificate.Spectrum], dict[str, Array]]:
         """Return the arguments of `undetermined`: the eigenvalues of A, and the shift."""
         shift = self._shift()
         bounds = {"scale": self._xp().ones_like(shift), "damping": shift}
@@ -301,10 +289,10 @@ class DampedMatrix:
         basis = self._in_applied_dtype(basis, check="raise", name=name)
         return replaced(self, basis=basis)
 
-    def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
+    def spectrum(self, basis: Eigendecomposition | None, /) -> certificate.Spectrum:
         """Return the eigenvalues of a basis of A, and how well they are known."""
         assert basis is not None
-        return Spectrum(basis.eigenvalues, basis.error)
+        return certificate.Spectrum(basis.eigenvalues, basis.error)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
@@ -321,7 +309,7 @@ class DampedMatrix:
         xp = self._xp()
         basis = self._eigenbasis()
         shift = self._shift()[..., None]
-        damped = positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
+        damped = certificate.positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
         # A factorization has shown that M is definite; look again only if that is free.
         known = self.inverse is not None or self.cholesky is not None
         looks = exponent < 0 and (not known or finite.is_plain(damped, xp=xp))
@@ -333,8 +321,8 @@ class DampedMatrix:
             )
         if looks and finite.is_readable(damped, xp=xp):
             spectra, bounds = self._having("eigenbasis")._spectra()
-            if int(undetermined(spectra, **bounds)):
-                raise undetermined_error(spectra, **bounds, name="matrix")
+            if int(certificate.undetermined(spectra, **bounds)):
+                raise certificate.undetermined_error(spectra, **bounds, name="matrix")
         scaled = damped**exponent
         Q = basis.eigenvectors
         return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))
@@ -349,7 +337,9 @@ class DampedMatrix:
         w = self._eigenbasis().eigenvalues
         if not shifted:
             return w
-        return positive_eigenvalues(w, self._shift()[..., None], xp=self._xp())
+        return certificate.positive_eigenvalues(
+            w, self._shift()[..., None], xp=self._xp()
+        )
 
     def eigenvectors(self) -> Array:
         """Return Q with the eigenvectors in its columns, shape (..., n, n)."""
@@ -367,10 +357,10 @@ class DampedMatrix:
     def dense(self, *, shifted: bool) -> Array:
         """Return M, or A, with both triangles, shape (..., n, n)."""
         xp, A = self._xp(), self._applied()
-        full = for_matrices(A.factor) * self.applied.full()
+        full = symmetric.for_matrices(A.factor) * self.applied.full()
         return add_to_diagonal(full, A.shift, xp=xp) if shifted else full
 
-    def _whole(self) -> ScaledMatrix:
+    def _whole(self) -> symmetric.ScaledMatrix:
         """Return the problem with B, or raise."""
         if self.problem.matrix is None:
             raise errors.NotReadyError(f"This needs more than was kept: {GONE}.")
@@ -409,7 +399,7 @@ class DampedMatrix:
     def _shift(self) -> Array:
         return self._applied().shift
 
-    def _applied(self) -> ScaledMatrix:
+    def _applied(self) -> symmetric.ScaledMatrix:
         """Return M in the dtype of applying."""
         M, xp, dtype = self.problem, self._xp(), self.dtype
         if dtype == M.shift.dtype:
@@ -467,7 +457,7 @@ def require_readable(like: Array, factorization: str, /) -> None:
 
 
 def damped_matrix(
-    matrix: SymmetricMatrix | ScaledMatrix,
+    matrix: symmetric.SymmetricMatrix | symmetric.ScaledMatrix,
     shift: Scalar,
     /,
     *,
@@ -498,13 +488,15 @@ def damped_matrix(
     >>> bool(np.allclose(damped.solve(np.eye(2)), np.diag([1 / 4, 1 / 9])))
     True
     """
-    if isinstance(matrix, SymmetricMatrix):
+    if isinstance(matrix, symmetric.SymmetricMatrix):
         one = ns.full_of(ns.own_namespace(matrix.array), 1.0, matrix.array)
-        matrix = ScaledMatrix(matrix, one)
+        matrix = symmetric.ScaledMatrix(matrix, one)
     B, narrowed = matrix.matrix, None
     xp = ns.own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
-        narrowed = SymmetricMatrix(ns.cast(xp, B.array, apply_dtype), B.full_storage)
+        narrowed = symmetric.SymmetricMatrix(
+            ns.cast(xp, B.array, apply_dtype), B.full_storage
+        )
     # NumPy returns scalars in place of 0-d arrays.
     shift = ns.full_of(xp, shift, B.array)
     # The dtype of B is at least as fine as the dtype that it was stored in.

@@ -11,14 +11,7 @@ from kfac_core.array import Array, Check, Namespace, Status
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import in_dtype
 from kfac_core.factors.factor import Damped
-from kfac_core.linalg.certificate import (
-    RESIDUAL_LIMIT,
-    Spectrum,
-    probe,
-    relative_norm,
-    undetermined,
-    undetermined_error,
-)
+from kfac_core.linalg import certificate
 from kfac_core.linalg.diagonal import DampedDiagonal
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import DampedRankOne
@@ -101,10 +94,10 @@ def accurate_bases(
     ``O(sum n_i)`` operations; ``check="raise"`` synchronizes with the device.
     """
 
-    def spectra(of: Bases) -> list[Spectrum]:
+    def spectra(of: Bases) -> list[certificate.Spectrum]:
         return [part.spectrum(of[side]) for side, part in parts.items()]
 
-    flags = undetermined(spectra(bases), scale=scale, damping=damping)
+    flags = certificate.undetermined(spectra(bases), scale=scale, damping=damping)
     if check == "status" or not int(flags):
         return bases, flags
     # Roundoff of the working precision decides, so try float64 once.
@@ -113,9 +106,9 @@ def accurate_bases(
         for side, part in parts.items()
     }
     options = {"scale": scale, "damping": damping}
-    flags = undetermined(spectra(wide), **options)
+    flags = certificate.undetermined(spectra(wide), **options)
     if int(flags):
-        raise undetermined_error(spectra(wide), **options, name=name)
+        raise certificate.undetermined_error(spectra(wide), **options, name=name)
     return wide, flags
 
 
@@ -152,7 +145,7 @@ def applied_in(
         return operator
     narrow = in_dtype(operator, dtype, xp)
     size = math.prod(operator.stack_shape)
-    z = probe(
+    z = certificate.probe(
         size, dtype=operator.like.dtype, device=ns.device_of(operator.like), xp=xp
     )
     z = xp.reshape(z, operator.stack_shape)
@@ -169,18 +162,18 @@ def applied_in(
         rounded = formula(narrow, ns.cast(xp, z, dtype))
         difference = ns.cast(xp, rounded, expected.dtype) - expected
         column = (-1, 1)
-        error = relative_norm(
+        error = certificate.relative_norm(
             xp.reshape(difference, column), xp.reshape(expected, column), xp=xp
         )
         worst = xp.where(error > worst, error, worst)
-    flags = ns.status_unless(xp, worst <= RESIDUAL_LIMIT, Status.INACCURATE)
+    flags = ns.status_unless(xp, worst <= certificate.RESIDUAL_LIMIT, Status.INACCURATE)
     if check == "status":
         flagged: Chained = narrow.flagged(flags)
         return flagged
     if int(flags):
         raise errors.FactorizationError(
             f"rounded to {dtype} the block is off by {float(worst):.0e} "
-            f"(limit {RESIDUAL_LIMIT}). Increase `damping`, or take "
+            f"(limit {certificate.RESIDUAL_LIMIT}). Increase `damping`, or take "
             'Precision(apply="float64").',
             factor=name,
         )
