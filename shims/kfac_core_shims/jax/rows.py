@@ -78,7 +78,7 @@ class Rows:
         return g if factor == 1.0 else g * jnp.asarray(factor, g.dtype)
 
     def transposed(
-        self, x: Any, g: Any, /, *, sources: bool, reduction: Any
+        self, x: jax.Array, g: jax.Array, /, *, sources: bool, reduction: Any
     ) -> tuple[Any, Any]:
         """Return the inputs and output gradients of a tied output layer.
 
@@ -106,7 +106,7 @@ class Rows:
         # The table's factor is diagonal: only squares of its inputs count.
         return jnp.sqrt(jnp.sum(g * g, axis=0)), h
 
-    def mask(self, of_mark: Any, x: Any, mask: Any, turned: set[int]) -> Any:
+    def mask(self, of_mark: jax.Array, x: Any, mask: Any, turned: set[int]) -> Any:
         """Return the mask of a mark, or the network's where the rows have its axes.
 
         Parameters

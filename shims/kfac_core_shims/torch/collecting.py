@@ -69,7 +69,7 @@ class Factors:
 
 
 def collect(
-    model: Any,
+    model: torch.nn.Module,
     loader: Iterable[Any],
     *,
     likelihood: Any = "categorical",
@@ -180,7 +180,7 @@ def collect(
             )
         per_example = loss
 
-        def forward(model: Any, batch: Any) -> Any:
+        def forward(model: torch.nn.Module, batch: Any) -> Any:
             return example_losses(per_example, model, batch)[:, None]
 
         # The exact vector of half the square of one output is 1: the loss's own gradient.
@@ -244,7 +244,7 @@ def collect(
     return Factors(plain, sites, collected, dict(model_blocks.reasons))
 
 
-def read_factors(model: Any, path: str | os.PathLike[str], /) -> Factors:
+def read_factors(model: torch.nn.Module, path: str | os.PathLike[str], /) -> Factors:
     """Return the factors that `collect` wrote to a file, for the same model.
 
     Parameters
@@ -277,7 +277,7 @@ def factors_from(model: Any, factors: Factors | str | os.PathLike[str], /) -> Fa
     return factors if isinstance(factors, Factors) else read_factors(model, factors)
 
 
-def outputs_of(model: Any, batch: Any, /) -> Any:
+def outputs_of(model: torch.nn.Module, batch: Any, /) -> torch.Tensor:
     """Return the outputs of a model for a batch, which goes to the model's device.
 
     Parameters
@@ -321,7 +321,7 @@ def outputs_of(model: Any, batch: Any, /) -> Any:
 
 
 def example_losses(
-    loss: Callable[[Any, Any], Any], model: Any, batch: Any, /
+    loss: Callable[[Any, Any], Any], model: torch.nn.Module, batch: Any, /
 ) -> torch.Tensor:
     """Return ``loss(model, batch)``, the loss of each example, of shape (N,)."""
     with torch.enable_grad():
@@ -335,7 +335,7 @@ def example_losses(
 
 
 @contextmanager
-def evaluated(model: Any, /) -> Iterator[None]:
+def evaluated(model: torch.nn.Module, /) -> Iterator[None]:
     """Run a model in evaluation mode, and put back the mode of each module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -356,5 +356,5 @@ def require_order(name: str, loader: Any, /) -> None:
         )
 
 
-def _backend(model: Any) -> str:
+def _backend(model: torch.nn.Module) -> str:
     return f"torch:{next(model.parameters()).device}"

@@ -66,7 +66,7 @@ class ComputedSite(Site):
         """Return the module that computes the weight."""
         return self.module.parametrizations["weight"]
 
-    def take(self, module: Any, arguments: Any, weight: Any) -> None:
+    def take(self, module: torch.nn.Module, arguments: Any, weight: Any) -> None:
         """Take the gradient of a weight that was computed, when it comes."""
         if torch.is_grad_enabled() and weight.requires_grad:
             weight.register_hook(self._add)
@@ -100,7 +100,7 @@ class ComputedSite(Site):
         if "bias" in direction:
             self.parameters["bias"].grad.copy_(direction["bias"])
 
-    def is_in(self, module: Any) -> bool:
+    def is_in(self, module: torch.nn.Module) -> bool:
         """Return whether a module is still the one whose weight this is."""
         return module is self.module and hasattr(module, "parametrizations")
 
@@ -164,7 +164,7 @@ class ComputedSite(Site):
         return [torch.zeros_like(p) if x is None else x for x, p in pairs]
 
 
-def _computed_weight(module: Any) -> Any:
+def _computed_weight(module: torch.nn.Module) -> Any:
     """Return the weight of a module, with its graph, without changing buffers."""
     computes = module.parametrizations["weight"]
     training = computes.training

@@ -56,7 +56,7 @@ class Curvature(kc.integration.NaturalGradient):
         estimator: kc.Estimator,
         /,
         *,
-        model: Any,
+        model: torch.nn.Module,
         sites: dict[str, Site],
         model_blocks: ModelBlocks,
         division: Any,
@@ -176,7 +176,7 @@ class Curvature(kc.integration.NaturalGradient):
             return super()._processes
         return int(self._division.data_parts)
 
-    def observe(self, outputs: Any, /, weight: Any = None) -> None:
+    def observe(self, outputs: torch.Tensor, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
 
         For outputs that the model's own hook does not see as the loss reads them: of a

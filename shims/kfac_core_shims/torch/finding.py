@@ -83,7 +83,7 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> ModelBlocks
     return blocks
 
 
-def _add_computed(blocks: ModelBlocks, prefix: str, module: Any) -> None:
+def _add_computed(blocks: ModelBlocks, prefix: str, module: torch.nn.Module) -> None:
     """Add the block of a parametrized module, or the reason why it has none."""
     site = _computed(prefix, module)
     if isinstance(site, str):
@@ -123,7 +123,7 @@ def _add_parts(
     return names
 
 
-def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
+def _parts(module: torch.nn.Module, users: Mapping[int, list[Any]]) -> Parts | str:
     """Return the parts of a module, or why it has none."""
     weight = next(module.parameters(recurse=False))
     if any(p.is_complex() for p in module.parameters(recurse=False)):
@@ -155,7 +155,7 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     return parts
 
 
-def _unknown(module: Any) -> str:
+def _unknown(module: torch.nn.Module) -> str:
     """Return what there is to say of a module that no function describes."""
     name, base = type(module).__name__, described_base(module)
     if base is not None:
@@ -166,7 +166,7 @@ def _unknown(module: Any) -> str:
 
 
 def _reason(
-    module: Any, name: str, *, covered: bool, users: Mapping[int, list[Any]]
+    module: torch.nn.Module, name: str, *, covered: bool, users: Mapping[int, list[Any]]
 ) -> str:
     """Return why a parameter of a known module has no block."""
     parameter = getattr(module, name)
@@ -188,7 +188,7 @@ def _reason(
     )
 
 
-def _computed(name: str, module: Any) -> Any:
+def _computed(name: str, module: torch.nn.Module) -> Any:
     """Return the block of a parametrized module, or why it has none."""
     if [*module.parametrizations] != ["weight"]:
         return "another parameter than its weight is parametrized"
@@ -221,7 +221,7 @@ def _computed(name: str, module: Any) -> Any:
     )
 
 
-def _users(model: Any) -> dict[int, list[Any]]:
+def _users(model: torch.nn.Module) -> dict[int, list[Any]]:
     """Return the modules that hold each parameter."""
     users: dict[int, list[Any]] = {}
     for module in model.modules():
@@ -230,7 +230,7 @@ def _users(model: Any) -> dict[int, list[Any]]:
     return users
 
 
-def _kind(module: Any) -> Any:
+def _kind(module: torch.nn.Module) -> Any:
     """Return what modules must have in common to share a block."""
     return type(module).forward, module.extra_repr().replace("bias=True", "bias=False")
 
@@ -246,7 +246,7 @@ def _explain(
         blocks.reasons.setdefault(".".join(filter(None, (prefix, name))), reason)
 
 
-def _skipped(model: Any, skip_layers: Sequence[str]) -> set[str]:
+def _skipped(model: torch.nn.Module, skip_layers: Sequence[str]) -> set[str]:
     """Return the names of the modules to leave alone."""
     if isinstance(skip_layers, str):
         skip_layers = [skip_layers]

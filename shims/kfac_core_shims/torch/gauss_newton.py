@@ -233,7 +233,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """Parameters whose derivatives the last step formed, R numbers each, and why."""
         return dict(self._finder.formed)
 
-    def step(self, residuals: Callable[[], Residuals]) -> Any:
+    def step(self, residuals: Callable[[], Residuals]) -> torch.Tensor:
         """Take one step, and return the loss before it.
 
         Parameters

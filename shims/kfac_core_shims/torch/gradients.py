@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import kfac_core as kc
@@ -26,7 +27,7 @@ Not one for each thread: with a GPU the hooks run in other threads than the call
 
 
 @contextmanager
-def drawing(model: Any, /) -> Iterator[None]:
+def drawing(model: torch.nn.Module, /) -> Iterator[None]:
     """Backpropagate vectors that no loss sent, which another `KFAC` is not to observe."""
     _drawn_through.append(model)
     try:
@@ -47,7 +48,7 @@ def differentiate(loss: Any, parameters: Iterable[Any], /) -> None:
             p.grad = g
 
 
-def is_drawn_through(model: Any, /) -> bool:
+def is_drawn_through(model: torch.nn.Module, /) -> bool:
     """Whether vectors that no loss sent are on their way through a model or its parts."""
     return any(model is m for drawn in _drawn_through for m in drawn.modules())
 
@@ -69,7 +70,7 @@ class Gradients:
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         sites: Mapping[str, Site],
         replaced: set[str],
         division: Any,
@@ -119,7 +120,7 @@ class Gradients:
             if gradients is not None and (sharded or gradients.begin_pass()):
                 gradients._came = True
 
-        def stepped(optimizer: Any, *_: Any) -> None:
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             gradients = watching()
             if gradients is not None:
                 gradients._note_step(optimizer)
@@ -134,7 +135,7 @@ class Gradients:
             hooks = [p.register_hook(came) for p in self.trained]
         return [handle, *hooks]
 
-    def _note_step(self, optimizer: Any) -> None:
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has changed parameters whose gradients are awaited."""
         awaited = {id(p) for p, _ in self._differentiated}
         if awaited and any(

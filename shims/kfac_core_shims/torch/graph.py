@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
@@ -117,7 +117,7 @@ class Reached:
 
     Attributes
     ----------
-    edge : GradientEdge
+    edge : torch.autograd.graph.GradientEdge
         Where the gradient of the call's output comes back.
     call : RecordedCall
         Its inputs.
@@ -152,7 +152,7 @@ class Reached:
 
 
 def calls_below(
-    root: Any,
+    root: Node,
     /,
     *,
     token: int,
@@ -210,7 +210,7 @@ def calls_below(
 class Walk:
     """The nodes of a graph below its `root`, and calls of layers; see `calls_below`."""
 
-    def __init__(self, root: Any, token: int, stop: Collection[Any] = ()) -> None:
+    def __init__(self, root: Node, token: int, stop: Collection[Any] = ()) -> None:
         self.recorded: list[tuple[GradientEdge, Any]] = []
         self._sources: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
         self._above: dict[Any, list[tuple[Any, int, int]]] = defaultdict(list)
@@ -236,7 +236,7 @@ class Walk:
                 else:
                     todo.append(below)
 
-    def _read_metadata(self, node: Any, token: int) -> None:
+    def _read_metadata(self, node: Node, token: int) -> None:
         for output, recorded in node.metadata.get(token, ()):
             if isinstance(recorded, RecordedCall):
                 self._calls.add(node)
@@ -249,7 +249,7 @@ class Walk:
         sources = self._sources[site.key_of(role)]
         return sum(self._uses(node, output) for node, output in sources)
 
-    def _uses(self, node: Any, output: int) -> int:
+    def _uses(self, node: Node, output: int) -> int:
         total = 0
         for reader, _, of_output in self._above[node]:
             if of_output == output:
@@ -259,7 +259,7 @@ class Walk:
                 total += self._all_uses(reader) if views else 1
         return total
 
-    def _all_uses(self, node: Any) -> int:
+    def _all_uses(self, node: Node) -> int:
         outputs = {output for _, _, output in self._above[node]}
         return sum(self._uses(node, output) for output in outputs)
 
@@ -465,7 +465,7 @@ class Walk:
                     yield reader, place, None if exact else rows, flipped
 
 
-def _gathers_rows_of(site: Site, node: Any, reached: list[Reached]) -> bool:
+def _gathers_rows_of(site: Site, node: Node, reached: list[Reached]) -> bool:
     """Whether a node gives the bias of an expert to its rows of a grouped product."""
     indices = private.saved(node, "indices", ())
     if node.name() != "IndexBackward0" or len(indices) != 1:
@@ -476,7 +476,7 @@ def _gathers_rows_of(site: Site, node: Any, reached: list[Reached]) -> bool:
 
 
 def _moved_axes(
-    node: Any, name: str, axes: tuple[int | None, ...]
+    node: Node, name: str, axes: tuple[int | None, ...]
 ) -> tuple[int | None, ...] | None:
     """Return the axes of a view of a stack, None among them for an axis of length 1.
 
@@ -509,7 +509,7 @@ def _is_leaf(kind: Hashable) -> bool:
     return hasattr(kind, "variable")
 
 
-def _is_of_parameters(node: Any, first: int) -> bool:
+def _is_of_parameters(node: Node, first: int) -> bool:
     """Whether a product multiplies two parameters, and no examples."""
     leaves = []
     for below, _ in node.next_functions[first : first + 2]:
@@ -519,21 +519,21 @@ def _is_of_parameters(node: Any, first: int) -> bool:
     return all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
 
 
-def _swaps(node: Any, name: str) -> bool:
+def _swaps(node: Node, name: str) -> bool:
     return name == "PermuteBackward0" and len(private.saved(node, "dims")) == 2
 
 
-def _is_times_one(node: Any, name: str) -> bool:
+def _is_times_one(node: Node, name: str) -> bool:
     """Whether a node is the product by ``beta`` that ``vmap`` writes for ``addmm``."""
     return name == "MulBackward1" and private.saved(node, "other") == 1
 
 
-def _is_plain(node: Any) -> bool:
+def _is_plain(node: Node) -> bool:
     """Whether a product is neither scaled nor added to a scaled matrix."""
     return bool(private.saved(node, "alpha", 1) == private.saved(node, "beta", 1) == 1)
 
 
-def _pieces(node: Any, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _pieces(node: Node, start: int, stop: int) -> Iterator[tuple[int, int]]:
     if node.name() == "SplitBackward0":
         size = private.saved(node, "split_size")
         for low in range(start, stop, size):

@@ -34,7 +34,7 @@ class _CallHook(Inert):
         self.kfac, self.sites = ref(kfac), sites
 
     @outside_compilers
-    def __call__(self, module: Any, a: Any, k: Any, y: Any) -> None:
+    def __call__(self, module: torch.nn.Module, a: Any, k: Any, y: Any) -> None:
         """Record a call, in the graph node of its output."""
         kfac = self.kfac()
         if kfac is None or not isinstance(y, torch.Tensor):
@@ -80,7 +80,7 @@ class _WeightHook(Inert):
         self.kfac, self.site = ref(kfac), site
 
     @outside_compilers
-    def __call__(self, module: Any, arguments: Any, weight: Any) -> None:
+    def __call__(self, module: torch.nn.Module, arguments: Any, weight: Any) -> None:
         """Take the gradient of a weight when it comes, and mark the node that made it."""
         self.site.take(module, arguments, weight)
         kfac = self.kfac()
@@ -98,7 +98,7 @@ class Around(Inert):
         self.kfac, self.context = ref(kfac), context
         self.entered: list[Any] = []
 
-    def install(self, module: Any) -> list[Any]:
+    def install(self, module: torch.nn.Module) -> list[Any]:
         """Set the hooks of a module, and return their handles."""
         return [
             module.register_forward_pre_hook(self),
@@ -106,7 +106,7 @@ class Around(Inert):
         ]
 
     @outside_compilers
-    def __call__(self, module: Any, arguments: Any, *outputs: Any) -> None:
+    def __call__(self, module: torch.nn.Module, arguments: Any, *outputs: Any) -> None:
         """Enter the context before a call, where statistics are due, or leave it."""
         kfac = self.kfac()
         if outputs:  # None where the call raised.
@@ -158,7 +158,7 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _in_order(module: Any, named: Mapping[str, Any]) -> list[Any]:
+def _in_order(module: torch.nn.Module, named: Mapping[str, Any]) -> list[Any]:
     """Return keyword arguments in the order of ``forward``'s parameters."""
     order = [*inspect.signature(module.forward).parameters]
     known = [name for name in order if name in named]

@@ -194,7 +194,7 @@ def register_layer(
         _BY_TYPE[kind] = described
 
 
-def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
+def describe(module: torch.nn.Module, /, *, owns: Owns) -> Parts | str | None:
     """Return the parts of a module, a reason why it has none, or None if it is not known.
 
     Parameters
@@ -223,7 +223,7 @@ def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
     return None
 
 
-def described_base(module: Any, /) -> type | None:
+def described_base(module: torch.nn.Module, /) -> type | None:
     """Return the covered class whose ``forward`` the class of a module overrides."""
     return next((kind for kind in type(module).__mro__ if kind in _BY_TYPE), None)
 
@@ -240,7 +240,7 @@ def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Pa
 def _linear_of(
     weight: str, bias: str, layout: Literal["oi", "io"], read: Reader
 ) -> Describe:
-    def described(module: Any, owns: Owns) -> Parts | str:
+    def described(module: torch.nn.Module, owns: Owns) -> Parts | str:
         own_bias = owns(bias)
         first, second = getattr(module, weight).shape
         out, inputs = (first, second) if layout == "oi" else (second, first)
@@ -267,7 +267,7 @@ def _checked_features(weight: str, layout: Literal["oi", "io"]) -> Reader:
     """Read the features of a call; the first of each module must multiply them by W."""
     checked: WeakSet[Any] = WeakSet()
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x, W = arguments[0], getattr(module, weight)
         plain = type(x) is torch.Tensor is type(y) and type(W) is nn.Parameter
         plain = plain and W.requires_grad and not private.is_transformed(y)
@@ -299,7 +299,7 @@ def _checked_features(weight: str, layout: Literal["oi", "io"]) -> Reader:
     return read
 
 
-def _bilinear(module: Any, owns: Owns) -> Parts | str:
+def _bilinear(module: torch.nn.Module, owns: Owns) -> Parts | str:
     """``y_o = x_i W_oij z_j``: a linear layer of all products of the two inputs."""
     bias = owns("bias")
     out, first, second = module.weight.shape
@@ -307,7 +307,7 @@ def _bilinear(module: Any, owns: Owns) -> Parts | str:
         in_features=first * second, out_features=out, bias=bias, weight_layout="oi"
     )
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x, z = arguments
         products = (x[..., :, None] * z[..., None, :]).flatten(-2)
         return _read_features(module, (products,), y)
@@ -318,7 +318,7 @@ def _bilinear(module: Any, owns: Owns) -> Parts | str:
 # Convolutions.
 
 
-def _conv(module: Any, owns: Owns) -> Parts | str:
+def _conv(module: torch.nn.Module, owns: Owns) -> Parts | str:
     bias = owns("bias")
     padded = module.padding_mode != "zeros"
     layer = kc.integration.framework_conv(
@@ -332,7 +332,7 @@ def _conv(module: Any, owns: Owns) -> Parts | str:
     )
     d = module.weight.ndim - 2
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0]
         if padded:
             widths = private.padding_widths(module)
@@ -342,7 +342,7 @@ def _conv(module: Any, owns: Owns) -> Parts | str:
     return _whole(layer, read, bias=bias)
 
 
-def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
+def _transposed_conv(module: torch.nn.Module, owns: Owns) -> Parts | str:
     """Describe it as a convolution of the inputs with zeros between them.
 
     The kernel is flipped.
@@ -369,7 +369,7 @@ def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
         split = w.reshape(groups, out, inputs // groups, *kernel).transpose(1, 2)
         return split.reshape(inputs, out, *kernel).flip(spatial)
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0]
         strides, dilations = module.stride, module.dilation
         lengths = [(n - 1) * s + 1 for n, s in zip(x.shape[-d:], strides, strict=True)]
@@ -396,7 +396,7 @@ def _batched(x: Any, y: Any, d: int) -> Reading:
 # Embeddings.
 
 
-def _embedding(module: Any, owns: Owns) -> Parts | str:
+def _embedding(module: torch.nn.Module, owns: Owns) -> Parts | str:
     if module.sparse:
         return "its gradients are sparse; take sparse=False"
     if module.scale_grad_by_freq:
@@ -404,7 +404,7 @@ def _embedding(module: Any, owns: Owns) -> Parts | str:
     rows, features = module.weight.shape
     layer = kc.Embedding(num_embeddings=rows, features=features, weight_layout="io")
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         ids = arguments[0]
         if ids.ndim == 0:
             return Reading(inputs=ids[None], grad_shape=(1, *y.shape))
@@ -415,7 +415,7 @@ def _embedding(module: Any, owns: Owns) -> Parts | str:
     return _whole(layer, read, bias=False)
 
 
-def describe_tied(module: Any, users: Sequence[Any], /) -> Parts | None:
+def describe_tied(module: torch.nn.Module, users: Sequence[Any], /) -> Parts | None:
     """Return the parts of a module whose weight both embeds ids and makes logits.
 
     With the weight W of shape (V, d), an embedding multiplies one-hot vectors by W, and a
@@ -467,7 +467,7 @@ def _tied_kind(user: Any) -> str:
     return "dense" if transposed else ""
 
 
-def _read_tied(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+def _read_tied(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
     x = arguments[0]
     vocabulary, features = module.weight.shape
     if x.is_floating_point():
@@ -485,13 +485,13 @@ def _read_tied(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
     )
 
 
-def _read_shift(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+def _read_shift(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
     # A shift does not read its inputs, and the logits may be written to.
     shape = y[..., 0].numel(), y.shape[-1]
     return Reading(inputs=y.new_zeros(()).expand(shape), grad_shape=shape)
 
 
-def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
+def _embedding_bag(module: torch.nn.Module, owns: Owns) -> Parts | str:
     if module.sparse or module.scale_grad_by_freq or module.padding_idx is not None:
         return "it has sparse gradients, scale_grad_by_freq or padding_idx"
     if module.mode == "max":
@@ -526,12 +526,12 @@ class _Unit:
     between scales of one and zero is taken.
     """
 
-    def __init__(self, module: Any, weight: str, *, plain: bool) -> None:
+    def __init__(self, module: torch.nn.Module, weight: str, *, plain: bool) -> None:
         values = (1.0,) if plain else (1.0, 0.0)
         self.copies = [private.filled_copy(module, {weight: v}) for v in values]
         self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
-    def __call__(self, module: Any, x: Any) -> Any:
+    def __call__(self, module: torch.nn.Module, x: Any) -> Any:
         outputs = []
         for copied in self.copies:
             if copied.training != module.training:
@@ -554,7 +554,7 @@ class _Unit:
 def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     """Norms of the last axes: every position counts as an example, in any layout."""
 
-    def described(module: Any, owns: Owns) -> Parts | str:
+    def described(module: torch.nn.Module, owns: Owns) -> Parts | str:
         own_bias = owns(bias)
         shape = tuple(getattr(module, weight).shape)
         unit = _Unit(module, weight, plain=plain)
@@ -573,7 +573,7 @@ def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     return described
 
 
-def _channel_norm(module: Any, owns: Owns) -> Parts | str:
+def _channel_norm(module: torch.nn.Module, owns: Owns) -> Parts | str:
     """Norms with one scale a channel, which is the axis after the examples."""
     bias = owns("bias")
     channels = len(module.weight)
@@ -581,7 +581,7 @@ def _channel_norm(module: Any, owns: Owns) -> Parts | str:
     shape = (channels, 1)
     layer = kc.ScaleShift(scale_shape=shape, shift_shape=shape if bias else None)
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0]
         lone = x.ndim == private.unbatched_ndim(module)
         x = unit(module, x)
@@ -594,11 +594,11 @@ def _channel_norm(module: Any, owns: Owns) -> Parts | str:
     return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
 
 
-def _prelu(module: Any, owns: Owns) -> Parts | str:
+def _prelu(module: torch.nn.Module, owns: Owns) -> Parts | str:
     """``max(x, 0) + a min(x, 0)``: a scale on the negative part."""
     channels = len(module.weight)
 
-    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0].clamp(max=0)
         if channels == 1:
             x = x.reshape(-1, 1, 1)
@@ -614,7 +614,7 @@ def _prelu(module: Any, owns: Owns) -> Parts | str:
 # Modules that read their weights themselves.
 
 
-def _attention(module: Any, owns: Owns) -> Parts | str:
+def _attention(module: torch.nn.Module, owns: Owns) -> Parts | str:
     """Describe the three projections of the inputs; ``out_proj`` is a module."""
     width = module.embed_dim
     biased = owns("in_proj_bias")
@@ -639,7 +639,7 @@ def _attention(module: Any, owns: Owns) -> Parts | str:
     return Parts(of=parts, reasons=dict.fromkeys(("bias_k", "bias_v"), why))
 
 
-def _recurrent(module: Any, owns: Owns) -> Parts | str:
+def _recurrent(module: torch.nn.Module, owns: Owns) -> Parts | str:
     """Each weight of each layer and direction, as a linear layer shared over time."""
     parts: dict[str, Part] = {}
     for name, weight in module.named_parameters(recurse=False):
@@ -665,7 +665,7 @@ def _experts_of(
 ) -> Describe:
     """Stacks of the weights of all experts, and of their biases."""
 
-    def described(module: Any, owns: Owns) -> Parts | str:
+    def described(module: torch.nn.Module, owns: Owns) -> Parts | str:
         way = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if way == "batched_mm":
             return "each token has a copy of its expert; take another implementation"

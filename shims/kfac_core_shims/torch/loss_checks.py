@@ -43,7 +43,7 @@ class LossCheck:
         self.empirical = empirical
         self._is_checked = self._were_uniform = self._has_warned = False
 
-    def look(self, z: Any, gradient: Any, /) -> RowWeights:
+    def look(self, z: torch.Tensor, gradient: torch.Tensor | None, /) -> RowWeights:
         """Check that a loss is of the likelihood, and return its weights of the rows.
 
         Parameters

@@ -245,7 +245,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"{tuple(p.shape)} is none of its parameters."
                 )
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None) -> torch.Tensor:
         """Compute the loss by `closure`, and change the parameters.
 
         Parameters
@@ -662,7 +662,7 @@ class _Batch:
 class _Moment:
     """The random numbers to come and a model's buffers, which a forward pass changes."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._random = model, RandomState(model)
         self._buffers = [b.clone() for b in model.buffers()]
 

@@ -70,7 +70,7 @@ _RESTING = 1e-30
 """In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
 
 
-def require_made(model: Any, /) -> None:
+def require_made(model: torch.nn.Module, /) -> None:
     """Raise unless the model is a module with materialized parameters."""
     if not isinstance(model, torch.nn.Module):
         raise kc.ConventionError(

@@ -24,7 +24,7 @@ from kfac_core_shims.torch.parallel import require_all_take_part
 from kfac_core_shims.torch.passes import Pass, PassRecorder
 
 
-def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
+def pick(returned: Any, output: Any, likelihood: Any, /) -> torch.Tensor | None:
     """Return the tensor that the likelihood reads, out of a model's outputs, or None.
 
     Parameters
@@ -114,7 +114,7 @@ class RandomHook(Inert):
         self.recorder = ref(recorder)
 
     @private.outside_compilers
-    def __call__(self, module: Any, arguments: Any) -> None:
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
         """Keep the state from which the model's next call draws."""
         recorder = self.recorder()
         if recorder is not None and torch.is_grad_enabled():
@@ -124,7 +124,7 @@ class RandomHook(Inert):
 class RandomState:
     """The random numbers to come, on the CPU and on the devices of a model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
         self._on_host = torch.random.get_rng_state()
         self._on_devices = {d: torch.cuda.get_rng_state(d) for d in devices}

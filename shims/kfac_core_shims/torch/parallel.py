@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +18,7 @@ TIMEOUT = 1800.0
 """Seconds to wait for other processes: those of ``torch.distributed`` by default."""
 
 
-def inner(model: Any, /) -> Any:
+def inner(model: torch.nn.Module, /) -> torch.nn.Module:
     """Return the module itself, without ``torch.compile`` and DistributedDataParallel.
 
     Parameters
@@ -37,7 +38,7 @@ def inner(model: Any, /) -> Any:
 
 
 def execution_of(
-    model: Any, communicator: Any, execution: Any, /, *, interval: int
+    model: torch.nn.Module, communicator: Any, execution: Any, /, *, interval: int
 ) -> tuple[Any, kc.distributed.Communicator | None, Division | None]:
     """Return an estimator's execution, and the processes that it is of.
 
@@ -115,7 +116,7 @@ def execution_of(
 
 
 def _division(
-    model: Any,
+    model: torch.nn.Module,
     communicator: kc.distributed.Communicator | None,
     directions_dtype: str | None = None,
 ) -> Division | None:
@@ -185,7 +186,7 @@ def _size_of(communicator: Any, /) -> int:
     return _processes() if isinstance(communicator, str) else int(communicator.size)
 
 
-def _require_same_processes(model: Any, size: int, /) -> None:
+def _require_same_processes(model: torch.nn.Module, size: int, /) -> None:
     """Refuse a model whose gradients are averages over others than K-FAC's processes."""
     model = private.unwrapped(model)
     if not isinstance(model, DistributedDataParallel):

@@ -285,7 +285,7 @@ class PassRecorder:
         self._watch(observation, reached)
 
     def observe_pass(
-        self, edge: Any, z: Any, gradient: Any, passing: Any, replay: Any
+        self, edge: Any, z: torch.Tensor, gradient: Any, passing: Any, replay: Any
     ) -> Observation | None:
         """Observe a pass of the model whose loss is being differentiated.
 

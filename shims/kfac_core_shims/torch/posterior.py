@@ -86,7 +86,7 @@ class Posterior:
 
     def __init__(
         self,
-        model: Any,
+        model: torch.nn.Module,
         loader: Iterable[Any],
         *,
         likelihood: Any = "categorical",
@@ -160,7 +160,7 @@ class Posterior:
         terms = self.posterior.evidence(self._log_likelihood, mode, prior_mean=0.0)
         return terms.log_marginal_likelihood
 
-    def variance(self, batch: Any, /, *, outputs_at_a_time: int = 64) -> Any:
+    def variance(self, batch: Any, /, *, outputs_at_a_time: int = 64) -> torch.Tensor:
         """Return the variance of each output of the linearized model, shape (N, ..., C).
 
         Parameters

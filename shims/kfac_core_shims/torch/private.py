@@ -95,7 +95,7 @@ def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
     return called
 
 
-def forget_compiled(model: Any, /) -> None:
+def forget_compiled(model: torch.nn.Module, /) -> None:
     """Have ``torch.compile`` compile the modules of a model again.
 
     What it made of another model of the same classes, which had no hooks, would be used for
@@ -117,7 +117,7 @@ def without_fused_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def filled_copy(module: Any, values: Mapping[str, float], /) -> Any:
+def filled_copy(module: torch.nn.Module, values: Mapping[str, float], /) -> Any:
     """Return a copy of a module with the same number in each parameter; 0 by default.
 
     Not a deep copy, which fully_shard forbids: it divides the parameters, and puts classes
@@ -142,18 +142,18 @@ def filled_copy(module: Any, values: Mapping[str, float], /) -> Any:
     return copied
 
 
-def padding_widths(module: Any, /) -> Any:
+def padding_widths(module: torch.nn.Module, /) -> Any:
     """Return the widths by which a convolution pads, as ``functional.pad`` takes them."""
     return module._reversed_padding_repeated_twice
 
 
-def unbatched_ndim(module: Any, /) -> int | None:
+def unbatched_ndim(module: torch.nn.Module, /) -> int | None:
     """Return the number of axes of one example that a norm takes by itself, if it does."""
     ndim = getattr(module, "_get_no_batch_dim", None)
     return None if ndim is None else int(ndim())
 
 
-def unwrapped(model: Any, /) -> Any:
+def unwrapped(model: torch.nn.Module, /) -> Any:
     """Return the module that ``torch.compile`` has wrapped, or the module itself."""
     return getattr(model, "_orig_mod", model)
 
@@ -183,7 +183,7 @@ def tangents(x: Any, /) -> list[Any]:
     return derivatives
 
 
-def uncompiled(module: Any, /) -> Callable[[], None]:
+def uncompiled(module: torch.nn.Module, /) -> Callable[[], None]:
     """Let a compiled module run as it is written; return a function that undoes it."""
     original = module._compiled_call_impl
     forward = module.forward
@@ -221,7 +221,7 @@ def version(x: Any, /) -> int:
     return number
 
 
-def ids_in(module: Any, /) -> list[int]:
+def ids_in(module: torch.nn.Module, /) -> list[int]:
     """Return the ids of a module's own children and parameters."""
     return [*map(id, module._modules.values()), *map(id, module._parameters.values())]
 

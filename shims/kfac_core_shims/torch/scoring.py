@@ -55,7 +55,7 @@ class Scores:
 
 
 def influence(
-    model: Any,
+    model: torch.nn.Module,
     loss: Losses,
     train: Iterable[Any],
     queries: Iterable[Any],
@@ -233,7 +233,7 @@ def influence(
 
 
 def self_influence(
-    model: Any,
+    model: torch.nn.Module,
     loss: Losses,
     train: Iterable[Any],
     *,
@@ -241,7 +241,7 @@ def self_influence(
     damping: float | None = None,
     damping_fraction: float | None = None,
     max_elements: int = 2**27,
-) -> Any:
+) -> torch.Tensor:
     r"""Return the influence of each training example on its own loss.
 
     .. math:: \text{score}_n = g_n^T (F + \lambda I)^{-1} g_n \geq 0
@@ -280,7 +280,7 @@ def self_influence(
 
 
 def _taken(
-    model: Any,
+    model: torch.nn.Module,
     loss: Losses,
     train: Iterable[Any],
     factors: Factors | str | os.PathLike[str],

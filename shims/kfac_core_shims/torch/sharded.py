@@ -120,7 +120,7 @@ class Division:
             )
         self._sites = blocks.sites
 
-    def _problem(self, site: Site, module: Any) -> str:
+    def _problem(self, site: Site, module: torch.nn.Module) -> str:
         if self.fully_sharded:
             # Neither its rows nor what computes it is in the graph of a part.
             whole = site.part.read is not None and not site.part.rows
@@ -133,7 +133,7 @@ class Division:
             return ""
         return f"{type(module).__name__} is not covered beside tensor-parallel layers"
 
-    def share(self, x: Any, /) -> Any:
+    def share(self, x: Any, /) -> torch.Tensor:
         """Return this process's examples of an array that tensor-parallel layers read.
 
         Parameters
@@ -429,7 +429,7 @@ class _Messages:
 
 
 def division_of(
-    model: Any,
+    model: torch.nn.Module,
     communicator: kc.distributed.Communicator | None,
     directions_dtype: str | None,
     /,

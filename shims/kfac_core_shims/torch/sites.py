@@ -128,7 +128,7 @@ class Site:
         weight = self.parameters.get("weight")
         return bool(self.part.rows) and weight is not None and weight.ndim == 3
 
-    def is_in(self, module: Any) -> bool:
+    def is_in(self, module: torch.nn.Module) -> bool:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters
         for role, parameter in self.parameters.items():

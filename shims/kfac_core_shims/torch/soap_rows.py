@@ -61,7 +61,7 @@ class Rows:
         self._sums.append((before, total))
         return total
 
-    def _gram(self, count: int, largest: int, dtype: Any) -> Any:
+    def _gram(self, count: int, largest: int, dtype: torch.dtype) -> Any:
         x, mask = self._array, self._mask
         if self._layer is None:
             x = x.reshape(-1, x.shape[-1])
@@ -98,7 +98,7 @@ class RowRecorder:
         Their Gram matrices, summed over the differentiated calls.
     """
 
-    def __init__(self, model: Any, plain: Any, /, *, largest: int) -> None:
+    def __init__(self, model: torch.nn.Module, plain: Any, /, *, largest: int) -> None:
         try:
             model_blocks = find_sites(plain)
         except kc.UnsupportedError:
@@ -208,7 +208,7 @@ class _CallHook(Inert):
         self.recorder = weakref.ref(recorder)
         self.called, self.read = called, read
 
-    def __call__(self, module: Any, a: Any, k: Any, y: Any) -> None:
+    def __call__(self, module: torch.nn.Module, a: Any, k: Any, y: Any) -> None:
         """Have the gradient of the output taken when it comes."""
         recorder = self.recorder()
         # Compiled code that somebody else calls runs on other steps too.
@@ -296,7 +296,7 @@ def _nothing() -> None:
     return None
 
 
-def _is_compiled(module: Any) -> bool:
+def _is_compiled(module: torch.nn.Module) -> bool:
     return private.unwrapped(module) is not module or (
         getattr(module, "_compiled_call_impl", None) is not None
     )

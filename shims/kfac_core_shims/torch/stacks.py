@@ -34,7 +34,7 @@ class ParameterStacks:
         self.parameters = first or [*of_blocks.values()]
 
     def matrices(
-        self, stacks: Sequence[Any], /, *, dtype: Any = None
+        self, stacks: Sequence[Any], /, *, dtype: torch.dtype = None
     ) -> dict[str, Any]:
         """Return stacks (Q, *shape) of all parameters as matrices (Q, in(+1), out)."""
         by_id = {id(p): x for p, x in zip(self.parameters, stacks, strict=True)}

@@ -25,12 +25,12 @@ def sums_over_positions(block: kc.Block, /) -> bool:
 
 
 def find_examples(
-    outputs: Any,
+    outputs: torch.autograd.graph.GradientEdge,
     reached: Iterable[Reached],
-    vectors: Any,
+    vectors: torch.Tensor | None,
     /,
     *,
-    like: Any,
+    like: torch.Tensor,
     blocks: Mapping[str, kc.Block],
 ) -> None:
     """Find the example of each row, of blocks that sum over several uses.

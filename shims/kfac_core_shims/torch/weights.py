@@ -50,8 +50,8 @@ class RowWeights:
 
 def weights_of_rows(
     criterion: Criterion,
-    z: Any,
-    g: Any,
+    z: torch.Tensor,
+    g: torch.Tensor,
     /,
     *,
     scaled_by: float = 1.0,
