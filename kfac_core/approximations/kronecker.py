@@ -282,8 +282,8 @@ class Kronecker(Approximation[Rows | IdRows | PixelRows]):
             if options.factorizations:
                 name = f"{options.name}/{side}"
                 M = M.prepared(*wanted, check=options.check, name=name)
-            if isinstance(M, DampedMatrix) and not exact:
-                M = options.stored(M)
+            if not (exact or options.keep_matrices) and isinstance(M, DampedMatrix):
+                M = M.factorized()
             prepared.append(M)
         scale = ns.as_array(ns.cast(xp, S, options.apply))
         operator = FactoredKronecker(prepared[0], prepared[1], scale)
@@ -348,7 +348,7 @@ class Kronecker(Approximation[Rows | IdRows | PixelRows]):
         """Return a batch as rows; with pixels as x where those are kept."""
         if self.input == "uncorrelated" and isinstance(layer, Conv):
             return layer.pixel_rows(batch)
-        return super().rows(layer, batch)
+        return layer.rows(batch)  # type: ignore[return-value]
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:

@@ -16,7 +16,6 @@ from kfac_core.factors.shares import Shares
 from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.layers.layer import BlockRows
 from kfac_core.layers.rows import Rows
-from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import Factorization, Solving
 
 DampingScaling = Literal["none", "mean_eigenvalue"]
@@ -270,18 +269,3 @@ class OperatorOptions(NamedTuple):
             least=self.least_shift,
             xp=self.xp,
         )
-
-    def stored(self, part: DampedMatrix, /) -> DampedMatrix:
-        """Return a damped factor as an operator is to keep it.
-
-        Parameters
-        ----------
-        part : DampedMatrix
-            Factor with its factorizations.
-
-        Returns
-        -------
-        DampedMatrix
-            Without its matrix, if matrices are not kept.
-        """
-        return part if self.keep_matrices else part.factorized()

@@ -178,4 +178,6 @@ class Full(Approximation[AnyRows]):
         block = block.prepared(
             *options.factorizations, check=options.check, name=options.name
         )
-        return DenseOperator(options.stored(block), layer.matrix_shape)
+        if not options.keep_matrices:
+            block = block.factorized()
+        return DenseOperator(block, layer.matrix_shape)
