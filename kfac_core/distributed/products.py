@@ -58,14 +58,10 @@ def product(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, An
                 dtype=partition.options.directions_dtype,
             )
         )
-    received: dict[str, Any] = {}
-    anything_failed = False
-    for sent in started:
-        directions, failed = sent.wait()
-        received |= directions
-        anything_failed = anything_failed or failed
+    arrived = [sent.wait() for sent in started]
+    received = {name: x for directions, _ in arrived for name, x in directions.items()}
     # Only the ranks of this row know of the failure; each row votes alike.
-    if anything_failed:
+    if any(failed for _, failed in arrived):
         agreement.Agreement(partition.row).vote("product", error=error)
     for name in matrices:
         parts = [received[key]["rows"] for key in partition.placement.row_ranges[name]]

@@ -135,8 +135,6 @@ class Packed:
 
     def node(self, value: Tree) -> Form:
         """Return the form of a value, and keep its arrays."""
-        if value is None:
-            return None
         if is_plain(value):
             return {"value": value}
         if isinstance(value, (tuple, list)):
@@ -235,7 +233,7 @@ def lengths_of(form: Form, /) -> dict[str, int]:
 
 def _array_nodes(node: Form) -> Iterator[dict[str, Any]]:
     """Yield the nodes of a form that stand for arrays, in their order."""
-    if node is None or "value" in node or "static" in node or "same" in node:
+    if "value" in node or "static" in node or "same" in node:
         return
     if "array" in node:
         yield node
@@ -257,8 +255,6 @@ class _Reader:
         self._seen: dict[int, Any] = {}
 
     def value(self, node: Form) -> Tree:
-        if node is None:
-            return None
         if "value" in node:
             return node["value"]
         if "tuple" in node:
@@ -267,7 +263,6 @@ class _Reader:
             return {name: self.value(part) for name, part in node["dict"].items()}
         if "same" in node:
             return self._seen[node["same"]]
-        value: Any
         if "array" in node:
             value = self._array(node)
         elif "unpacked" in node:
@@ -393,7 +388,7 @@ class _Rounding:
         self._seen: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Tree) -> Tree:
-        if value is None or is_plain(value):
+        if is_plain(value):
             return value
         if isinstance(value, (tuple, list)):
             return tuple([self.of(part) for part in value])

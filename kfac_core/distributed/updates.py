@@ -48,14 +48,12 @@ def update(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any
 
     def moments_of(empties: Mapping[str, Statistics]) -> Moments:
         local = {}
-        for name, empty in empties.items():
-            if name not in batches:
-                continue
+        for name in [name for name in empties if name in batches]:
             block, _, _, options = tasks[name]
             # Bare sums over rows: decay and weight apply once, to the sums of all
             # ranks.
             alone = replaced(options, decay=0.0, weight=None)
-            local[name] = (block, empty, batches[name], alone)
+            local[name] = (block, empties[name], batches[name], alone)
         return partition.attempt(stage, local)
 
     if partition.owners_only:

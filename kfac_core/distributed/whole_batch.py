@@ -162,12 +162,8 @@ def _summed_gradients(
 def _counts_of(block: Block, batch: BatchLike) -> tuple[float, float, float, float]:
     """Return the numbers of examples, of rows that count, of sources (or 0), and 1."""
     if isinstance(batch, GradientBatch):
-        return (
-            float(batch.batch_size),
-            float(batch.batch_size),
-            float(batch.sources or 0),
-            1.0,
-        )
+        examples = float(batch.batch_size)
+        return examples, examples, float(batch.sources or 0), 1.0
     rows = block.rows(batch)
     xp = ns.own_namespace(rows.like)
     R, N, _ = rows.counts(rows.like.dtype, xp=xp)
