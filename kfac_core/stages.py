@@ -16,7 +16,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias, get_args
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, get_args
 
 from kfac_core import constraints, errors
 from kfac_core.approximations import admission
@@ -45,8 +45,8 @@ from kfac_core.options import RANGES
 LazyMoments: TypeAlias = Callable[[Statistics | None], Statistics]
 """A function of a block's statistics that returns the moments of a batch."""
 
-Refreshed: TypeAlias = tuple[CurvatureOperator, Scalar]
-"""An operator and its damping."""
+Refreshed: TypeAlias = tuple[CurvatureOperator, Scalar] | errors.KFACError
+"""An operator and its damping, or the error of a failed factorization."""
 
 
 # Stages.
@@ -386,7 +386,7 @@ def refresh_block(
     /,
     *,
     name: str = "block",
-) -> Refreshed | errors.KFACError:
+) -> Refreshed:
     """Return a block's operator and its damping, or the error of a failed factorization.
 
     The error is returned and not raised, so that the other blocks are refreshed.  See
@@ -662,9 +662,13 @@ def _statistics_are_good(statistics: Statistics, /) -> bool:
     return not bool(statistics.status)
 
 
+Result = TypeVar("Result")
+"""Result of a stage for one block."""
+
+
 @dataclass(frozen=True)
-class Stage:
-    """A function of one block, and the properties that executors use.
+class Stage(Generic[Result]):
+    """A function of one block, its results, and the properties that executors use.
 
     Attributes
     ----------
@@ -693,7 +697,7 @@ class Stage:
     """
 
     name: str
-    run: Callable[..., Any]
+    run: Callable[..., Result]
     arrays: int
     work: Callable[[Block], int]
     on_host: bool = False
@@ -701,7 +705,7 @@ class Stage:
     worth_threads: int = 0
     keeps_stacks: bool = False
     stacks: Callable[..., bool] = _never
-    accepts: Callable[[Any], bool] = _always
+    accepts: Callable[[Result], bool] = _always
 
 
 UPDATE = Stage(
@@ -770,7 +774,7 @@ class Executor:
     share: tuple[int, int] | None = None
     updates_all: bool = False
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+    def __call__(self, stage: Stage[Result], tasks: Tasks, /) -> dict[str, Result]:
         """Return the result of a stage for each task, by name."""
         raise NotImplementedError
 
@@ -803,8 +807,8 @@ EXECUTOR = constraints.implementation_of(Executor)
 class _Plain(Executor):
     """Runs a stage for each block in turn."""
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
-        results: dict[str, Any] = {}
+    def __call__(self, stage: Stage[Result], tasks: Tasks, /) -> dict[str, Result]:
+        results: dict[str, Result] = {}
         for name, task in tasks.items():
             try:
                 results[name] = stage.run(*task, name=name)

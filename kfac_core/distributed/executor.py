@@ -17,7 +17,7 @@ Whatever fails on one rank is agreed on first, and then raised on all; no state 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -29,10 +29,10 @@ from kfac_core.distributed.replicas import require_same
 from kfac_core.distributed.whole_batch import no_arrays
 from kfac_core.factors.statistics import Statistics
 from kfac_core.network import Network
-from kfac_core.stages import Executor, Stage, Tasks, plain
+from kfac_core.stages import Executor, Result, Stage, Tasks, plain
 from kfac_core.state import BlockState, NetworkState
 
-_STAGES = {
+_STAGES: dict[str, Callable[..., dict[str, Any]]] = {
     "update": updates.update,
     "absorb": updates.absorb,
     "rebase": refreshes.rebase,
@@ -85,9 +85,10 @@ class DistributedExecutor(Executor):
         self.share = (rank, p) if p > 1 else None
         self._background: DistributedExecutor | None = None
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+    def __call__(self, stage: Stage[Result], tasks: Tasks, /) -> dict[str, Result]:
         """Return the result of a stage for each task, as one process would have it."""
-        return _STAGES[stage.name](self.partition, stage, tasks)
+        results: dict[str, Result] = _STAGES[stage.name](self.partition, stage, tasks)
+        return results
 
     def tell(self, error: Exception, /, *, product: bool = False) -> NoReturn:
         """Raise an error that this rank cannot begin a stage for, on all ranks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from kfac_core.errors import UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.network import Network
 from kfac_core.operators.operator import CurvatureOperator
-from kfac_core.stages import Executor, Stage, Tasks
+from kfac_core.stages import Executor, Result, Stage, Tasks
 
 
 class Partition:
@@ -142,8 +141,8 @@ class Partition:
         )
 
     def attempt(
-        self, stage: Stage, tasks: Tasks
-    ) -> tuple[dict[str, Any], Exception | None]:
+        self, stage: Stage[Result], tasks: Tasks
+    ) -> tuple[dict[str, Result], Exception | None]:
         """Return the results of this rank's tasks, or what they raised."""
         try:
             return (self.inner(stage, tasks) if tasks else {}), None

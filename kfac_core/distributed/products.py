@@ -15,7 +15,9 @@ from kfac_core.layers.feeding import detached_array
 from kfac_core.stages import APPLY, Stage, Tasks
 
 
-def product(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+def product(
+    partition: Partition, stage: Stage[dict[str, Array]], tasks: Tasks, /
+) -> dict[str, dict[str, Array]]:
     """Return products of blocks' operators with vectors, on every rank."""
     # Every rank holds every operator: no message, and no vote, in a step.
     if partition.placement.holders == partition.communicator.size:

@@ -15,10 +15,13 @@ from kfac_core.distributed import agreement, reduction, remote, transport
 from kfac_core.distributed.partition import Partition
 from kfac_core.errors import KFACError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.stages import Stage, Tasks
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.stages import Refreshed, Stage, Tasks
 
 
-def refresh(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+def refresh(
+    partition: Partition, stage: Stage[Refreshed], tasks: Tasks, /
+) -> dict[str, Refreshed]:
     """Return operators and dampings of blocks, which their owners compute."""
     names = list(tasks)
     local = {name: task[1] for name, task in tasks.items()}
@@ -177,7 +180,9 @@ def sent_rows(
     }
 
 
-def rebase(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+def rebase(
+    partition: Partition, stage: Stage[Statistics], tasks: Tasks, /
+) -> dict[str, Statistics]:
     """Return statistics in new bases, which the blocks' owners compute."""
     names = list(tasks)
     local = {name: task[1] for name, task in tasks.items()}
@@ -217,13 +222,15 @@ def rebase(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any
     return statistics
 
 
-def prepare(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+def prepare(
+    partition: Partition, stage: Stage[CurvatureOperator], tasks: Tasks, /
+) -> dict[str, CurvatureOperator]:
     """Return operators with further factorizations on the ranks that hold them."""
     local = {name: task for name, task in tasks.items() if partition.holds(name)}
     prepared, error = partition.attempt(stage, local)
     step = f"prepare {list(tasks)} {sorted({task[2] for task in tasks.values()})}"
     partition.agreement.vote(step, error=error)
-    return {name: prepared.get(name, task[1]) for name, task in tasks.items()}
+    return {name: task[1] for name, task in tasks.items()} | prepared
 
 
 def _inverts(options: RefreshOptions) -> bool:

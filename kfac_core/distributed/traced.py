@@ -22,7 +22,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
-from kfac_core.stages import Executor, Stage, Tasks, plain
+from kfac_core.stages import Executor, Result, Stage, Tasks, plain
 
 
 class SummedOver(Executor):
@@ -47,7 +47,7 @@ class SummedOver(Executor):
     def __init__(self, communicator: Communicator, inner: Executor = plain) -> None:
         self._communicator, self._inner = communicator, inner
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+    def __call__(self, stage: Stage[Result], tasks: Tasks, /) -> dict[str, Result]:
         """Return the result of a stage for each task, for the rows of all devices."""
         if stage.name != "update":
             # Everything else is of what all devices have.
@@ -72,7 +72,8 @@ class SummedOver(Executor):
             for name, (block, statistics, batch, options) in tasks.items()
         }
         results: dict[str, Any] = {}
-        for name, moments in self._inner(stage, parts).items():
+        of_device: dict[str, Any] = self._inner(stage, parts)
+        for name, moments in of_device.items():
             block, statistics, _, options = tasks[name]
             results[name] = statistics.absorbed(
                 self._summed(moments),

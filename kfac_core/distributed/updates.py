@@ -38,7 +38,9 @@ Moments: TypeAlias = tuple[dict[str, Any], Exception | None]
 """Statistics of this rank's rows by block, or what was raised instead."""
 
 
-def update(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+def update(
+    partition: Partition, stage: Stage[Statistics], tasks: Tasks, /
+) -> dict[str, Statistics]:
     """Return the statistics of blocks after an update with this rank's rows."""
     tasks = _with_statistics(partition, tasks)
     batches = {n: task[2] for n, task in tasks.items() if not is_empty(task[2])}
@@ -62,7 +64,9 @@ def update(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any
     return _absorbed(partition, tasks, *moments_of(empties))
 
 
-def absorb(partition: Partition, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+def absorb(
+    partition: Partition, stage: Stage[Statistics], tasks: Tasks, /
+) -> dict[str, Statistics]:
     """Return the statistics of blocks after this rank's moments are merged into them."""
     tasks = _with_statistics(partition, tasks)
     moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}

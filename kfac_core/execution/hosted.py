@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kfac_core import constraints
+from kfac_core import constraints, stages
 from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import native_operation
@@ -23,7 +23,6 @@ from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import deferred, is_plain, is_structure, rebuilt
 from kfac_core.array.types import Tree
 from kfac_core.factors.statistics import Statistics
-from kfac_core.stages import EXECUTOR, Executor, ProductCall, Stage, Task, Tasks, plain
 
 LARGE = 10**8
 """Flops of products from which on a library is asked whether its own are faster."""
@@ -111,7 +110,7 @@ Known = dict[int, tuple[Any, Any]]
 """Objects by their id, which they keep from being reused, and their replacements."""
 
 
-class Hosted(Executor):
+class Hosted(stages.Executor):
     """An executor that runs whole stages in NumPy, on the memory of the library's arrays.
 
     For small layers, where calls dominate the cost, this is faster than a library whose
@@ -125,8 +124,8 @@ class Hosted(Executor):
         Executor that runs the tasks.
     """
 
-    def __init__(self, inner: Executor = plain) -> None:
-        constraints.require_range("inner", inner, EXECUTOR)
+    def __init__(self, inner: stages.Executor = stages.plain) -> None:
+        constraints.require_range("inner", inner, stages.EXECUTOR)
         self._inner = inner
         # The last structure of each class of a block, and its view.
         self._views: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
@@ -135,7 +134,9 @@ class Hosted(Executor):
         """Return how to make a copy, which starts with empty caches."""
         return type(self), (self._inner,)
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+    def __call__(
+        self, stage: stages.Stage[stages.Result], tasks: stages.Tasks, /
+    ) -> dict[str, stages.Result]:
         """Return the result of a stage for each task, by name."""
         xp = _namespace_of(tasks) if stage.on_host else None
         computes = None if xp is None else native_operation("host_computes", xp)
@@ -144,7 +145,7 @@ class Hosted(Executor):
         # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
         as_views = _Mapped(_viewed_by(xp, owners), {})
-        hosted: dict[str, Task] = {}
+        hosted: dict[str, stages.Task] = {}
         for name, (block, first, *others) in tasks.items():
             if stage.is_product:
                 flops = stage.work(block)
@@ -164,12 +165,12 @@ class Hosted(Executor):
             if stage.keeps_stacks and not recognized:
                 self._views[name, type(first)] = first, view
         elsewhere = {name: task for name, task in tasks.items() if name not in hosted}
-        results = self._inner(stage, elsewhere) if elsewhere else {}
+        results: dict[str, Any] = self._inner(stage, elsewhere) if elsewhere else {}
         if hosted:
             to_library = partial(_native("from_host", from_host, xp), xp=xp)
             returned = _Mapped(to_library, owners)
             for name, result in self._inner(stage, hosted).items():
-                if type(result) is Statistics:
+                if isinstance(result, Statistics):
                     results[name] = _statistics_of_library(result, to_library)
                 else:
                     results[name] = returned(result)
@@ -220,7 +221,7 @@ class _Mapped:
             return new
         if isinstance(value, dict):
             return {name: self(part) for name, part in value.items()}
-        if is_plain(value) or isinstance(value, Exception | ProductCall):
+        if is_plain(value) or isinstance(value, Exception | stages.ProductCall):
             return value
         if isinstance(value, tuple):
             return tuple(map(self, value))
@@ -262,7 +263,7 @@ def _native(
     return native_operation(name, xp) or dispatched.__wrapped__
 
 
-def _namespace_of(tasks: Tasks) -> Namespace | None:
+def _namespace_of(tasks: stages.Tasks) -> Namespace | None:
     """Return the namespace of the statistics or the operator that the tasks begin with.
 
     None without any, and for NumPy's own arrays.

@@ -27,7 +27,7 @@ from kfac_core.array import Array, map_structure, structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.types import Tree
 from kfac_core.block import Block
-from kfac_core.stages import EXECUTOR, Executor, Stage, Task, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, Result, Stage, Task, Tasks, plain
 
 STACKED_UP_TO = 128
 """The number of rows up to which blocks are stacked; from 256 on NumPy loses by it."""
@@ -67,7 +67,7 @@ class Stacked(Executor):
         """Return how to make a copy, which starts with empty caches."""
         return partial(type(self), self._inner, fewest=self._fewest), ()
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+    def __call__(self, stage: Stage[Result], tasks: Tasks, /) -> dict[str, Result]:
         """Return the result of a stage for each task, by name."""
         if len(tasks) < 2:
             return self._inner(stage, tasks)
@@ -77,7 +77,7 @@ class Stacked(Executor):
             results |= self._inner(stage, alone)
         return {name: results[name] for name in tasks}
 
-    def _together(self, stage: Stage, tasks: Tasks) -> dict[str, Any]:
+    def _together(self, stage: Stage[Result], tasks: Tasks) -> dict[str, Result]:
         """Return the results of equal tasks, if their stack has no flag."""
         kinds: dict[int, list[str]] = {}
         for name, task in tasks.items():
@@ -164,7 +164,7 @@ class Stacked(Executor):
             stack.form = structure.form_of(value, _array_form)
         return stack.form
 
-    def _stacked_task(self, stage: Stage, tasks: Tasks, names: Names) -> Task:
+    def _stacked_task(self, stage: Stage[Any], tasks: Tasks, names: Names) -> Task:
         """Return the task of a stack: a block for many, and stacked arguments."""
         several = [tasks[name] for name in names]
         block, *arguments = several[0]

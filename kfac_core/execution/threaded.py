@@ -19,7 +19,7 @@ from kfac_core import constraints
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import Backend, backend_of
 from kfac_core.array.structure import is_plain, leaves
-from kfac_core.stages import EXECUTOR, Executor, Stage, Tasks, plain
+from kfac_core.stages import EXECUTOR, Executor, Result, Stage, Tasks, plain
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,7 +48,7 @@ class Threaded(Executor):
         constraints.require_range("inner", inner, EXECUTOR)
         self.workers, self._inner = workers, inner
 
-    def __call__(self, stage: Stage, tasks: Tasks, /) -> dict[str, Any]:
+    def __call__(self, stage: Stage[Result], tasks: Tasks, /) -> dict[str, Result]:
         """Return the result of a stage for each task, by name."""
         work = {name: stage.work(task[0]) for name, task in tasks.items()}
         if self.workers == 1 or sum(work.values()) < stage.worth_threads:
