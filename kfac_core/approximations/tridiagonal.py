@@ -87,6 +87,7 @@ class BlockTridiagonal(Approximation[ChainRows]):
     reduction = "sum"
     unsupported_products = TRIDIAGONAL_LACKS
 
+    # `layer` is a `Chain`, though every approximation must take a `Layer`.
     def initial(self, layer: Any, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
         averages: dict[str, Average] = {}

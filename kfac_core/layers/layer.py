@@ -37,6 +37,7 @@ class Layer(Protocol):
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by name, in a framework's layout."""
 
+    # Any: `Batch`, `GradientBatch` or several, as the kind of layer needs.
     def rows(self, batch: Any, /) -> AnyRows | ChainRows:
         """Turn a batch of the class that this kind of layer takes into rows."""
 
