@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-BETAS, EPS, FALL = (0.93, 0.93), 1e-8, 400
+BETAS, EPS, FALL = (0.93, 0.93), 1e-10, 400
 
 Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Gradient, first and second moment in the bases."""
@@ -51,12 +51,14 @@ class Naive:
         self.V = L.T @ V @ R
         return self.V, L.T @ self.m @ R, self.v
 
-    def direction(self) -> np.ndarray:
+    def direction(self, jump: float) -> np.ndarray:
         """Return the direction of the step, and take the gradient into the moments."""
         (L, R), V = self.Q, self.V
         if self.t > 5:
             limit = 1.5 * np.sqrt(self.v / (1 - BETAS[1] ** (self.t - 1)))
             V = np.where(limit > 0, np.clip(V, -limit, limit), V)
+            if jump > 1.5:
+                self.v = self.v * (1 + (1 - BETAS[1]) * jump**2)
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
         self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
         m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
@@ -64,10 +66,10 @@ class Naive:
         return L @ d @ R.T
 
 
-def share_at(t: int, share: float, parts: Sequence[Moments]) -> float:
-    """Return the share of the rate at step t, after the cosine of gradients and moments."""
+def share_at(t: int, share: float, parts: Sequence[Moments]) -> tuple[float, float]:
+    """Return the share of the rate at step t, and a gradient's size beside the usual."""
     if t == 1:
-        return share
+        return share, 0.0
     roots = [np.sqrt(v + 2.0**-78 * v.mean()) for _, _, v in parts]
     W, D = (
         np.concatenate(
@@ -76,4 +78,9 @@ def share_at(t: int, share: float, parts: Sequence[Moments]) -> float:
         for i in range(2)
     )
     cosine = W @ D / np.linalg.norm(W) / np.linalg.norm(D)
-    return 1 / max(1.0, 1 / share - 0.2 * float(cosine))
+    jump = 0.0
+    if t > 5:
+        usual = sum(v.sum() for _, _, v in parts) / (1 - BETAS[1] ** (t - 1))
+        jump = float(sum(np.sum(V * V) for V, _, _ in parts) / usual) ** 0.5
+    excess = np.log(max(1.0, jump / 1.5))
+    return 1 / max(1.0, 1 / share - 0.2 * float(cosine - excess)), jump

@@ -13,6 +13,7 @@ from kfac_core.roots import (
     carried_moments,
     diagonal_blocks,
     from_basis,
+    gradient_jump,
     in_basis,
     renewed_basis,
     side_blocks,
@@ -235,7 +236,7 @@ def test_the_share_follows_the_cosine_of_all_coordinates(backend, dtype, rng, ga
     arrays = [[backend.asarray(x[part], dtype) for x in (g, m, v)] for part in parts]
 
     for sign in (1, -1):
-        sums = [agreement(sign * x, y, z) for x, y, z in arrays]
+        sums = [agreement(sign * x, y, z, steps=4, decay=0.5) for x, y, z in arrays]
         got = adapted_share(0.9, sums[0] + sums[1], gain=gain)
 
         known = np.r_[0:4, 6:9]
@@ -245,11 +246,35 @@ def test_the_share_follows_the_cosine_of_all_coordinates(backend, dtype, rng, ga
         assert_close(backend.to_numpy(got), expected, "product", dtype)
 
 
+@pytest.mark.parametrize(("size", "steps"), [(1.0, 9), (4.0, 9), (4.0, 4)])
+def test_a_jump_is_a_gradient_above_the_usual(backend, dtype, rng, size, steps):
+    """Of all parameters together; it lowers the share by the gain of its logarithm."""
+    v = rng.random((2, 7)) + 0.1
+    g = size * np.sqrt(v) * rng.choice([-1.0, 1.0], size=(2, 7))
+    m = np.where(np.arange(7) % 2, g, 0.0)
+    averages = v * (1 - 0.9**steps)
+    parts = [
+        agreement(*(backend.asarray(x, dtype) for x in part), steps=steps, decay=0.9)
+        for part in zip(g, m, averages, strict=True)
+    ]
+
+    jump = float(gradient_jump(parts[0] + parts[1]))
+    got = float(adapted_share(1.0, parts[0] + parts[1], gain=0.5))
+
+    is_jump = size > 1.5 and steps >= 5
+    assert jump == pytest.approx(size**2 if is_jump else 0.0, rel=1e-5)
+    excess = np.log(size / 1.5) if is_jump else 0.0
+    expected = 1 / max(1.0, 1 - 0.5 * ((3 / 7) ** 0.5 - excess))
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
 def test_the_share_stays_without_a_cosine(backend, bad):
     """Before the first step, and after an overflow."""
     g, m = backend.asarray([1.0, bad, bad]), backend.asarray([0.0, 0.0, 0.0])
     if bad:
         m = m + 1
-    sums = agreement(g, m, backend.asarray([1.0, 1.0, 1.0]))
+    v = backend.asarray([1.0, 1.0, 1.0])
+    sums = agreement(g, m, v, steps=9, decay=0.9)
     assert float(adapted_share(0.25, sums, gain=0.05)) == 0.25
+    assert float(gradient_jump(sums)) == 0.0

@@ -78,10 +78,10 @@ def test_steps_are_those_of_a_naive_program():
             naive["c"].rotated(h.T @ g, (h.T @ h, g.T @ g)),
             naive["b"].rotated(back.sum(0)[None]),
         ]
-        share = soap_reference.share_at(t, share, parts)
+        share, jump = soap_reference.share_at(t, share, parts)
         rate = share * RATE / (1 + (t - 1) / soap_reference.FALL) ** 0.5
         for name, weight in naive.items():
-            p[name] -= rate * weight.direction().reshape(p[name].shape)
+            p[name] -= rate * weight.direction(jump).reshape(p[name].shape)
     assert 0 < share < 1
     for name, x in p.items():
         np.testing.assert_allclose(got[name], x, rtol=1e-8, atol=1e-10)

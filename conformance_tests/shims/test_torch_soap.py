@@ -91,10 +91,10 @@ def naively_trained(data, *, by_rows, classes=3):
                     every=not by_rows,
                 )
             )
-        share = soap_reference.share_at(t, share, parts)
+        share, jump = soap_reference.share_at(t, share, parts)
         rate = share * RATE / (1 + (t - 1) / soap_reference.FALL) ** 0.5
         for p, weight in naive.items():
-            p.data -= rate * torch.from_numpy(weight.direction()).reshape(p.shape)
+            p.data -= rate * torch.from_numpy(weight.direction(jump)).reshape(p.shape)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 

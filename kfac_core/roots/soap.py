@@ -356,10 +356,13 @@ def adam_quotient(
     return m, v, d
 
 
-def agreement(gradient: Array, first: Array, second: Array, /) -> Array:
-    r"""Return the sums of the cosine of a gradient and the direction before it.
+def agreement(
+    gradient: Array, first: Array, second: Array, /, *, steps: Scalar, decay: float
+) -> Array:
+    r"""Return sums that compare a gradient with Adam's moments of the steps before.
 
-    .. math:: \left(g \cdot m, \; g \cdot g, \; m \cdot m\right)
+    .. math:: \left(g \cdot m, \; g \cdot g, \; m \cdot m, \;
+        \textstyle\sum_i g_i^2, \; \sum_i v_i / (1 - \beta_2^t)\right)
         \quad\text{with}\quad
         a \cdot b = \textstyle\sum_i a_i b_i / (v_i + u^{3/2} \bar v)
 
@@ -372,35 +375,73 @@ def agreement(gradient: Array, first: Array, second: Array, /) -> Array:
         Gradient g of a new batch.
     first, second : array, shape (...)
         Adam's moments m and v of the steps before, in the same coordinates.
+    steps : int or 0-d array
+        Steps t that v is of; after fewer than five, the fourth sum is zero.
+    decay : float
+        Decay beta_2 of v.
 
     Returns
     -------
-    array, shape (3,)
+    array, shape (5,)
         Sums, to be added over all parameters.
     """
     xp = ns.own_namespace(gradient)
     number = xp.finfo(second.dtype)
     g, m, v = (xp.reshape(x, (-1,)) for x in (gradient, first, second))
+    squares = (g @ g) * (1 * (steps >= _UNBOUNDED_STEPS))
+    usual = xp.sum(v) / (1 - decay ** (steps + (steps < 1)))
     v = v + (xp.mean(v) * number.eps**1.5 + number.smallest_normal)
     w = g / v
-    return xp.stack([w @ m, w @ g, (m / v) @ m])
+    return xp.stack([w @ m, w @ g, (m / v) @ m, squares, usual])
+
+
+_JUMP = 1.5
+"""Batches differ by less than this in the root mean square of their gradients."""
+
+
+def gradient_jump(sums: Array, /) -> Array:
+    r"""Return by how much a gradient is larger than usual: a jump of the loss.
+
+    .. math:: r^2 = \sum_i g_i^2 \Big/ \sum_i v_i / (1 - \beta_2^t)
+
+    Where coordinates of gradients are bounded, v takes dozens of steps to learn of a jump.
+    ``v <- (1 + (1 - decay) r^2) v`` takes it at once, in all coordinates alike, so that the
+    next steps are shorter.
+
+    Parameters
+    ----------
+    sums : array, shape (5,)
+        Sums of `agreement`, over all parameters.
+
+    Returns
+    -------
+    array, 0-d
+        The square of r, and zero for r below 1.5 or not finite.
+    """
+    xp = ns.own_namespace(sums)
+    squares, usual = sums[3], sums[4]
+    is_jump = (squares > _JUMP**2 * usual) & (usual > 0) & xp.isfinite(squares)
+    ratio = squares / xp.where(is_jump, usual, xp.ones_like(usual))
+    return xp.where(is_jump, ratio, xp.zeros_like(ratio))
 
 
 def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     r"""Return the share of its rate that an optimizer takes, after a gradient.
 
-    .. math:: \frac{1}{s} \leftarrow \max\left(1, \, \frac{1}{s} - \gamma \cos\right),
+    .. math:: \frac{1}{s} \leftarrow \max\left(1, \, \frac{1}{s} - \gamma \cos
+        + \gamma \log^+ \frac{r}{1.5}\right),
         \qquad \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
 
     Where gradients go on in the direction of the steps, as in a classifier whose margins
     grow, the rate stays; where they point back, because steps are longer than the loss's
-    valley is wide, it falls, after t steps of a constant cosine like 1 / t.
+    valley is wide, it falls, after t steps of a constant cosine like 1 / t.  It also falls
+    where a step made the gradient r times as large as is usual; see `gradient_jump`.
 
     Parameters
     ----------
     share : float or 0-d array
         Share s so far, at first 1.
-    sums : array, shape (3,)
+    sums : array, shape (5,)
         Sums of `agreement`, over all parameters.
     gain : float
         Gain gamma.
@@ -420,7 +461,8 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     >>> import numpy as np
     >>> from kfac_core.roots import adapted_share, agreement
     >>> g, v = np.array([1.0, 1.0]), np.ones(2)
-    >>> float(adapted_share(1.0, agreement(g, -g, v), gain=0.25))
+    >>> sums = agreement(g, -g, v, steps=9, decay=0.5)
+    >>> float(adapted_share(1.0, sums, gain=0.25))
     0.8
     """
     xp = ns.own_namespace(sums)
@@ -430,7 +472,8 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     is_defined = norm > 0
     one = xp.ones_like(norm)
     cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
-    return 1 / xp.maximum(1 / share - gain * cosine, one)
+    excess = xp.log(xp.maximum(gradient_jump(sums) / _JUMP**2, one)) / 2
+    return 1 / xp.maximum(1 / share - gain * (cosine - excess), one)
 
 
 def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Scalar:

@@ -56,7 +56,7 @@ def soap(
     anneal_after: float | None = 400.0,
     gradient_bound: float | None = 1.5,
     gain: float | None = _DEFAULTS.SOAP_GAIN,
-    eps: float = 1e-8,
+    eps: float = 1e-10,
     decay: float = 0.8,
     block: int = 1024,
     axis_name: Any = None,
@@ -93,7 +93,8 @@ def soap(
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
         The share s of the rate follows the cosine of each gradient and the direction
-        before it, ``1 / s = max(1, 1 / s - gain * cosine)``; None for the whole rate.
+        before it, ``1 / s = max(1, 1 / s - gain * (cosine - excess))``, see
+        `kfac_core.roots.adapted_share`; None for the whole rate.
     eps : float
         Added to the root of the second moment.
     decay : float
@@ -192,22 +193,27 @@ def soap(
         )
         V = basis.rotated(updates, state.bases, back=False)
         dense = jax.tree.map(lambda x: x > 0, basis.dense(V))
+        sums = jax.tree.map(
+            lambda is_dense, *x: kc.roots.agreement(
+                *(jnp.where(is_dense, y, 0) for y in x),
+                steps=state.steps,
+                decay=betas[1],
+            ),
+            *(dense, V, state.first, state.second),
+        )
+        total = sum(jax.tree.leaves(sums))
         share = state.share
         if gain is not None:
-            sums = jax.tree.map(
-                lambda is_dense, g, m, v: kc.roots.agreement(
-                    jnp.where(is_dense, g, 0), jnp.where(is_dense, m, 0), v
-                ),
-                *(dense, V, state.first, state.second),
-            )
-            total = sum(jax.tree.leaves(sums))
             share = kc.roots.adapted_share(share, total, gain=gain).astype(share.dtype)
+        jump = 0.0 if gradient_bound is None else kc.roots.gradient_jump(total)
 
         def moved(is_dense: Any, g: Any, m: Any, v: Any) -> Any:
             bounded = kc.roots.bounded_gradient(
                 g, v, steps=state.steps, decay=betas[1], bound=gradient_bound
             )
             g = jnp.where(is_dense, bounded, g)
+            grown = (v * (1 + (1 - betas[1]) * jump)).astype(v.dtype)
+            v = jnp.where(is_dense, grown, v)
             return kc.roots.adam_quotient(m, v, g, step=step, betas=betas, eps=eps)
 
         moments = jax.tree.map(moved, dense, V, state.first, state.second)

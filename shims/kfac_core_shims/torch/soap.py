@@ -40,7 +40,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         \eta_t = s_t \, \eta / \sqrt{1 + t / \tau}
 
     The share :math:`s_t \le 1` of the rate follows the cosine of each gradient and the
-    direction before it: ``1 / s = max(1, 1 / s - gain * cosine)``.
+    direction before it, and falls where the gradient is larger than usual:
+    ``1 / s = max(1, 1 / s - gain * (cosine - excess))``.
 
     Parameters
     ----------
@@ -64,7 +65,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
-        Change of the share's reciprocal for a cosine of one; None for the whole rate.
+        Change of the share's reciprocal for a cosine of one; None for the whole rate.  See
+        `kfac_core.roots.adapted_share`.
     rows_of : torch.nn.Module, optional
         Model whose rows are used, where `model` is its parameters in groups.
     eps : float
@@ -143,7 +145,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         gradient_bound: float | None = 1.5,
         gain: float | None = _DEFAULTS.SOAP_GAIN,
         rows_of: torch.nn.Module | None = None,
-        eps: float = 1e-8,
+        eps: float = 1e-10,
         decay: float = 0.8,
         block: int = 1024,
         max_rows: int = 4096,
@@ -269,12 +271,12 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         if self._is_due(self.param_groups[0]["steps"] + 1):
             self._renew()
         grads = [[m.gradients() for m in moments] for moments in self._moments]
-        self._adapt(grads)
+        jump = self._adapt(grads)
         for group, moments, gradients in zip(
             self.param_groups, self._moments, grads, strict=True
         ):
             if moments:
-                self._step(group, moments, gradients)
+                self._step(group, moments, gradients, jump)
             group["steps"] += 1
         self._record_next()
         return loss
@@ -458,7 +460,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         return [Vectors(*zip(*pairs, strict=True)) for pairs in alike.values()]
 
     def _step(
-        self, group: dict[str, Any], moments: list[Moments], grads: list[Any]
+        self, group: dict[str, Any], moments: list[Moments], grads: list[Any], jump: Any
     ) -> None:
         """Update the parameters of a group: AdamW, on stacks in their bases."""
         rate = group["share"] * kc.roots.annealed_rate(
@@ -466,15 +468,16 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         )
         for i, m in enumerate(moments):
             if m.is_dense:
-                # Reading a number synchronizes a GPU; on a CPU it saves operations.
-                on_host = m.step.device.type == "cpu"
+                decay = group["betas"][1]
                 grads[i] = kc.roots.bounded_gradient(
                     grads[i],
                     m.exp_avg_sq,
-                    steps=float(m.step) if on_host else m.step,
-                    decay=group["betas"][1],
+                    steps=m.taken,
+                    decay=decay,
                     bound=self._options["gradient_bound"],
                 )
+                if isinstance(jump, torch.Tensor) or jump > 0:
+                    m.exp_avg_sq.mul_(1 + (1 - decay) * jump)
         targets = [x for m in moments for x in m.targets]
         if group["weight_decay"] != 0:
             # Not by `adamw` below, whose arguments are steps from zero, with nothing to
@@ -501,29 +504,39 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         steps = [x for m, d in pairs for x in m.directions(d)]
         private.add_to_each(targets, steps)
 
-    def _adapt(self, grads: list[list[Any]]) -> None:
-        """Set the share of all rates, after the gradients in the bases."""
-        gain = self._options["gain"]
-        if gain is None:
-            return
+    def _adapt(self, grads: list[list[Any]]) -> Any:
+        """Set the share of all rates; return how far these gradients are above usual."""
+        gain, bound = self._options["gain"], self._options["gradient_bound"]
         sums = [
-            kc.roots.agreement(V, m.exp_avg, m.exp_avg_sq)
-            for moments, gradients in zip(self._moments, grads, strict=True)
+            kc.roots.agreement(
+                V,
+                m.exp_avg,
+                m.exp_avg_sq,
+                steps=m.taken,
+                decay=group["betas"][1],
+            )
+            for group, moments, gradients in zip(
+                self.param_groups, self._moments, grads, strict=True
+            )
             for m, V in zip(moments, gradients, strict=True)
-            if m.is_dense
+            if m.is_dense and (gain is not None or bound is not None)
         ]
         if not sums:
-            return
+            return 0.0
         total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
         # Reading a number synchronizes a GPU; on a CPU it saves operations.
         on_host = total.device.type == "cpu"
-        share = kc.roots.adapted_share(
-            self.param_groups[0]["share"],
-            total.numpy() if on_host else total,
-            gain=gain,
-        )
-        for group in self.param_groups:
-            group["share"] = float(share) if on_host else share
+        total = total.numpy() if on_host else total
+        if gain is not None:
+            share = kc.roots.adapted_share(
+                self.param_groups[0]["share"], total, gain=gain
+            )
+            for group in self.param_groups:
+                group["share"] = float(share) if on_host else share
+        if bound is None:
+            return 0.0
+        jump = kc.roots.gradient_jump(total)
+        return float(jump) if on_host else jump
 
     def _renew(self) -> None:
         """Average the factors with the rows of this step, and renew the bases."""

@@ -268,6 +268,11 @@ class Moments:
             part.hold(first, second)
 
     @property
+    def taken(self) -> Any:
+        """The number of steps so far; on a GPU, where reading it waits, a tensor."""
+        return float(self.step) if self.step.device.type == "cpu" else self.step
+
+    @property
     def targets(self) -> list[Any]:
         """The parameters' parts that `directions` is of."""
         return [x for part in self.parts for x in part.targets]
