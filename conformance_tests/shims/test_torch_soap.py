@@ -107,12 +107,13 @@ def test_steps_are_those_of_a_naive_program():
 
 def test_parameters_alone_take_the_factors_of_their_gradients():
     """Without a model: SOAP as published, with factors averaged at each step."""
-    # Each gradient has at most one direction without variance, so that bases are unique.
+    # Each gradient has at most one direction without variance, so that bases are unique;
+    # in that direction a step is roundoff, divided by eps.
     model = network(classes=8)
     data = [(x, y + 3 * (y % 2)) for x, y in batches()]
     optimizer = SOAP(model.parameters())
     got = trained(model, optimizer, data)
-    assert_near(got, naively_trained(data, by_rows=False, classes=8), rtol=1e-6)
+    assert_near(got, naively_trained(data, by_rows=False, classes=8), rtol=1e-4)
     assert set(optimizer.factors.values()) == {"gradient"}
 
 
@@ -122,7 +123,7 @@ def test_parameters_without_a_basis_take_adamw_steps():
     values = torch.randn(5), torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, 1)
     ours = [nn.Parameter(x.clone()) for x in values[:2]]
     theirs = [nn.Parameter(x.clone()) for x in values[:2]]
-    soap = SOAP(ours, lr=0.1, anneal_after=None, gain=None)
+    soap = SOAP(ours, lr=0.1, eps=1e-8, anneal_after=None, gain=None)
     adamw = torch.optim.AdamW(
         theirs, lr=0.1, betas=BETAS, weight_decay=0.0, fused=False
     )
