@@ -173,7 +173,8 @@ def test_schedules_count_steps_with_and_without_captured_rows(small):
     params, x, y = small
     network = shim.Network(mlp, params, x)
     falling = kc.integration.Falling
-    damping, clip = falling(0.5, after=2.0), falling(1e-4, after=3.0, power=2.0)
+    damping, clip = falling(0.5, after=2.0), falling(1e-4 / 3, after=3.0, power=2.0)
+    clip = kc.integration.PerOutput(clip)  # of three
     kfac = made(network, damping=damping, kl_clip=clip, learning_rate=1.0)
 
     @jax.jit

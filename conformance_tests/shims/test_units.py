@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.integration import RowLoss
+from kfac_core.integration import PerOutput, RowLoss
 from kfac_core.losses import Gaussian, SquaredError
 from kfac_core_shims import numpy as numpy_shim
 
@@ -74,10 +74,12 @@ def test_torch_steps_are_the_same_in_each_notation(kind, rule, fisher):
         torch.nn.Linear(D, 6), torch.nn.Tanh(), torch.nn.Linear(6, P)
     )
     x, y = torch.randn(STEPS, N, D), torch.rand(STEPS, N, P)
-    # Steps that the clip shortens, and steps that it does not.
-    for clip in (1e-3, 1e3):
+    # Steps that the clip shortens, by one number or one for each output, and steps that
+    # it does not.
+    shortened = []
+    for clip in (1e-3, PerOutput(1e-3 / P), 1e3):
         options = {"fisher": fisher, "damping_rule": rule, "kl_clip": clip}
-        runs = []
+        runs = shortened if clip != 1e3 else []
         for likelihood, loss in _torch_notations(kind):
             own = copy.deepcopy(model)
             sgd = torch.optim.SGD(own.parameters(), lr=0.1)
@@ -140,10 +142,13 @@ def test_numpy_steps_are_the_same_in_each_notation(exact):
         likelihood=Gaussian(variance=1.0), factor=2.0, mean_over_outputs=True
     )
     runs = []
-    for likelihood, c in (("gaussian", 1.0), (mean, 2.0 / P)):
+    each = PerOutput(1e-4)
+    for likelihood, c, clip in (("gaussian", 1.0, 1e-4 * P), (mean, 2.0 / P, each)):
         theta = {"fc": {"weight": start.copy()}}
         W = theta["fc"]["weight"]
-        kfac = numpy_shim.KFAC(theta, likelihood=likelihood, update_every=2)
+        kfac = numpy_shim.KFAC(
+            theta, likelihood=likelihood, kl_clip=clip, update_every=2
+        )
         for _ in range(STEPS):
             if kfac.wants_statistics:
                 g = kfac.vectors(x @ W)

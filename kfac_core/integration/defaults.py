@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kfac_core.integration.schedules import Falling, Widening
+from kfac_core.integration.schedules import Falling, PerOutput, Widening
 
 # Beside an optimizer that has a learning rate.
 # Too much damping slows the end of a run, and too little at the start leads a classifier of
 # few examples to a minimum with twice the test error.
-DAMPING = Falling(2e-2, after=50.0)
+DAMPING = Falling(2e-2, after=50.0, power=1.5)
 # Equal shifts: in the likelihood's units G is mostly below its shift, and stays damped.
 DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored_unit_pi"
 # Steps fall like 1 / t, late enough that autoencoders are not slowed, and far enough that
 # noise does not decide where a regression ends.
-KL_CLIP = Falling(1e-3, after=120.0, power=2.0)
+KL_CLIP = PerOutput(Falling(1e-4, after=120.0, power=2.0))
 # Rarely what decides a step, since the clip does.
 LEARNING_RATE = 1.0
 # Curvature at the first parameters says little after twenty steps.

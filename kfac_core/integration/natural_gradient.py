@@ -32,6 +32,7 @@ from kfac_core.integration.scheduled import (
     ScheduleOptions,
     require_finite,
 )
+from kfac_core.integration.schedules import bound_at
 from kfac_core.state import NetworkState
 from kfac_core.steps.vectors import Vector
 
@@ -477,7 +478,7 @@ class NaturalGradient(ScheduledSteps):
         self._require_rows(*agreed)
         has_weights = self._has_weights(further)
         # The digests of all processes add up to p equal ones, or the ratios differ.
-        if has_weights or not are_equal(total[5:9], total[4]):
+        if has_weights or not are_equal(total[4:8], total[3]):
             self._restore(before)
             self._shares_differ = True
             return None
@@ -592,7 +593,9 @@ class NaturalGradient(ScheduledSteps):
 
     def _plan(self, gradients: Vector, background: bool) -> str:
         """Return everything that decides the stages of a step and their messages."""
-        bound, rate = self._clip_options()
+        # Of one output: how many there are, this process may not have seen.
+        bound = bound_at(self.kl_clip, self.steps, 1)
+        _, rate = self._clip_options()
         damping = self.estimator.damping
         dampings = damping.values() if isinstance(damping, Mapping) else [damping]
         # Reading an array would synchronize with its device.
@@ -630,18 +633,18 @@ class NaturalGradient(ScheduledSteps):
             (name, N / rows if rows else np.inf) for name, N in examples.items() if N
         ]
         digest = digest_of(repr(shares)) * bool(shares)
-        of_loss = rows * float(self.loss_factor)
+        of_loss = rows * float(self.loss_factor), rows * self.outputs
         # One vector for one all-reduce: sums of these give the mean and variance of the
-        # norm, all rows, and the loss factor weighted by rows.
-        head = norm, norm * norm, rows, of_loss, float(bool(shares))
-        return np.asarray([*head, *digest, *examples.values()])
+        # norm, all rows, and the loss factor and outputs weighted by rows.
+        head = norm, norm * norm, rows, float(bool(shares)), *digest
+        return np.asarray([*head, *of_loss, *examples.values()])
 
     def _read(
         self, total: np.ndarray[Any, Any], examples: Mapping[str, float]
     ) -> tuple[float, dict[str, float]]:
         if total[2]:
-            self.loss_factor = float(total[3] / total[2])
-        counts = total[9:].tolist()
+            self.loss_factor, self.outputs = (total[8:10] / total[2]).tolist()
+        counts = total[10:].tolist()
         return float(total[2]), dict(zip(examples, counts, strict=True))
 
     def _require_same_gradients(

@@ -20,6 +20,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.integration.schedules import (
     Interval,
     Schedule,
+    bound_at,
     interval_at,
     require_positive,
     value_at,
@@ -62,6 +63,8 @@ class ScheduledSteps:
         How many were taken.
     loss_factor : float or 0-d array
         What the loss is of the likelihood's negative log.
+    outputs : float
+        Outputs P of a row, read by a KL clip that is a `PerOutput`.
     clip : TrustRegion or None
         Factor and size of the last step's KL clip; None where there was none.
     """
@@ -96,6 +99,7 @@ class ScheduledSteps:
         self.bases_every = bases_every
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
         self.loss_factor: Scalar = 1.0
+        self.outputs: float = 1
         self.clip: TrustRegion | None = None
         for name in ("update_every", "refresh_every", "bases_every"):
             interval_at(name, getattr(self, name), 0)
@@ -150,6 +154,7 @@ class ScheduledSteps:
         return {
             "steps": self.steps,
             "loss_factor": float(self.loss_factor),
+            "outputs": float(self.outputs),
             "estimator": self.estimator.state_dict(owned=owned),
         }
 
@@ -175,6 +180,11 @@ class ScheduledSteps:
             raise errors.StateError(
                 f"Expected a `loss_factor` > 0 in the state, got {loss_factor!r}."
             )
+        outputs = state.get("outputs")
+        if type(outputs) is not float or not 1.0 <= outputs < np.inf:
+            raise errors.StateError(
+                f"Expected a number of `outputs` >= 1 in the state, got {outputs!r}."
+            )
         estimator = state.get("estimator", {})
         blocks = estimator.get("blocks", {})
         paths = {path for block in blocks.values() for path in block.get("values", ())}
@@ -189,6 +199,7 @@ class ScheduledSteps:
             )
         self.estimator.load_state_dict(estimator, owned=owned)
         self.steps, self.loss_factor = state["steps"], loss_factor
+        self.outputs = outputs
 
     def _follow_schedules(self) -> None:
         """Give the estimator the damping and the decay of this step."""
@@ -233,7 +244,7 @@ class ScheduledSteps:
 
     def _clip_options(self) -> tuple[Scalar | None, Scalar]:
         """Return the bound of the KL clip at this step, and the rate that it reads."""
-        bound = value_at(self.kl_clip, self.steps)
+        bound = bound_at(self.kl_clip, self.steps, self.outputs)
         return bound, 1.0 if bound is None else value_at(self.learning_rate, self.steps)
 
     def _clipped(

@@ -102,6 +102,58 @@ def value_at(schedule: Schedule, step: int, /) -> Scalar:
     return schedule(step) if callable(schedule) else schedule
 
 
+@dataclass(frozen=True)
+class PerOutput:
+    r"""A KL clip for each of a row's P outputs, :math:`\min(P, m) \, \kappa(t)`.
+
+    P outputs of unit variance that each move by :math:`\delta` have a divergence of
+    :math:`P \delta^2 / 2`, so that networks of few and of many outputs move each alike.
+
+    Attributes
+    ----------
+    each : float or callable of int
+        Bound :math:`\kappa` for one output.
+    most : int
+        Number m of outputs that count at most, for the many classes of a vocabulary.
+
+    Examples
+    --------
+    >>> from kfac_core.integration import PerOutput
+    >>> clip = PerOutput(0.0002)
+    >>> clip(0, 10)
+    0.002
+    """
+
+    each: Schedule
+    most: int = 100
+
+    def __call__(self, step: Scalar, /, outputs: Scalar = 1) -> Scalar:
+        """Return the bound after a number of steps, for rows of so many outputs."""
+        return value_at(self.each, step) * min(outputs, self.most)
+
+
+def bound_at(clip: Schedule | None, step: Scalar, outputs: Scalar, /) -> Scalar | None:
+    """Return the KL clip at a step, for rows of a number of outputs.
+
+    Parameters
+    ----------
+    clip : number, 0-d array, callable of int, PerOutput or None
+        The option; None is no bound.
+    step : int
+        Number of steps taken so far, which may be traced.
+    outputs : float
+        Outputs P of a row, which `PerOutput` reads.
+
+    Returns
+    -------
+    number, 0-d array or None
+        The bound.
+    """
+    if isinstance(clip, PerOutput):
+        return clip(step, outputs)
+    return value_at(clip, step)
+
+
 def interval_at(name: str, interval: Interval, step: int, /) -> int:
     """Return the number of steps between two events.
 

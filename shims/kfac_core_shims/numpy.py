@@ -280,6 +280,7 @@ class KFAC(kc.integration.ScheduledSteps):
             positions=self.positions,
         )
         self._rows, self._drawn = rows, self._drawn + rows
+        self.outputs = outputs.shape[-1]
         self.loss_factor = self.row_loss.multiple(outputs.shape[-1])
         vectors: Array = drawn.vectors
         return vectors
@@ -464,7 +465,7 @@ class KFAC(kc.integration.ScheduledSteps):
 
     def _momentum_step(self, gradients: Vector, rate: float) -> tuple[Update, Update]:
         """Return the direction of a step of a given rate, and the velocity after it."""
-        bound = kc.integration.value_at(self.kl_clip, self.steps)
+        bound, _ = self._clip_options()
         direction, self.clip = self._clipped(gradients, rate, bound)
         if self._velocity is None:
             return direction, direction

@@ -229,7 +229,9 @@ class KFAC:
                 vectors,
                 directions,
                 learning_rate=kc.integration.value_at(self.learning_rate, steps),
-                bound=kc.integration.value_at(self.kl_clip, steps),
+                bound=kc.integration.bound_at(
+                    self.kl_clip, steps, self.network.outputs
+                ),
                 check="status",
             )
             directions = jax.tree.map(

@@ -69,6 +69,8 @@ class Network:
         Parameters of no block, and why they are in none.
     tied : set of str
         Blocks of a weight that both embeds ids and makes logits.
+    outputs : int
+        Outputs P of a row, the most of several.
 
     Raises
     ------
@@ -115,6 +117,8 @@ class Network:
         # By batch and shapes: finding the axes traces the network once more.
         self._axes: dict[Any, list[Where]] = {}
         layers, axes, trace, batch = self._layers(params, inputs)
+        outputs = jax.tree.leaves(trace.outputs[0] if has_aux else trace.outputs)
+        self.outputs = max((z.shape[-1] for z in outputs if z.ndim > 1), default=1)
         self.leaves = Leaves(forms(params), layers)
         used = self.leaves.use(layers.sites, axes, batch, trace)
         self.tied = {

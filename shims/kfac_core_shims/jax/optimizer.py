@@ -516,7 +516,7 @@ class Optimizer:
                 _vector(gradients),
                 jax.tree.map(jnp.negative, _vector(direction)),
                 learning_rate=rate,
-                bound=value_at(self.kl_clip, state.steps),
+                bound=kc.integration.bound_at(self.kl_clip, state.steps, z.shape[-1]),
                 check="status",
             )
             rate = rate * clip.scale

@@ -362,6 +362,7 @@ class KFAC(kc.integration.NaturalGradient):
             loss.multiple(z.shape[-1])
             for loss, z in zip(output_losses, outputs, strict=True)
         ]
+        self.outputs = max(z.shape[-1] for z in outputs)
         factor = max(factors)
         # Outputs with fewer rows, or a smaller loss, weigh less beside the others.
         vectors = [
@@ -670,7 +671,7 @@ class KFAC(kc.integration.NaturalGradient):
                 vector,
                 directions,
                 learning_rate=self.learning_rate,
-                bound=kc.integration.value_at(self.kl_clip, steps),
+                bound=kc.integration.bound_at(self.kl_clip, steps, self.outputs),
                 check="status",
             ).scale
             directions = jax.tree.map(lambda g: g * nu, directions)

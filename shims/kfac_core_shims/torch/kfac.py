@@ -74,8 +74,8 @@ class KFAC(Curvature):
         What ``fisher="exact"`` does with the rows of one example, such as tokens; see
         `kfac_core.losses.drawn_vectors`.
     kl_clip : float or callable of int, optional
-        Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step;
-        None for no bound.
+        Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step,
+        which `kfac_core.integration.PerOutput` gives for each output; None for no bound.
     decay : float or callable of int
         Decay of the statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}

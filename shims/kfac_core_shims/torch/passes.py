@@ -398,6 +398,7 @@ class PassRecorder:
         self.drawn += z[..., 0].numel()
         for call in calls:
             call.is_taken = True
+        kfac.outputs = z.shape[-1]
         loss_factor = kfac.criterion.row.multiple(z.shape[-1])
         observation = Observation(
             calls=calls,
