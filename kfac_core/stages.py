@@ -563,38 +563,28 @@ def _entering_damping(
 
     `dtypes` are those of computing and of applying.
     """
-    if isinstance(damping, ns.NUMBER):
-        require_damping(damping)
-        _require_normal(float(damping), dtypes, xp)
-        return float(damping)
     require_damping(damping)
-    entered = ns.as_scalar(xp, damping, dtypes[0], "damping")
-    ns.same_place(statistics=like, damping=damping)
-    if check == "raise":
-        value = float(detached_array(damping))
-        require_damping(value, name=f"damping` of block `{name}")
-        _require_normal(value, dtypes, xp)
-        return entered
-    smallest = max(ns.smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     # Denormal dampings lose digits, and some devices flush them to zero; zero itself is
     # legal.
-    good = (damping <= 0) | (damping >= smallest)
-    # A traced damping cannot raise: NaN is flagged at the refresh, as invalid.
-    return xp.where(good, entered, xp.full_like(entered, xp.nan))
-
-
-def _require_normal(
-    damping: float, dtypes: tuple[object, object], xp: Namespace
-) -> None:
-    """Raise for a damping that a dtype of the operator cannot hold."""
-    for dtype in dtypes:
-        smallest = ns.smallest_normal_of(dtype, xp=xp)
-        if 0.0 < damping < smallest:
-            raise errors.DampingError(
-                f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "
-                f"number of {dtype} with all its digits, got {damping}. Take "
-                'Precision(compute="float64", apply="float64").'
-            )
+    smallest = max([ns.smallest_normal_of(dtype, xp=xp) for dtype in {*dtypes}])
+    if isinstance(damping, ns.NUMBER):
+        entered = value = float(damping)
+    else:
+        entered = ns.as_scalar(xp, damping, dtypes[0], "damping")
+        ns.same_place(statistics=like, damping=damping)
+        if check == "status":
+            good = (damping <= 0) | (damping >= smallest)
+            # A traced damping cannot raise: NaN is flagged at the refresh, as invalid.
+            return xp.where(good, entered, xp.full_like(entered, xp.nan))
+        value = float(detached_array(damping))
+        require_damping(value, name=f"damping` of block `{name}")
+    if 0.0 < value < smallest:
+        raise errors.DampingError(
+            f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "
+            f"number of the operator's dtypes with all its digits, got {value}. Take "
+            'Precision(compute="float64", apply="float64").'
+        )
+    return entered
 
 
 # Properties of stages that executors use.

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kfac_core.linalg.cholesky import (
+    cholesky_inverse,
     damped_cholesky,
-    inverse_from_cholesky,
     is_positive_factor,
 )
 from kfac_core.linalg.gram import HomogeneousRows, updated_gram
@@ -128,7 +128,7 @@ def test_the_factor_and_the_inverse_are_the_dense_ones(backend, dtype, rng, over
 
     L = damped_cholesky(matrix, 0.05, xp=backend.xp)
     got = backend.to_numpy(L)
-    X = inverse_from_cholesky(L, overwrite=overwrite, xp=backend.xp)
+    X = SymmetricMatrix(*cholesky_inverse(L, overwrite=overwrite, xp=backend.xp))
 
     M = A + 0.05 * np.eye(N)
     assert np.array_equal(got, np.tril(got))

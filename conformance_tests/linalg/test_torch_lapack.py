@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
+from kfac_core.linalg.cholesky import cholesky_inverse, damped_cholesky
 from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import solve_triangular
@@ -82,7 +82,7 @@ def test_a_matrix_from_statistics_to_solution(on_one_thread, calls, dtype, rng, 
     A = updated_gram(held, HomogeneousRows(rows, tail), 0.5, 0.1, xp=xp)
     S = A.scaled(2.0)
     L = damped_cholesky(A, 0.3, xp=xp)
-    inverse = inverse_from_cholesky(L, xp=xp)
+    inverse = SymmetricMatrix(*cholesky_inverse(L, xp=xp))
     U = multiply_symmetric(inverse, V, xp=xp)
     P = multiply_symmetric(A, V, xp=xp)
     W = solve_triangular(L, V, transpose=False, xp=xp)

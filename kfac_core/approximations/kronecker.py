@@ -254,7 +254,7 @@ class Kronecker(Approximation[Rows | IdRows | PixelRows]):
         # Always debiased: S counts rows, and a biased mean would scale F.  It is 1 before
         # the first row, so that an empty block can be refreshed.
         S = ns.cast(xp, averages["repeats"].value(debias=True), options.compute)
-        S = finite.positive_or_one(ns.as_number(S), xp=xp)
+        S = finite.positive_or_one(S)
         kinds = {
             "input": factor_of(self.input, layer),
             "output": factor_of(self.output, layer),

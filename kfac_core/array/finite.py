@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_numpy_namespace
 
+from kfac_core.array import namespaces as ns
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.status import Check
 from kfac_core.array.types import Array, Namespace
@@ -148,8 +149,12 @@ def known_finite(x: Array, /, *, xp: Namespace) -> bool:
     return is_plain(x, xp=xp) and bool(all_finite(x, xp=xp))
 
 
-def positive_or_one(x: Array, /, *, xp: Namespace) -> Array:
-    """Return numbers that may be divided by: 1 where one is not positive, or NaN."""
+def positive_or_one(x: Array, /) -> Array:
+    """Return numbers to divide by: 1 where one is not positive, or NaN.
+
+    For a 0-d array of NumPy that is a scalar of NumPy; see `namespaces.as_number`.
+    """
+    xp, x = ns.own_namespace(x), ns.as_number(x)
     positive = x > 0
     return x if known_true(positive, xp=xp) else xp.where(positive, x, 1.0)
 

@@ -362,9 +362,8 @@ def _holds_scalars(value: object) -> bool:
     parts = [value]
     for part in parts:
         if type(part) in _arrays:
+            # What a `deferred` one will compute are another library's arrays.
             inner = part.__dict__.values()
-            if _COMPUTE in part.__dict__:
-                inner = contents(part).values()
         elif isinstance(part, dict):
             inner = part.values()
         elif isinstance(part, np.generic):

@@ -62,7 +62,7 @@ class Average:
         total = self.sum
         if not is_structure(total):
             # Divide rather than multiply by 1/weight, so that equal numbers give exactly 1.
-            return total / _beside(self._divisor(), total)
+            return total / _beside(finite.positive_or_one(self.weight), total)
         factor = self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
@@ -74,12 +74,7 @@ class Average:
         """Return the factor from the sum to the average, 0-d; 1 without debiasing."""
         if not debias:
             return ns.own_namespace(self.weight).ones_like(self.weight)
-        return ns.as_array(1.0 / self._divisor())
-
-    def _divisor(self) -> Scalar:
-        """Return the weight, or 1 where that is zero."""
-        xp = ns.own_namespace(self.weight)
-        return finite.positive_or_one(ns.as_number(self.weight), xp=xp)
+        return ns.as_array(1.0 / finite.positive_or_one(self.weight))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""

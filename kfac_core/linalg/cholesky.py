@@ -110,13 +110,6 @@ def restored_matrix(
     return matrix
 
 
-def inverse_from_cholesky(
-    lower: Array, /, *, overwrite: bool = False, xp: Namespace
-) -> SymmetricMatrix:
-    """Return `cholesky_inverse` as a `SymmetricMatrix`."""
-    return SymmetricMatrix(*cholesky_inverse(lower, overwrite=overwrite, xp=xp))
-
-
 @dispatched
 def cholesky_inverse(
     lower: Array, /, *, overwrite: bool = False, xp: Namespace

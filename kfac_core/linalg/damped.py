@@ -19,7 +19,7 @@ from kfac_core.array import Array, Check, DType, Namespace, Scalar, finite, repl
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
 from kfac_core.linalg import certificate, symmetric
-from kfac_core.linalg.cholesky import add_to_diagonal, inverse_from_cholesky
+from kfac_core.linalg.cholesky import add_to_diagonal, cholesky_inverse
 from kfac_core.linalg.factorizations import (
     CholeskyFactor,
     Eigendecomposition,
@@ -161,7 +161,9 @@ class DampedMatrix:
                 assert computed is not None
                 inverse = computed.matrix
             else:
-                inverse = inverse_from_cholesky(self._lower(), xp=xp)
+                inverse = symmetric.SymmetricMatrix(
+                    *cholesky_inverse(self._lower(), xp=xp)
+                )
             norm = self.norm()
             return norm * ns.cast(xp, symmetric.one_norm(inverse, xp=xp), norm.dtype)
         w = self.eigenvalues(shifted=True)
@@ -243,17 +245,14 @@ class DampedMatrix:
         NotFiniteError, DampingError, FactorizationError
             As `kfac_core.linalg.factorize.cholesky_factor` (``check="raise"``).
         """
-        wanted = {*factorizations}
-        if self.solving == "triangular" and "inverse" in wanted:
-            wanted = wanted - {"inverse"} | {"cholesky"}
+        triangular = self.solving == "triangular" and "inverse" in factorizations
         parts: dict[str, Any] = {}
-        if "cholesky" in wanted and self.cholesky is None:
+        if self.cholesky is None and (triangular or "cholesky" in factorizations):
             parts["cholesky"] = cholesky_factor(self._whole(), check=check, name=name)
-        if "inverse" in wanted and self.inverse is None:
-            factor = parts.get("cholesky")
-            M = self._whole()
-            parts["inverse"] = damped_inverse(M, factor, check=check, name=name)
-        if "eigenbasis" in wanted and self.basis is None:
+        if self.inverse is None and not triangular and "inverse" in factorizations:
+            M, L = self._whole(), parts.get("cholesky")
+            parts["inverse"] = damped_inverse(M, L, check=check, name=name)
+        if self.basis is None and "eigenbasis" in factorizations:
             parts["basis"] = eigendecomposition(self._whole(), check=check, name=name)
         if not parts:
             return self

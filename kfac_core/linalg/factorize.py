@@ -10,9 +10,10 @@ all of M is, and is the one guard before LAPACK.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Scalar, Status, replaced
@@ -22,8 +23,8 @@ from kfac_core.array.structure import without_scalars
 from kfac_core.linalg import certificate, symmetric
 from kfac_core.linalg.cholesky import (
     cholesky_in_place,
+    cholesky_inverse,
     damped_cholesky,
-    inverse_from_cholesky,
     restored_matrix,
 )
 from kfac_core.linalg.eigen import eigh, eigh_in_place
@@ -33,7 +34,7 @@ from kfac_core.linalg.fallback import (
     fallback_of,
     first_flag,
     guarded,
-    untouched,
+    no_fallback,
     with_fallbacks,
 )
 
@@ -178,28 +179,23 @@ def eigendecomposition(
     return without_scalars(basis)
 
 
-def problem_flags(
-    problem: symmetric.ScaledMatrix, finite: Array, xp: Namespace, /
-) -> Conditions:
-    """Return the conditions of a valid problem, for `kfac_core.linalg.fallback.first_flag`.
+def problem_flags(shift: Scalar, finite: Any, /) -> Conditions:
+    """Return the conditions of a valid M, for `kfac_core.linalg.fallback.first_flag`.
 
     Parameters
     ----------
-    problem : ScaledMatrix
-        Matrix M.
-    finite : array of bool, shape (...)
+    shift : float, or array, shape (...)
+        Shift of M.
+    finite : bool, or array of bool, shape (...)
         Whether ``M z`` is finite.
-    xp : namespace
-        Array API namespace of the arrays.
 
     Returns
     -------
     tuple
         Conditions, each with the flag where it does not hold.
     """
-    shift = problem.shift
     return (
-        ((shift >= 0) & xp.isfinite(shift), Status.BAD_DAMPING),
+        ((shift >= 0) & (shift < math.inf), Status.BAD_DAMPING),
         (finite, Status.MATRIX_NOT_FINITE),
     )
 
@@ -214,20 +210,83 @@ def from_eigenbasis(
     )
 
 
-def _validity(
-    problem: symmetric.ScaledMatrix, image: Array, xp: Namespace
-) -> tuple[bool, Conditions, Array | None]:
-    """Return if the host reads ``M z``, conditions of a valid problem, and if they hold.
+class _Probed(NamedTuple):
+    """What is known of M before it is factorized.
 
-    An empty tuple and None where the host knows that they hold for all of a stack.
+    Attributes
+    ----------
+    z, image : array, shape (n, 1) and (..., n, 1)
+        The probe vector, and ``M z``.
+    invalid : tuple
+        Conditions of a valid M, and their flags; empty where the host knows that they hold.
+    valid : True, or array of bool, shape (...)
+        Whether they hold.
+    shift : float, or array, shape (...)
+        The shift, read by `number`.
+    resolution : array, shape (...), or None
+        The least eigenvalue of M that storing B determines; None where the shift is known
+        to be as large.
+    number : callable
+        Reads a number of each matrix.  Of a single matrix in the host's memory it is a
+        float, with which arithmetic takes a tenth of the time of 0-d arrays.
+    plain : bool
+        Whether the host can read the arrays.
     """
-    shift, known = problem.shift, known_finite(image, xp=xp)
+
+    z: Array
+    image: Array
+    invalid: Conditions
+    valid: Any
+    shift: Scalar
+    resolution: Array | None
+    number: Callable[[Array], Any]
+    plain: bool
+
+
+def _probed(problem: symmetric.ScaledMatrix, xp: Namespace) -> _Probed:
+    z = certificate.probe_of(problem.matrix.array, xp)
+    c, shift = problem.factor, problem.shift
+    image = symmetric.multiply_shifted(problem.matrix, z, factor=c, shift=shift, xp=xp)
+    known = known_finite(image, xp=xp)
+    plain = known or is_plain(image, xp=xp)
+    number = float if plain and image.ndim == 2 else ns.as_number
+    invalid: Conditions = ()
+    valid: Any = True
     # An infinite shift makes the image infinite, so only its sign is left to check.
-    if known and known_true(_reader(image, known)(shift) >= 0, xp=xp):
-        return True, (), None
-    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    conditions = problem_flags(problem, finite, xp)
-    return is_plain(image, xp=xp), conditions, finite & (shift >= 0)
+    if not (known and known_true(number(shift) >= 0, xp=xp)):
+        finite = xp.all(xp.isfinite(image), axis=(-2, -1))
+        invalid = problem_flags(shift, finite)
+        valid = finite & (shift >= 0)
+    resolution = _resolution(problem, number, xp)
+    return _Probed(z, image, invalid, valid, number(shift), resolution, number, plain)
+
+
+def _judged(
+    probed: _Probed, positive: Any, residual: Array, smallest: Scalar, xp: Namespace
+) -> tuple[Array, Array, Array, Array]:
+    """Return the status, the residual, the clipped mass and the fallback of an attempt.
+
+    With the shift d, the residual r, the smallest eigenvalue w of M and the roundoff u of
+    storing B, a factorization is accepted where
+
+        0 <= d < inf,    M z is finite,    L has positive pivots,
+        r <= RESIDUAL_LIMIT,    u c |B|_F <= ERROR_LIMIT max(d, w):
+
+    M is valid, factorized accurately, and stored accurately enough to be inverted.
+    """
+    accurate = probed.number(residual) <= certificate.RESIDUAL_LIMIT
+    if probed.resolution is not None:
+        resolved = (probed.resolution <= probed.shift) | (probed.resolution <= smallest)
+        accurate = accurate & resolved
+    clipped, fallback = no_fallback(residual, probed.plain, xp)
+    status = first_flag(
+        *probed.invalid,
+        (positive, Status.NOT_POSITIVE),
+        (accurate, Status.INACCURATE),
+        none=fallback,
+        xp=xp,
+    )
+    return status, residual, clipped, fallback
 
 
 def _attempt_cholesky(
@@ -237,30 +296,22 @@ def _attempt_cholesky(
     in_place: bool = False,
     restores: bool = False,
 ) -> CholeskyFactor:
-    z = certificate.probe_of(problem.matrix.array, xp)
-    image = problem.multiply(z, xp=xp)
-    plain, conditions, valid = _validity(problem, image, xp)
-    number = _reader(image, plain)
+    probed, smallest = _probed(problem, xp), None
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
-    needed = _needed_eigenvalue(problem, number, xp)
-    lower = _lower(problem, valid, xp, in_place=in_place)
-    residual = certificate.cholesky_residual(lower, z, image, xp=xp)
+    lower = _lower(problem, probed, xp, in_place=in_place)
+    residual = certificate.cholesky_residual(lower, probed.z, probed.image, xp=xp)
     # L L^T is always close to M, but solving with L is inaccurate for ill-conditioned M.
     solving = certificate.pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
-    positive = number(lower[..., -1, -1]) > 0
-    # Both must hold: the factorization is accurate, and B is stored accurately enough.
-    accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    if needed is not None:
+    if probed.resolution is not None:
         # Every pivot of L L^T is at least the smallest eigenvalue.
         pivots = xp.linalg.diagonal(lower)
         smallest = xp.min(pivots * pivots, axis=-1)
-        accurate = accurate & ((needed <= problem.shift) | (needed <= smallest))
+    positive = probed.number(lower[..., -1, -1]) > 0
     if not in_place and not known_true(positive, xp=xp):
         # Fill the whole matrix with NaN, so that a failed factor cannot be used.
         lower = _nan_unless(positive, lower, xp)
-    conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
-    factor = CholeskyFactor(lower, *_judged(conditions, residual, plain, xp))
+    factor = CholeskyFactor(lower, *_judged(probed, positive, residual, smallest, xp))
     if restores and lower is problem.matrix.array and int(factor.status):
         restored_matrix(problem.matrix, diagonal, xp=xp)
     return factor
@@ -269,29 +320,22 @@ def _attempt_cholesky(
 def _attempt_inverse(
     problem: symmetric.ScaledMatrix, xp: Namespace, lower: Array | None = None
 ) -> Inverse:
-    """Return the inverse and its flags; a factor that is given is not written to."""
-    z = certificate.probe_of(problem.matrix.array, xp)
-    image = problem.multiply(z, xp=xp)
-    plain, conditions, valid = _validity(problem, image, xp)
-    number = _reader(image, plain)
+    """Return the inverse and its flags; a factor that is passed is not written to."""
+    probed, smallest = _probed(problem, xp), None
     overwrite = lower is None
     if lower is None:
-        lower = _lower(problem, valid, xp)
+        lower = _lower(problem, probed, xp)
     # A failed factor has NaN in this entry; read it before the factor is overwritten.
-    positive = number(lower[..., -1, -1]) > 0
-    X = inverse_from_cholesky(lower, overwrite=overwrite, xp=xp)
+    positive = probed.number(lower[..., -1, -1]) > 0
+    array, full_storage = cholesky_inverse(lower, overwrite=overwrite, xp=xp)
     if not known_true(positive, xp=xp):
         # Not every BLAS propagates NaN.
-        X = replaced(X, array=_nan_unless(positive, X.array, xp))
-    residual = certificate.inverse_residual(X, z, image, xp=xp)
-
-    needed = _needed_eigenvalue(problem, number, xp)
-    accurate = number(residual) <= certificate.RESIDUAL_LIMIT
-    if needed is not None:
-        smallest = _smallest_eigenvalue(X, z, needed, xp)
-        accurate = accurate & ((needed <= problem.shift) | (needed <= smallest))
-    conditions += (positive, Status.NOT_POSITIVE), (accurate, Status.INACCURATE)
-    return Inverse(X, *_judged(conditions, residual, plain, xp))
+        array = _nan_unless(positive, array, xp)
+    X = symmetric.SymmetricMatrix(array, full_storage)
+    residual = certificate.inverse_residual(X, probed.z, probed.image, xp=xp)
+    if probed.resolution is not None:
+        smallest = _smallest_eigenvalue(X, probed.z, probed.resolution, xp)
+    return Inverse(X, *_judged(probed, positive, residual, smallest, xp))
 
 
 def _attempt_eigen(
@@ -318,7 +362,7 @@ def _attempt_eigen(
     w, error = certificate.settled_eigenvalues(
         w, error, _known_rank(problem, xp), xp=xp
     )
-    _, fallback = untouched(residual, is_plain(residual, xp=xp), xp)
+    _, fallback = no_fallback(residual, is_plain(residual, xp=xp), xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
         (residual <= certificate.RESIDUAL_LIMIT, Status.INACCURATE),
@@ -340,44 +384,25 @@ def _known_rank(problem: symmetric.ScaledMatrix, xp: Namespace) -> Array:
     return xp.where(problem.rank < nonzero, problem.rank, nonzero)
 
 
-def _reader(image: Array, plain: bool) -> Callable[[Array], Any]:
-    """Return the function that reads 0-d arrays of the checks of one matrix.
-
-    Arithmetic with Python numbers takes a tenth of the time of 0-d arrays.
-    """
-    return float if plain and image.ndim == 2 else ns.as_number
-
-
-def _needed_eigenvalue(
+def _resolution(
     problem: symmetric.ScaledMatrix, number: Callable[[Array], Scalar], xp: Namespace
-) -> Scalar:
-    """Return the least eigenvalue of M that the roundoff of storing B moves by little.
+) -> Array | None:
+    """Return the least eigenvalue of M that storing B determines, ``u c |B|_F / limit``.
 
-    Parameters
-    ----------
-    problem : ScaledMatrix
-        Matrix M.
-    number : callable
-        Reads 0-d arrays; see `_reader`.
-    xp : namespace
-        Array API namespace of the arrays.
-
-    Returns
-    -------
-    array, shape (...), or None
-        None where the host knows that the shift is as large, and for an exact matrix.
+    None where the host knows that the shift is as large, and for an exact matrix.
     """
     if not problem.roundoff:
         return None
     factor, shift = number(problem.factor), number(problem.shift)
     most = certificate.ERROR_LIMIT / problem.roundoff
     trace = factor * number(symmetric.matrix_trace(problem.matrix.array, xp=xp))
+    # The trace bounds the norm, and takes one pass over the diagonal.
     if known_true(trace <= most * shift, xp=xp):
         return None
-    # Cheap bounds first.  An entry is off by its own roundoff, so that the norm of all
-    # errors is at most u |B|_F, far below the trace if many eigenvalues share it.
-    needed = factor * _frobenius_norm(problem.matrix, xp) / most
-    return None if known_true(needed <= shift, xp=xp) else ns.as_array(needed)
+    # An entry is off by its own roundoff, so that the norm of all errors is at most
+    # u |B|_F, far below the trace if many eigenvalues share it.
+    resolution = factor * _frobenius_norm(problem.matrix, xp) / most
+    return None if known_true(resolution <= shift, xp=xp) else ns.as_array(resolution)
 
 
 def _frobenius_norm(matrix: symmetric.SymmetricMatrix, xp: Namespace) -> Array:
@@ -418,18 +443,18 @@ def _smallest_eigenvalue(
 
 def _lower(
     problem: symmetric.ScaledMatrix,
-    valid: Array | None,
+    probed: _Probed,
     xp: Namespace,
     *,
     in_place: bool = False,
 ) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
-    if valid is not None:
+    if probed.valid is not True:
         # Minus the identity fails like an invalid matrix; NaN would hang some libraries.
-        safe = guarded(valid, matrix.array, -1.0, xp=xp)
+        safe = guarded(probed.valid, matrix.array, -1.0, xp=xp)
         matrix = symmetric.SymmetricMatrix(safe, matrix.full_storage)
-        shift = xp.where(valid, shift, xp.zeros_like(shift))
+        shift = xp.where(probed.valid, shift, xp.zeros_like(shift))
     if in_place:
         return cholesky_in_place(matrix, shift, xp=xp)
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
@@ -440,15 +465,6 @@ def _nan_unless(good: Any, array: Array, xp: Namespace) -> Array:
     nothing = xp.full_like(array, xp.nan)
     # `good` is a bool where the host has read a single matrix.
     return nothing if good is False else xp.where(good[..., None, None], array, nothing)
-
-
-def _judged(
-    conditions: Conditions, residual: Array, plain: bool, xp: Namespace
-) -> tuple[Array, Array, Array, Array]:
-    """Return the status, the residual, the clipped mass and the fallback of an attempt."""
-    clipped, fallback = untouched(residual, plain, xp)
-    status = first_flag(*conditions, none=fallback, xp=xp)
-    return status, residual, clipped, fallback
 
 
 def _clipped_cholesky(

@@ -268,8 +268,8 @@ def first_flag(
     return status
 
 
-def untouched(residual: Array, plain: bool, xp: Namespace, /) -> tuple[Array, Array]:
-    """Return the clipped mass and the fallback of a successful first attempt: zeros.
+def no_fallback(residual: Array, plain: bool, xp: Namespace, /) -> tuple[Array, Array]:
+    """Return the clipped mass and the fallback of a first attempt: zeros.
 
     Parameters
     ----------

@@ -192,7 +192,7 @@ def _root(
     z = probe_of(problem.matrix.array, xp)
     residual = root_residual(problem, X, z, degree=degree, xp=xp)
     finite = (basis.status & int(Status.MATRIX_NOT_FINITE)) == 0
-    valid = (*problem_flags(problem, finite, xp), (positive, Status.NOT_POSITIVE))
+    valid = (*problem_flags(problem.shift, finite), (positive, Status.NOT_POSITIVE))
     usable = first_flag(*valid, xp=xp) == 0
     status = first_flag(*valid, (residual <= RESIDUAL_LIMIT, Status.INACCURATE), xp=xp)
     marked = xp.where(usable[..., None, None], X.array, xp.full_like(X.array, xp.nan))
