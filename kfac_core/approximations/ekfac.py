@@ -321,15 +321,15 @@ class EKFAC(Approximation[Rows]):
             return operator
         # E may have started as S a g^T, with the errors of the factors' eigenvalues.
         averages = statistics.averages
-        spectra = [_spectrum(statistics, side) for side in _SIDES]
-        bounds = {
-            "scale": averages["repeats"].value(debias=True),
-            "damping": ns.full_of(xp, options.damping, averages["repeats"].weight),
-        }
-        flags = certificate.undetermined(spectra, **bounds)
-        if options.check == "raise" and int(flags):
-            raise certificate.undetermined_error(spectra, **bounds, name=options.name)
-        return replaced(operator, flags=operator.flags | flags)
+        spectrum = certificate.DampedSpectrum(
+            [_spectrum(statistics, side) for side in _SIDES],
+            averages["repeats"].value(debias=True),
+            ns.full_of(xp, options.damping, averages["repeats"].weight),
+        )
+        if options.check == "raise":
+            spectrum.require_determined(options.name)
+            return operator
+        return replaced(operator, flags=operator.flags | spectrum.flag())
 
     @property
     def decays(self) -> Mapping[str, float]:

@@ -52,20 +52,20 @@ class UncorrelatedFactor:
 
     Parameters
     ----------
-    repeats : int
-        Number of repetitions ``K``.
+    copies : int
+        Number of equal blocks ``K``, the positions of the kernel.
     bias : int
         1 where the layer has a bias, else 0.
     """
 
-    repeats: int
+    copies: int
     bias: int
 
     kind = "uncorrelated"
 
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for a factor of n rows; shape is (n,)."""
-        c = (shape[-1] - self.bias) // self.repeats
+        c = (shape[-1] - self.bias) // self.copies
         zeros = place.zeros(c, c)
         moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, full_storage=True))
         return Average(moments, place.zeros())
@@ -97,8 +97,8 @@ class UncorrelatedFactor:
         """Return ``tr / n``, 0-d."""
         xp = array_api_compat.array_namespace(value.mean)
         squared = xp.sum(value.mean * value.mean)
-        trace = self.repeats * (value.covariance.trace() + squared) + self.bias
-        return trace / (self.repeats * value.covariance.size + self.bias)
+        trace = self.copies * (value.covariance.trace() + squared) + self.bias
+        return trace / (self.copies * value.covariance.size + self.bias)
 
     def damped(
         self, value: ChannelMoments, shift: Scalar, /, *, apply_dtype: object = None
@@ -107,7 +107,7 @@ class UncorrelatedFactor:
         xp = array_api_compat.array_namespace(value.mean)
         block = damped_matrix(value.covariance, shift, apply_dtype=apply_dtype)
         mean = ns.cast(xp, value.mean, block.dtype)
-        return DampedRankOne(block, mean, None, self.repeats, self.bias)
+        return DampedRankOne(block, mean, None, self.copies, self.bias)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: object, xp: Namespace

@@ -416,87 +416,73 @@ class Spectrum(NamedTuple):
     error: Array
 
 
-def spectrum_error(
-    factors: Sequence[Spectrum], /, *, scale: Array, damping: Array, xp: Namespace
-) -> Array:
-    """Bound the relative error of ``S w_1 (x) ... (x) w_k + lam`` from the factors' errors.
+class DampedSpectrum(NamedTuple):
+    """Eigenvalues of ``S F_1 (x) ... (x) F_k + lam I``, and how well they are determined.
 
-    With ``p_i`` the largest product of the other factors' eigenvalues and ``d_i`` the error
-    of ``w_i``, the bound is
-
-        sum_i  max over w_i of  S p_i d_i / (S p_i max(w_i - d_i, 0) + lam).
-
-    Parameters
+    Attributes
     ----------
     factors : sequence of Spectrum
-        The w and d of each factor.
+        The eigenvalues of each factor, with their errors.
     scale, damping : array, shape (...)
         S and lam.
-    xp : namespace
-        Array API namespace of the arrays.
-
-    Returns
-    -------
-    array, 0-d
-        Bound of the whole stack; infinite for NaN.
     """
-    total = xp.zeros_like(damping)
-    damping = damping[..., None]
-    for i, (w, error) in enumerate(factors):
-        product = scale
-        for j, other in enumerate(factors):
-            if j != i:
-                product = product * xp.max(other.eigenvalues, axis=-1)
-        product = product[..., None]
-        # The worst case: the eigenvalue is smaller by its error, and not negative.
-        least = xp.where(w > error, w - error, xp.zeros_like(w))
-        # `positive_eigenvalues` does not clip these.
-        stays = (w < 0) & (product * w + damping > 0)
-        bottom = product * xp.where(stays, w, least) + damping
-        positive = bottom > 0
-        ratio = product * error / xp.where(positive, bottom, xp.ones_like(bottom))
-        singular = xp.where(error > 0, xp.full_like(error, xp.inf), error)
-        total = total + xp.max(xp.where(positive, ratio, singular), axis=-1)
-    # Where a bound overflows or is NaN, nothing is known of the eigenvalues.
-    worst = xp.max(total)
-    return xp.where(xp.isfinite(worst), worst, xp.full_like(worst, xp.inf))
 
+    factors: Sequence[Spectrum]
+    scale: Array
+    damping: Array
 
-def undetermined(
-    spectra: Sequence[Spectrum], /, *, scale: Array, damping: Array
-) -> Array:
-    """Return a flag where the damping does not cover the errors of the eigenvalues.
+    def error(self) -> Array:
+        """Bound the relative error of an eigenvalue from the errors of the factors'.
 
-    Parameters
-    ----------
-    spectra : sequence of Spectrum
-        Eigenvalues of the factors, with their errors.
-    scale, damping : array, shape (...)
-        S and lam, as for `spectrum_error`.
+        With ``p_i`` the largest product of the other factors' eigenvalues and ``d_i`` the
+        error of ``w_i``, the bound is
 
-    Returns
-    -------
-    array of int32, 0-d
-        `Status` flags.
-    """
-    xp = ns.own_namespace(damping)
-    error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
-    return ns.status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
+            sum_i  max over w_i of  S p_i d_i / (S p_i max(w_i - d_i, 0) + lam).
 
+        Returns
+        -------
+        array, 0-d
+            Bound of the whole stack; infinite for NaN.
+        """
+        xp = ns.own_namespace(self.damping)
+        total = xp.zeros_like(self.damping)
+        damping = self.damping[..., None]
+        for i, (w, error) in enumerate(self.factors):
+            product = self.scale
+            for j, other in enumerate(self.factors):
+                if j != i:
+                    product = product * xp.max(other.eigenvalues, axis=-1)
+            product = product[..., None]
+            # The worst case: the eigenvalue is smaller by its error, and not negative.
+            least = xp.where(w > error, w - error, xp.zeros_like(w))
+            # `positive_eigenvalues` does not clip these.
+            stays = (w < 0) & (product * w + damping > 0)
+            bottom = product * xp.where(stays, w, least) + damping
+            positive = bottom > 0
+            ratio = product * error / xp.where(positive, bottom, xp.ones_like(bottom))
+            singular = xp.where(error > 0, xp.full_like(error, xp.inf), error)
+            total = total + xp.max(xp.where(positive, ratio, singular), axis=-1)
+        # Where a bound overflows or is NaN, nothing is known of the eigenvalues.
+        worst = xp.max(total)
+        return xp.where(xp.isfinite(worst), worst, xp.full_like(worst, xp.inf))
 
-def undetermined_error(
-    spectra: Sequence[Spectrum], /, *, scale: Array, damping: Array, name: str
-) -> errors.FactorizationError:
-    """Return the error of a flag of `undetermined`; synchronizes with the device."""
-    xp = ns.own_namespace(damping)
-    error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
-    return errors.FactorizationError(
-        f"with damping {float(xp.max(damping)):.1e} eigenvalues are not determined: "
-        "roundoff in the stored statistics changes a damped eigenvalue by "
-        f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or keep "
-        'statistics in float64 (Precision(storage="float64")).',
-        factor=name,
-    )
+    def flag(self) -> Array:
+        """Return the `Status` flag of an error above `ERROR_LIMIT`, 0-d int32."""
+        xp = ns.own_namespace(self.damping)
+        return ns.status_unless(xp, self.error() <= ERROR_LIMIT, Status.INACCURATE)
+
+    def require_determined(self, name: str, /) -> None:
+        """Raise `FactorizationError` for a flag; synchronizes with the device."""
+        if not int(self.flag()):
+            return
+        xp = ns.own_namespace(self.damping)
+        raise errors.FactorizationError(
+            f"with damping {float(xp.max(self.damping)):.1e} eigenvalues are not "
+            "determined: roundoff in the stored statistics changes a damped eigenvalue by "
+            f"{float(self.error()):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, "
+            'or keep statistics in float64 (Precision(storage="float64")).',
+            factor=name,
+        )
 
 
 @dispatched

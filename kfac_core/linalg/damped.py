@@ -269,18 +269,16 @@ class DampedMatrix:
         shifted = self.shift > 0
         if finite.known_true(xp.logical_not(shifted), xp=xp):
             return self
-        spectra, bounds = self._spectra()
-        flags = certificate.undetermined(spectra, **bounds)
+        flags = self._damped_spectrum().flag()
         flags = xp.where(xp.any(shifted), flags, xp.zeros_like(flags))
         if check == "status":
             return replaced(self, basis=replaced(basis, status=basis.status | flags))
         return self.in_wide_basis(name=name) if int(flags) else self
 
-    def _spectra(self) -> tuple[list[certificate.Spectrum], dict[str, Array]]:
-        """Return the arguments of `undetermined`: the eigenvalues of A, and the shift."""
+    def _damped_spectrum(self) -> certificate.DampedSpectrum:
         shift = self._shift()
-        bounds = {"scale": self._xp().ones_like(shift), "damping": shift}
-        return [self.spectrum(self.basis)], bounds
+        one = self._xp().ones_like(shift)
+        return certificate.DampedSpectrum([self.spectrum(self.basis)], one, shift)
 
     def in_wide_basis(self, *, name: str) -> DampedMatrix:
         """Return the matrix with its eigendecomposition computed in float64, or raise."""
@@ -319,9 +317,8 @@ class DampedMatrix:
                 factor="matrix",
             )
         if looks and finite.is_readable(damped, xp=xp):
-            spectra, bounds = self._having("eigenbasis")._spectra()
-            if int(certificate.undetermined(spectra, **bounds)):
-                raise certificate.undetermined_error(spectra, **bounds, name="matrix")
+            spectrum = self._having("eigenbasis")._damped_spectrum()
+            spectrum.require_determined("matrix")
         scaled = damped**exponent
         Q = basis.eigenvectors
         return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))

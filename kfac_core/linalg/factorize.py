@@ -472,13 +472,13 @@ def _clipped_cholesky(
 ) -> CholeskyFactor:
     """Return the factor of M with A clipped, or raise."""
     basis, damped, _, residual, fallback = _clipped(problem, name, xp)
-    # M = B^T B with B = diag(sqrt) Q^T, and B = Q' R gives L = R^T.
+    # With C = diag(sqrt) Q^T, M = C^T C, and a QR decomposition of C gives L = upper^T.
     Q = basis.eigenvectors
     # QR of the root, whose condition number is only the root of M's.
-    R = xp.linalg.qr(xp.sqrt(damped)[..., :, None] * xp.matrix_transpose(Q)).R
+    upper = xp.linalg.qr(xp.sqrt(damped)[..., :, None] * xp.matrix_transpose(Q)).R
     ones = xp.ones_like(damped)
-    signs = xp.where(xp.linalg.diagonal(R) < 0, -ones, ones)
-    lower = xp.matrix_transpose(R * signs[..., :, None])
+    signs = xp.where(xp.linalg.diagonal(upper) < 0, -ones, ones)
+    lower = xp.matrix_transpose(upper * signs[..., :, None])
     status = xp.zeros_like(fallback)
     factor = CholeskyFactor(lower, status, residual, basis.clipped, fallback)
     error = float(xp.max(factor.rounding_error()))
@@ -533,9 +533,8 @@ def _clipped(
             factor=name,
         )
     spectra = [certificate.Spectrum(w, basis.error)]
-    bounds = {"scale": xp.ones_like(problem.shift), "damping": problem.shift}
-    if int(certificate.undetermined(spectra, **bounds)):
-        raise certificate.undetermined_error(spectra, **bounds, name=name)
+    one = xp.ones_like(problem.shift)
+    certificate.DampedSpectrum(spectra, one, problem.shift).require_determined(name)
     fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
     return basis, damped, X, residual, fallback
 

@@ -25,7 +25,7 @@ from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 
-@structure(static=("repeats", "bias"))
+@structure(static=("copies", "bias"))
 class DampedRankOne:
     """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``, with ``u = [1_K (x) mu, 1]``.
 
@@ -39,8 +39,8 @@ class DampedRankOne:
         Mean ``mu``.
     whole : DampedMatrix or None
         The dense matrix, where a product needs it.
-    repeats : int
-        Number of repetitions ``K``.
+    copies : int
+        Number of equal blocks ``K``.
     bias : int
         0, or 1 for the homogeneous coordinate.
     """
@@ -48,7 +48,7 @@ class DampedRankOne:
     block: DampedMatrix
     mean: Array
     whole: DampedMatrix | None
-    repeats: int
+    copies: int
     bias: int
 
     @property
@@ -64,7 +64,7 @@ class DampedRankOne:
     @property
     def size(self) -> int:
         """The number ``K c + bias`` of rows."""
-        return self.repeats * self.block.size + self.bias
+        return self.copies * self.block.size + self.bias
 
     @property
     def dtype(self) -> DType:
@@ -158,15 +158,15 @@ class DampedRankOne:
         # The matrix determinant lemma; log1p keeps the digits of a small shift.
         corner = xp.log1p(self.shift) if self.bias else 0.0
         lemma = xp.log1p(weight * inner[0, 0])
-        return self.repeats * self.block.logdet() + corner + lemma
+        return self.copies * self.block.logdet() + corner + lemma
 
     def trace(self, *, shifted: bool) -> Array:
         """Return the trace, 0-d."""
         xp = self._xp()
-        trace = self.repeats * self.block.trace(shifted=shifted)
+        trace = self.copies * self.block.trace(shifted=shifted)
         if self.bias and shifted:
             trace = trace + self.shift
-        return trace + self.repeats * xp.sum(self.mean * self.mean) + self.bias
+        return trace + self.copies * xp.sum(self.mean * self.mean) + self.bias
 
     def eigenvalues(self, *, shifted: bool) -> Array:
         """Return the eigenvalues, ascending, from the dense matrix."""
@@ -200,10 +200,10 @@ class DampedRankOne:
         xp = self._xp()
         c, columns = self.block.size, v.shape[-1]
         # One product of c x c with all K k columns, instead of K products.
-        body = xp.reshape(v[: self.repeats * c, :], (self.repeats, c, columns))
-        side = xp.reshape(xp.permute_dims(body, (1, 0, 2)), (c, self.repeats * columns))
-        done = xp.reshape(function(side), (c, self.repeats, columns))
-        return xp.reshape(xp.permute_dims(done, (1, 0, 2)), (self.repeats * c, columns))
+        body = xp.reshape(v[: self.copies * c, :], (self.copies, c, columns))
+        side = xp.reshape(xp.permute_dims(body, (1, 0, 2)), (c, self.copies * columns))
+        done = xp.reshape(function(side), (c, self.copies, columns))
+        return xp.reshape(xp.permute_dims(done, (1, 0, 2)), (self.copies * c, columns))
 
     def _solve(self, v: Array) -> Array:
         """Return ``M^-1 v`` by the block and the mean."""
@@ -238,7 +238,7 @@ class DampedRankOne:
 
     def _body(self) -> Array:
         """Return ``1_K (x) mu``, shape (K c, 1)."""
-        return self._xp().tile(self.mean, (self.repeats,))[:, None]
+        return self._xp().tile(self.mean, (self.copies,))[:, None]
 
     def _vector(self) -> Array:
         """Return u, shape (n, 1)."""

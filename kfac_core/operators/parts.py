@@ -94,10 +94,11 @@ def accurate_bases(
     ``O(sum n_i)`` operations; ``check="raise"`` synchronizes with the device.
     """
 
-    def spectra(of: Bases) -> list[certificate.Spectrum]:
-        return [part.spectrum(of[side]) for side, part in parts.items()]
+    def spectrum(of: Bases) -> certificate.DampedSpectrum:
+        factors = [part.spectrum(of[side]) for side, part in parts.items()]
+        return certificate.DampedSpectrum(factors, scale, damping)
 
-    flags = certificate.undetermined(spectra(bases), scale=scale, damping=damping)
+    flags = spectrum(bases).flag()
     if check == "status" or not int(flags):
         return bases, flags
     # Roundoff of the working precision decides, so try float64 once.
@@ -105,11 +106,8 @@ def accurate_bases(
         side: eigenbasis_of(part.in_wide_basis(name=f"{name}/{side}"))
         for side, part in parts.items()
     }
-    options = {"scale": scale, "damping": damping}
-    flags = certificate.undetermined(spectra(wide), **options)
-    if int(flags):
-        raise certificate.undetermined_error(spectra(wide), **options, name=name)
-    return wide, flags
+    spectrum(wide).require_determined(name)
+    return wide, spectrum(wide).flag()
 
 
 def applied_in(
