@@ -33,9 +33,9 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     @functools.wraps(definition)
     def operation(*arguments: Any, **options: Any) -> Any:
         xp = options["xp"]
-        if xp.__name__ in by_namespace:
+        try:
             native = by_namespace[xp.__name__]
-        else:
+        except KeyError:
             native = native_operation(definition.__name__, xp)
         if native is not None:
             result = native(*arguments, **options)

@@ -209,8 +209,8 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
     """
     # A frozen class's constructor is slow, and this runs hundreds of times a step.
     new = object.__new__(type(value))
-    fields = new.__dict__
-    fields |= contents(value)
+    before, fields = value.__dict__, new.__dict__
+    fields |= contents(value) if _COMPUTE in before else before
     for name in _arrays[type(value)]:
         part = fields[name]
         if type(part) not in _PLAIN:
