@@ -96,14 +96,14 @@ def viewed_on_host(value: Tree, /, *, xp: Namespace) -> Tree:
     if not host_computes(xp=xp):
         return None
     try:
-        return _Mapped(_viewed_by(xp, {}), {})(value)
+        return _Mapped(_viewed_by(xp, {}))(value)
     except _ElsewhereError:
         return None
 
 
 def from_views(value: Tree, /, *, xp: Namespace) -> Tree:
     """Return the same with arrays of a library; undoes `viewed_on_host`."""
-    return _Mapped(partial(_native("from_host", from_host, xp), xp=xp), {})(value)
+    return _Mapped(partial(_native("from_host", from_host, xp), xp=xp))(value)
 
 
 Known = dict[int, tuple[Any, Any]]
@@ -144,7 +144,7 @@ class Hosted(stages.Executor):
             return self._inner(stage, tasks)
         # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
-        as_views = _Mapped(_viewed_by(xp, owners), {})
+        as_views = _Mapped(_viewed_by(xp, owners))
         hosted: dict[str, stages.Task] = {}
         for name, (block, first, *others) in tasks.items():
             if stage.is_product:
@@ -168,7 +168,7 @@ class Hosted(stages.Executor):
         results: dict[str, Any] = self._inner(stage, elsewhere) if elsewhere else {}
         if hosted:
             to_library = partial(_native("from_host", from_host, xp), xp=xp)
-            returned = _Mapped(to_library, owners)
+            returned = _Mapped(_owner_or(to_library, owners))
             for name, result in self._inner(stage, hosted).items():
                 if isinstance(result, Statistics):
                     results[name] = _statistics_of_library(result, to_library)
@@ -197,28 +197,24 @@ class _Mapped:
     ----------
     function : callable
         Function of one array.
-    known : dict
-        Objects by their id, each with its replacement.
     """
 
     _arrays: ClassVar[set[type[Any]]] = set()
     """The classes of all arrays so far."""
 
-    def __init__(self, function: Callable[[Any], Any], known: Known) -> None:
-        self._function, self._known = function, known
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function, self._known = function, Known()
 
     def __call__(self, value: Tree) -> Tree:
-        replacement = self._known.get(id(value))
-        if replacement is not None:
-            return replacement[1]
         cls = type(value)
         if cls in self._arrays:
             return self._function(value)
         if is_structure(value):
-            new = rebuilt(value, self)
             # Blocks share their options.
-            self._known[id(value)] = value, new
-            return new
+            known = self._known.get(id(value))
+            if known is None:
+                known = self._known[id(value)] = value, rebuilt(value, self)
+            return known[1]
         if isinstance(value, dict):
             return {name: self(part) for name, part in value.items()}
         if is_plain(value) or isinstance(value, Exception | stages.ProductCall):
@@ -238,7 +234,7 @@ def _statistics_of_library(
     The next update recognizes them unread.
     """
     known = {"status": function(view.status)}
-    return deferred(Statistics, known, partial(_Mapped(function, {}), view))
+    return deferred(Statistics, known, partial(_Mapped(function), view))
 
 
 def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
@@ -253,6 +249,16 @@ def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
         return array
 
     return view
+
+
+def _owner_or(function: Callable[[Any], Any], owners: Known) -> Callable[[Any], Any]:
+    """Return the function of an array, but that a view becomes its owner again."""
+
+    def result(x: Array) -> Array:
+        owner = owners.get(id(x))
+        return function(x) if owner is None else owner[1]
+
+    return result if owners else function
 
 
 def _native(

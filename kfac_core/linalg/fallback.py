@@ -198,9 +198,9 @@ def raise_invalid(flags: Status, name: str, /) -> None:
         As the flags say.
     """
     reason = (
-        "the matrix holds NaN or infinity. Its statistics were not finite, or their "
+        "the matrix holds NaN or infinity. Its statistics were not finite, or their sums "
+        "overflowed; reset them, or keep them in float64."
     )
-    reason += "sums overflowed; reset them, or keep them in float64."
     raise_flagged(flags, name, {Status.MATRIX_NOT_FINITE: reason})
 
 
