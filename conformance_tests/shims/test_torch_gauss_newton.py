@@ -411,6 +411,8 @@ def test_what_raises_changes_nothing():
         optimizer.step(fails_at_a_trial)
     with pytest.raises(kc.NotFiniteError, match="finite residuals"):
         optimizer.step(lambda: net(x)[:, 0] * torch.nan)
+    with pytest.raises(kc.ShapeError, match="Expected tensors"):
+        optimizer.step(lambda: net(x).detach().numpy())
     with pytest.raises(kc.ShapeError, match=r"\(N,\) or \(N, C\)"):
         optimizer.step(lambda: net(x).sum())
     with pytest.raises(kc.UnsupportedError, match="Term 1 of the loss"):

@@ -406,6 +406,12 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """Evaluate the caller's function; with the root where the step began, if any."""
         with torch.enable_grad():
             here = kc.samples.residual_problem(self._options, residuals(), root)
+            for returned in [*here.terms, *here.residuals]:
+                if not isinstance(returned, torch.Tensor):
+                    raise kc.ShapeError(
+                        f"Expected tensors from `residuals`, got {type(returned)}: "
+                        "return them with their graphs, and not as arrays."
+                    )
             if here.root is None:
                 return here
             return here._replace(terms=[here.root.rows(term) for term in here.terms])
