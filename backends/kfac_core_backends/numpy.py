@@ -160,6 +160,9 @@ if lapack is not None:
     _LEAF = 64
     """Below this size LAPACK's own triangular inverse is the faster one."""
 
+    _COPIED = 512
+    """Up to this size a copy takes a tenth of the time of moving a triangle."""
+
     _FEW_MATRICES = 16
     """Matrices of a stack that are computed together, so that they stay in the cache."""
 
@@ -293,7 +296,7 @@ if lapack is not None:
     def cholesky_in_place(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
         """Put the lower factor of ``B + shift I`` below B, which is moved above it."""
         a = matrix.array
-        if a.ndim != 2 or len(a) <= _LEAF or a.dtype not in _FLOATS or not _is_ours(a):
+        if a.ndim != 2 or len(a) <= _COPIED or a.dtype not in _FLOATS or not _is_ours(a):
             return NotImplemented
         if not matrix.full_storage:
             _mirror(a)
@@ -306,7 +309,7 @@ if lapack is not None:
     def restored_matrix(matrix: Any, diagonal: Any, /, *, xp: Any) -> Any:
         """Mirror what stands above the diagonal, and put the diagonal back."""
         a = matrix.array
-        if a.ndim != 2 or len(a) <= _LEAF or a.dtype not in _FLOATS or not _is_ours(a):
+        if a.ndim != 2 or len(a) <= _COPIED or a.dtype not in _FLOATS or not _is_ours(a):
             return NotImplemented
         _mirror(a.T)
         a.T.reshape(-1)[:: len(a) + 1] = diagonal

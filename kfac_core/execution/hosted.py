@@ -91,10 +91,9 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
 def viewed_on_host(value: Tree, /, *, xp: Namespace) -> Tree:
     """Return structures, dicts and tuples of arrays with NumPy's on the same memory.
 
-    None where the library's own arrays are to compute, as those of a device.
+    None where NumPy cannot access the memory of an array, as on a device; whether it is to
+    compute, `host_computes` says.
     """
-    if not host_computes(xp=xp):
-        return None
     try:
         return _Mapped(_viewed_by(xp, {}))(value)
     except _ElsewhereError:

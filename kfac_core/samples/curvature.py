@@ -460,7 +460,8 @@ def damped_kernel(
         K = _centered_kernel(K, J, overwrite, xp)
         overwrite = True
     # A solution errs by the roundoff times |K| / shift, and tr K is at least |K|.
-    least = ns.roundoff_of(K.array.dtype, xp=xp) / ACCURACY * K.trace()
+    trace = K.trace()
+    least = ns.roundoff_of(K.array.dtype, xp=xp) / ACCURACY * trace
     shift = lam * J.examples
     if check == "raise" and truth_of(shift < least, xp=xp):
         raise errors.DampingError(
@@ -473,7 +474,6 @@ def damped_kernel(
         return SampleCurvature(J, kernel, lam)
     roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
     problem = ScaledMatrix(K, ns.full_of(xp, 1.0, K.array), shift, roundoff)
-    trace = K.trace()
     factor = cholesky_factor(problem, check=check, name="K", in_place=overwrite)
     return SampleCurvature(J, DirectKernel(factor, shift, trace), lam, centered)
 

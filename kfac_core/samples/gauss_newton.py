@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar
 from kfac_core.array import namespaces as ns
+from kfac_core.array.finite import positive_or_one
 from kfac_core.integration.likelihoods import row_loss
 from kfac_core.integration.schedules import Schedule, require_positive
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -139,21 +140,21 @@ class BatchProgress(NamedTuple):
 
     Attributes
     ----------
-    average, weight : array, 0-d
+    average, weight : float or array, 0-d
         A running average of the losses, times its weight.
-    least : array, 0-d
+    least : float or array, 0-d
         The average when it last fell.
-    waited : array, 0-d
+    waited : float or array, 0-d
         Steps since.
-    times : array, 0-d
+    times : float or array, 0-d
         How often twenty steps passed without a fall.
     """
 
-    average: Array
-    weight: Array
-    least: Array
-    waited: Array
-    times: Array
+    average: Scalar
+    weight: Scalar
+    least: Scalar
+    waited: Scalar
+    times: Scalar
 
     @classmethod
     def start(cls, like: Array, /) -> BatchProgress:
@@ -165,8 +166,7 @@ class BatchProgress(NamedTuple):
 
     def after(self, loss: Array, /) -> BatchProgress:
         """Return the progress after another batch's loss, 0-d."""
-        xp = ns.own_namespace(self.average)
-        loss = ns.cast(xp, loss, self.average.dtype)
+        xp = ns.own_namespace(loss)
         average = AVERAGING * self.average + (1 - AVERAGING) * loss
         weight = AVERAGING * self.weight + (1 - AVERAGING)
         # The first averages are too small by their weight, as the moments of Adam.
@@ -180,7 +180,7 @@ class BatchProgress(NamedTuple):
         return BatchProgress(average, weight, least, waited, times)
 
     @property
-    def share(self) -> Array:
+    def share(self) -> Scalar:
         """What is left of the rate, 0-d."""
         # Harmonic: the rates still have an infinite sum, so no minimum is out of reach.
         return 1.0 / (1.0 + 0.5 * self.times)
@@ -301,8 +301,8 @@ def gauss_newton_step(
         roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
         least = 2.0 * roundoff / ACCURACY * trace / J.examples
         damping = xp.where(follows > least, follows, least)
-        # Of residuals that depend on nothing, which leave no step to damp.
-        damping = xp.where(damping > 0, damping, xp.ones_like(damping))
+        # 1 for residuals that depend on nothing, which leave no step to damp.
+        damping = positive_or_one(damping, xp=xp)
     F = damped_kernel(
         J,
         K,

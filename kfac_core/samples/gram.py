@@ -65,16 +65,18 @@ def sample_gram(
     dtype = widest_dtype(J.like, xp=xp) if dtype is None else dtype
     bound = max(_LEAST_ELEMENTS, _numbers(J) // 5)
     bound = bound if max_elements is None else max_elements
+    by_positions: list[_Positions] = []
+    by_gradients: list[Any] = []
+    for rows in _by_group(J):
+        if isinstance(rows, ExampleGradients) or _is_formed(rows):
+            by_gradients.append(rows)
+        else:
+            by_positions.append(_Positions(rows, dtype, xp))
     K: SymmetricMatrix | None = None
-    by_positions = [
-        _Positions(rows, dtype, xp)
-        for rows in _by_group(J)
-        if not isinstance(rows, ExampleGradients) and not _is_formed(rows)
-    ]
     if by_positions:
         K = _sum_of_products(by_positions, J.samples, bound)
     formed: list[Array] = []
-    for rows in _by_group(J):
+    for rows in by_gradients:
         # One half for parts that wait, the other for all of them side by side.
         for D in _derivatives(rows, dtype, bound // 2, xp):
             waiting = sum(math.prod(part.shape) for part in formed)
@@ -153,8 +155,6 @@ def _derivatives(
     """Yield the D of a layer where they are formed, (R, p), some rows at a time."""
     if isinstance(rows, ExampleGradients):
         yield ns.cast(xp, _by_example(rows, xp), dtype)
-        return
-    if not _is_formed(rows):
         return
     x, g = rows.full_inputs(rows.inputs.dtype, xp=xp), _by_residual(rows, dtype, xp)
     N, C, S, m = g.shape

@@ -29,9 +29,9 @@ def _(rows: Rows, V: Array, /, *, xp: Namespace) -> Array:
     g = ns.cast(xp, rows.output_grads, V.dtype)
     V = split_groups(V, tuple(x.shape[:-3]), xp=xp)
     # One product of all positions: as a stack of small ones it takes ten times as long.
-    flat = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
-    along = xp.reshape(xp.matmul(flat, V), (*x.shape[:-1], V.shape[-1]))
-    by_group = xp.sum(along[..., None, :, :, :] * g, axis=(-2, -1))
+    flat = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
+    along = ns.reshaped(xp.matmul(flat, V), (*x.shape[:-1], V.shape[-1]), xp=xp)
+    by_group = xp.sum(xp.vecdot(along[..., None, :, :, :], g), axis=-1)
     summed = by_group if x.ndim == 3 else xp.sum(by_group, axis=0)
     return xp.matrix_transpose(summed)
 
@@ -67,9 +67,9 @@ def _(
     rows: Rows, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
 ) -> Array:
     x = rows.full_inputs(c.dtype, xp=xp)
-    x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+    x = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
     g = _weighted(rows.output_grads, c, xp)
-    g = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
+    g = ns.reshaped(g, (*g.shape[:-3], -1, g.shape[-1]), xp=xp)
     return join_groups(xp.matmul(xp.matrix_transpose(x), g), xp=xp)
 
 

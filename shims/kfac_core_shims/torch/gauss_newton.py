@@ -294,9 +294,10 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             if problem.root is not None:
                 values = self._joined(problem.terms, scales)
             loss = r.mean() if self._options.centered else self._loss(r, problem.root)
-            if not bool(torch.isfinite(loss)):
+            loss_here = float(loss)
+            if not math.isfinite(loss_here):
                 raise kc.NotFiniteError(
-                    f"Expected finite residuals, got a loss of {float(loss)}. Nothing was "
+                    f"Expected finite residuals, got a loss of {loss_here}. Nothing was "
                     "changed; begin with smaller weights, or look at the data."
                 )
             start, root = kc.samples.Evaluation(values, loss), problem.root
@@ -309,7 +310,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         limit = torch.finfo(r.dtype).eps ** 0.5 * abs(before)
         self._report = GaussNewtonReport(
             steps=1 if last is None else last.steps + 1,
-            loss=float(loss),
+            loss=loss_here,
             reached=_float(result.reached),
             damping=float(result.damping),
             rate=float(result.rate),
@@ -319,7 +320,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             samples=samples,
             parameters=J.parameters,
             formed=self.formed,
-            other_points=abs(float(loss) - before) > limit,
+            other_points=abs(loss_here - before) > limit,
         )
         return loss
 
@@ -341,7 +342,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         if minibatch and group["progress"] is not None:
             by_parameter = {p: state[p]["direction"] for p in parameters}
             last = self._finder.vectors(by_parameter, J)
-            progress = group["progress"]
+            progress = kc.samples.BatchProgress(*group["progress"])
 
         hosted, xp = kc.execution.hosted, kc.array.namespaces.own_namespace(r)
         on_host = not isinstance(J.like, torch.Tensor)
@@ -363,7 +364,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             reached = values, self._loss(values, problem.root)
             return kc.samples.Evaluation(*viewed(reached))
 
-        r, values, last, progress = viewed((r, tuple(start), last, progress))
+        r, values, last = viewed((r, tuple(start), last))
         try:
             result = kc.samples.gauss_newton_step(
                 J,
@@ -375,7 +376,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 damping=group["damping"],
                 rate=group["lr"] or 1.0,
                 last=last,
-                progress=progress and kc.samples.BatchProgress(*progress),
+                progress=progress,
                 overwrite=True,
             )
         except BaseException:
@@ -385,7 +386,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         directions = go(result.direction, float(result.rate))
         if minibatch:
             assert result.progress is not None
-            group["progress"] = tuple(map(torch.as_tensor, result.progress))
+            group["progress"] = tuple(map(float, result.progress))
             for p, direction in directions.items():
                 state[p]["direction"] = direction
         else:
@@ -436,7 +437,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
     def _loss(self, r: Any, of_likelihood: Any) -> Any:
         """Return the loss in float64, of all processes."""
         if of_likelihood is None:
-            return r.double().square().sum() / (2 * len(r))
+            r = r.double()
+            return r.dot(r) / (2 * len(r))
         nats, examples = of_likelihood.loss.double(), len(of_likelihood.root)
         if self._processes is None:
             return nats

@@ -53,6 +53,7 @@ class JacobianFinder:
         except kc.UnsupportedError:
             self._model_blocks = ModelBlocks()
         install(self, self._model_blocks)
+        self._modules = [*self.model.modules()]
         # Full blocks sum over all uses of a weight by one example.
         self._blocks = {
             name: kc.Block(site.layer, kc.Full())
@@ -145,7 +146,7 @@ class JacobianFinder:
         dict of torch.nn.Parameter to torch.Tensor
             Zero where the residuals do not depend on a parameter.
         """
-        targets = {p: torch.zeros_like(p) for p in self._parameters.values()}
+        targets: dict[Any, Any] = {}
         for name, parts in direction.items():
             site = self._model_blocks.sites.get(name)
             if site is None:
@@ -153,6 +154,9 @@ class JacobianFinder:
                 targets[p] = parts["value"].reshape(p.shape).to(p.dtype)
             else:
                 site.place(parts, targets)
+        for p in self._parameters.values():
+            if p not in targets:
+                targets[p] = torch.zeros_like(p)
         return targets
 
     def vectors(
@@ -217,7 +221,7 @@ class JacobianFinder:
             for name, jacobian in J.layers.items()
         )
         # Batch norm mixes examples in training, and not in evaluation.
-        modes = tuple(module.training for module in self.model.modules())
+        modes = tuple([module.training for module in self._modules])
         key: Any = forms, modes
         # Processes compare at the same steps, whatever the sizes of their shares.
         if self.communicator is None:
@@ -314,9 +318,10 @@ def _differ(x: Any, y: Any, limit: float) -> bool:
 
 def _unit_vectors(r: Any) -> Any:
     """Return the vectors that pick each output of all examples, shape (C, N, C)."""
-    C = r.shape[1]
-    eye = torch.eye(C, dtype=r.dtype, device=r.device)
-    return eye[:, None, :].expand(C, len(r), C).contiguous()
+    N, C = r.shape
+    vectors = r.new_zeros(C, N, C)
+    vectors.diagonal(dim1=0, dim2=2).fill_(1.0)
+    return vectors
 
 
 def _problem(calls: list[Any], r: Any) -> str | None:
