@@ -19,6 +19,11 @@ from scipy.linalg import cython_blas, cython_lapack
 
 _PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
 
+_NUMBER = {
+    np.dtype(np.float32): ctypes.c_float,
+    np.dtype(np.float64): ctypes.c_double,
+}
+
 _Matrix = np.ndarray[Any, Any]
 
 _WIDTH = 64
@@ -109,8 +114,8 @@ def syrk(alpha: float, rows: _Matrix, beta: float, c: _Matrix, /) -> None:
     # In C order BLAS sees the transpose.
     x, trans = (rows.T, b"N") if rows.flags.c_contiguous else (rows, b"T")
     sizes = _int(rows.shape[1]), _int(rows.shape[0])
-    scalars = np.asarray([alpha, beta], rows.dtype)
-    factors = _address(scalars), _address(scalars[1:])
+    number = _NUMBER[rows.dtype]
+    factors = ctypes.byref(number(alpha)), ctypes.byref(number(beta))
     syrk = _routine(cython_blas, "syrk", rows.dtype, 10)
     syrk(b"L", trans, *sizes, factors[0], *_part(x), factors[1], *_part(c))
 

@@ -296,7 +296,12 @@ if lapack is not None:
     def cholesky_in_place(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
         """Put the lower factor of ``B + shift I`` below B, which is moved above it."""
         a = matrix.array
-        if a.ndim != 2 or len(a) <= _COPIED or a.dtype not in _FLOATS or not _is_ours(a):
+        if (
+            a.ndim != 2
+            or len(a) <= _COPIED
+            or a.dtype not in _FLOATS
+            or not _is_ours(a)
+        ):
             return NotImplemented
         if not matrix.full_storage:
             _mirror(a)
@@ -309,7 +314,12 @@ if lapack is not None:
     def restored_matrix(matrix: Any, diagonal: Any, /, *, xp: Any) -> Any:
         """Mirror what stands above the diagonal, and put the diagonal back."""
         a = matrix.array
-        if a.ndim != 2 or len(a) <= _COPIED or a.dtype not in _FLOATS or not _is_ours(a):
+        if (
+            a.ndim != 2
+            or len(a) <= _COPIED
+            or a.dtype not in _FLOATS
+            or not _is_ours(a)
+        ):
             return NotImplemented
         _mirror(a.T)
         a.T.reshape(-1)[:: len(a) + 1] = diagonal

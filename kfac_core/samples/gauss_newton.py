@@ -289,7 +289,7 @@ def gauss_newton_step(
     if options.centered:
         # For the size alone: `direction` takes the mean off by itself.
         r = r - xp.mean(r, axis=0, keepdims=True)
-    size = xp.mean(r * r)
+    size = ns.summed(r * r, xp=xp) / J.samples
     progress = (BatchProgress.start(size) if progress is None else progress).after(size)
     if options.falls:
         rate = rate * progress.share

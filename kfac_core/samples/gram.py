@@ -145,7 +145,7 @@ def _add_products(
 ) -> SymmetricMatrix:
     """Return K with the products of derivatives added, all layers' side by side."""
     D = parts[0] if len(parts) == 1 else xp.concat(parts, axis=1)
-    columns = xp.matrix_transpose(D)
+    columns = ns.transposed(D, xp=xp)
     return updated_gram(K, columns, 1.0, 1.0, overwrite=True, xp=xp)
 
 
@@ -165,7 +165,7 @@ def _derivatives(
         part = ns.cast(xp, across[:, :, start : start + at_once, :], dtype)
         # Without a sum over positions D is an outer product, for which BLAS is slower.
         D = part * g if S == 1 else xp.matmul(part, g)
-        yield xp.reshape(D, (N * C, -1))
+        yield ns.reshaped(D, (N * C, -1), xp=xp)
 
 
 def _by_residual(rows: Rows | IdRows, dtype: object, xp: Namespace) -> Array:
@@ -198,7 +198,7 @@ class _Positions:
         xp, (C, N, S, m) = self.xp, self.rows.output_grads.shape
         first, last = start // C, stop // C
         g = _by_residual(self.rows, self.dtype, xp)[first:, ...]
-        flat = xp.reshape(g, (-1, m))
+        flat = ns.reshaped(g, (-1, m), xp=xp)
         if C == S == 1 and last - first == N and isinstance(self.rows, Rows):
             x = self.rows.full_inputs(self.dtype, xp=xp)[:, 0, :]
             # SYRK: half the flops of the products below, whose rows and columns differ.

@@ -202,7 +202,7 @@ class Jacobian:
             V = jacobian.layer.parameters_to_matrix(vectors[name])
             xp = ns.namespace_of(rows=jacobian.rows.like, vectors=V)
             product = row_products(jacobian.rows, V, xp=xp)
-            products.append(xp.reshape(product, self.sample_shape))
+            products.append(ns.reshaped(product, self.sample_shape, xp=xp))
         total = products[0]
         for product in products[1:]:
             total = total + product
@@ -240,7 +240,7 @@ class Jacobian:
         combined: dict[str, dict[str, Array]] = {}
         for name, jacobian in self.layers.items():
             rows, layer = jacobian.rows, jacobian.layer
-            c = xp.reshape(coefficients, (rows.examples, rows.sources))
+            c = ns.reshaped(coefficients, (rows.examples, rows.sources), xp=xp)
             # Solutions w may be large where J^T w is not: it cancels in their dtype.
             c = ns.cast(xp, c, xp.result_type(c, rows.like))
             matrix = combined_rows(rows, c, layer.matrix_shape, xp=xp)

@@ -33,7 +33,7 @@ def _(rows: Rows, V: Array, /, *, xp: Namespace) -> Array:
     along = ns.reshaped(xp.matmul(flat, V), (*x.shape[:-1], V.shape[-1]), xp=xp)
     by_group = xp.sum(xp.vecdot(along[..., None, :, :, :], g), axis=-1)
     summed = by_group if x.ndim == 3 else xp.sum(by_group, axis=0)
-    return xp.matrix_transpose(summed)
+    return ns.transposed(summed, xp=xp)
 
 
 @row_products.register
@@ -70,7 +70,7 @@ def _(
     x = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
     g = _weighted(rows.output_grads, c, xp)
     g = ns.reshaped(g, (*g.shape[:-3], -1, g.shape[-1]), xp=xp)
-    return join_groups(xp.matmul(xp.matrix_transpose(x), g), xp=xp)
+    return join_groups(xp.matmul(ns.transposed(x, xp=xp), g), xp=xp)
 
 
 @combined_rows.register
