@@ -302,7 +302,7 @@ def gauss_newton_step(
         least = 2.0 * roundoff / ACCURACY * trace / J.examples
         damping = xp.where(follows > least, follows, least)
         # 1 for residuals that depend on nothing, which leave no step to damp.
-        damping = positive_or_one(damping, xp=xp)
+        damping = positive_or_one(damping)
     F = damped_kernel(
         J,
         K,

@@ -22,7 +22,6 @@ from kfac_core.array import Array, DType, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.layer import AnyRows
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.indexing import set_block
@@ -66,7 +65,7 @@ def sample_gram(
     bound = max(_LEAST_ELEMENTS, _numbers(J) // 5)
     bound = bound if max_elements is None else max_elements
     by_positions: list[_Positions] = []
-    by_gradients: list[Any] = []
+    by_gradients: list[ExampleGradients | Rows] = []
     for rows in _by_group(J):
         if isinstance(rows, ExampleGradients) or _is_formed(rows):
             by_gradients.append(rows)
@@ -150,7 +149,7 @@ def _add_products(
 
 
 def _derivatives(
-    rows: AnyRows, dtype: object, bound: int, xp: Namespace
+    rows: ExampleGradients | Rows, dtype: object, bound: int, xp: Namespace
 ) -> Iterator[Array]:
     """Yield the D of a layer where they are formed, (R, p), some rows at a time."""
     if isinstance(rows, ExampleGradients):
