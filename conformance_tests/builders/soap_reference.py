@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-BETAS, EPS, FALL = (0.93, 0.93), 1e-10, 400
+BETAS, FALL = (0.93, 0.93), 400
 
 Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Gradient, first and second moment in the bases."""
@@ -18,8 +18,9 @@ Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Naive:
     """One weight as a matrix, with a basis on both sides if it has factors."""
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, int], *, eps: float = 1e-10) -> None:
         self.m, self.v, self.t = np.zeros(shape), np.zeros(shape), 0
+        self.eps = eps
         self.C: list[np.ndarray | None] = [None, None]
         self.Q = [np.eye(n) for n in shape]
 
@@ -62,7 +63,7 @@ class Naive:
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
         self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
         m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
-        d = m / (np.sqrt(self.v / (1 - BETAS[1] ** self.t)) + EPS)
+        d = m / (np.sqrt(self.v / (1 - BETAS[1] ** self.t)) + self.eps)
         return L @ d @ R.T
 
 

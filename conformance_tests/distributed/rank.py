@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import functools
 import importlib
 import itertools
 import json
@@ -679,6 +680,8 @@ def soap(communicator):
 
     from kfac_core_shims.torch import SOAP
 
+    # A step in a direction without variance is roundoff, divided by eps.
+    new_soap = functools.partial(SOAP, eps=1e-8)
     x, y = data()
 
     def run(optimizer, model, called, mine, scale):
@@ -693,12 +696,12 @@ def soap(communicator):
     model = network()
     # A group of this process alone: all others take part in making each.
     groups = [torch.distributed.new_group([i]) for i in range(communicator.size)]
-    alone = SOAP(model, process_group=groups[communicator.rank])
+    alone = new_soap(model, process_group=groups[communicator.rank])
     expected = run(alone, model, model, slice(None), 1)
     for is_given in (False, True):
         model = network()
         called = DistributedDataParallel(model)
-        optimizer = SOAP(called if is_given else model)
+        optimizer = new_soap(called if is_given else model)
         mine = rows_of(communicator, 0)
         got = run(optimizer, model, called, mine, communicator.size)
         # Bases of close eigenvalues amplify the order of additions.
@@ -725,7 +728,10 @@ def soap(communicator):
     ranks, size = range(communicator.size), communicator.size
     alone, shared = Choosing(), Choosing()
     called = DistributedDataParallel(shared, find_unused_parameters=True)
-    steppers = SOAP(alone, process_group=groups[communicator.rank]), SOAP(called)
+    steppers = (
+        new_soap(alone, process_group=groups[communicator.rank]),
+        new_soap(called),
+    )
     for _ in range(STEPS):
         for optimizer in steppers:
             optimizer.zero_grad()

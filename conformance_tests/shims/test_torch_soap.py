@@ -55,12 +55,12 @@ def assert_near(a, b, rtol=1e-8):
     assert float((a - b).norm() / b.norm()) < rtol
 
 
-def naively_trained(data, *, by_rows, classes=3):
+def naively_trained(data, *, by_rows, classes=3, eps=1e-10):
     """Train `network` with the naive program."""
     model = network(classes)
     layers = [model[0], model[3], model[5]]
     naive = {
-        p: soap_reference.Naive((len(p), p[0].numel()))
+        p: soap_reference.Naive((len(p), p[0].numel()), eps=eps)
         for module in layers
         for p in module.parameters()
     }
@@ -111,9 +111,10 @@ def test_parameters_alone_take_the_factors_of_their_gradients():
     # in that direction a step is roundoff, divided by eps.
     model = network(classes=8)
     data = [(x, y + 3 * (y % 2)) for x, y in batches()]
-    optimizer = SOAP(model.parameters())
+    optimizer = SOAP(model.parameters(), eps=1e-8)
     got = trained(model, optimizer, data)
-    assert_near(got, naively_trained(data, by_rows=False, classes=8), rtol=1e-4)
+    expected = naively_trained(data, by_rows=False, classes=8, eps=1e-8)
+    assert_near(got, expected, rtol=1e-6)
     assert set(optimizer.factors.values()) == {"gradient"}
 
 

@@ -18,7 +18,7 @@ DAMPING = Falling(2e-2, after=50.0, power=1.5)
 DAMPING_RULE: Literal["factored", "factored_unit_pi", "exact"] = "factored_unit_pi"
 # Steps fall like 1 / t, late enough that autoencoders are not slowed, and far enough that
 # noise does not decide where a regression ends.
-KL_CLIP = PerOutput(Falling(1e-4, after=120.0, power=2.0))
+KL_CLIP = PerOutput(Falling(1e-4, after=100.0, power=2.0))
 # Rarely what decides a step, since the clip does.
 LEARNING_RATE = 1.0
 # Curvature at the first parameters says little after twenty steps.

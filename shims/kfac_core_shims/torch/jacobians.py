@@ -53,7 +53,6 @@ class JacobianFinder:
         except kc.UnsupportedError:
             self._model_blocks = ModelBlocks()
         install(self, self._model_blocks)
-        self._modules = [*self.model.modules()]
         # Full blocks sum over all uses of a weight by one example.
         self._blocks = {
             name: kc.Block(site.layer, kc.Full())
@@ -146,7 +145,7 @@ class JacobianFinder:
         dict of torch.nn.Parameter to torch.Tensor
             Zero where the residuals do not depend on a parameter.
         """
-        targets: dict[Any, Any] = {}
+        targets = {p: torch.zeros_like(p) for p in self._parameters.values()}
         for name, parts in direction.items():
             site = self._model_blocks.sites.get(name)
             if site is None:
@@ -154,9 +153,6 @@ class JacobianFinder:
                 targets[p] = parts["value"].reshape(p.shape).to(p.dtype)
             else:
                 site.place(parts, targets)
-        for p in self._parameters.values():
-            if p not in targets:
-                targets[p] = torch.zeros_like(p)
         return targets
 
     def vectors(
@@ -221,7 +217,7 @@ class JacobianFinder:
             for name, jacobian in J.layers.items()
         )
         # Batch norm mixes examples in training, and not in evaluation.
-        modes = tuple([module.training for module in self._modules])
+        modes = tuple([module.training for module in self.model.modules()])
         key: Any = forms, modes
         # Processes compare at the same steps, whatever the sizes of their shares.
         if self.communicator is None:

@@ -77,17 +77,11 @@ class Site:
             arrays[role] = x.reshape(shape)
         return arrays
 
-    def place(self, parts: Mapping[str, Any], targets: dict[Any, Any], /) -> None:
-        """Put vectors in the layer's layout into tensors of the parameters' shapes."""
+    def place(self, parts: Mapping[str, Any], targets: Mapping[Any, Any], /) -> None:
+        """Write vectors in the layer's layout into tensors of the parameters' shapes."""
         for role, x in parts.items():
-            p = self.parameters[role]
+            target = self._rows(role, targets[self.parameters[role]])
             x = self.part.to_module(x) if role == "weight" else x
-            if self.rows_of(role) is None:
-                targets[p] = x.reshape(p.shape).to(p.dtype)
-                continue
-            if p not in targets:
-                targets[p] = torch.zeros_like(p)
-            target = self._rows(role, targets[p])
             target.copy_(x.reshape(target.shape))
 
     def gradients(self) -> dict[str, Any] | None:
