@@ -622,6 +622,7 @@ def test_heads_of_different_sizes_with_separate_batches(fisher):
         loss = fn.cross_entropy(model(x[own], place), y[own] % 3, reduction="sum")
         (loss / 8).backward()
     kfac.step()
+    assert kfac.outputs == 4
     joined = torch.cat([torch.cat(calls), torch.ones(8, 1)], 1)
     assert_factors(kfac, {"below": (joined.T @ joined / 8, G / 8)})
 

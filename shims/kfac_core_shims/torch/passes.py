@@ -398,7 +398,9 @@ class PassRecorder:
         self.drawn += z[..., 0].numel()
         for call in calls:
             call.is_taken = True
-        kfac.outputs = z.shape[-1]
+        # Of passes with several widths, the clip takes the largest, in any order.
+        of_step = [kfac.outputs] if self.observations else []
+        kfac.outputs = max([z.shape[-1], *of_step])
         loss_factor = kfac.criterion.row.multiple(z.shape[-1])
         observation = Observation(
             calls=calls,
