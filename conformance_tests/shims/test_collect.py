@@ -208,12 +208,12 @@ def test_processes_go_on_together_where_one_was_killed(tmp_path, monkeypatch, st
 def test_sums_of_processes_whose_arrays_have_two_orders():
     """As where one process has rows of a layer and another has none."""
     x = torch.randn(2, 200, 170, dtype=torch.float64)
-    mine = [x[0].clone(), x[1].mT.contiguous().mT]
+    of_ranks = [x[0].clone(), x[1].mT.contiguous().mT]
 
     def run(communicator):
-        one = object.__new__(collection._Run)
-        one.communicator = communicator
-        return one._total(mine[communicator.rank])
+        collected = object.__new__(collection._Run)
+        collected.communicator = communicator
+        return collected._total(of_ranks[communicator.rank])
 
     for total in kc.distributed.run_ranks(2, run):
         torch.testing.assert_close(total, x.sum(0))
