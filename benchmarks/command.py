@@ -30,7 +30,7 @@ SECONDS = 60.0
 # Flags, and what argparse is told of each; all that follows from them is in `_options`.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "quick": {"action": "store_true", "help": "small workloads, in about a minute"},
-    "workloads": {"nargs": "+", "help": "workloads, or all, quick, sweeps"},
+    "workloads": {"nargs": "+", "help": "workloads, or all, quick, sweeps, large"},
     "stages": {"nargs": "+", "help": "only these stages of the workloads"},
     "libraries": {"nargs": "+", "help": "default: all that are installed"},
     "threads": {

@@ -73,6 +73,8 @@ class Workload:
     passes : bool
         Whether the rows are activations and gradients of the layers in a chain, with tanh
         between them and a label drawn for each of the outputs.
+    compared : bool
+        Whether answers are compared with a dense float64 reference, on the host.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Workload:
     size: int = 0
     memory: bool = False
     passes: bool = False
+    compared: bool = True
 
     @property
     def factor_bytes(self) -> int:
@@ -184,6 +187,12 @@ def _resnet50(images: int, most_rows: int) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
+def _encoder(width: int, layers: int, rows: int) -> tuple[Layer, ...]:
+    """Return a transformer's layers, with one product for queries, keys and values."""
+    sizes = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    return tuple(Layer(n, m, True, rows) for n, m in sizes) * layers
+
+
 AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 ALL = MAIN_STAGES + EIGEN_STAGES + OPTIMIZER_STAGES + GPU_STAGES
 WORKLOADS = (
@@ -223,6 +232,21 @@ SWEEPS = (
         for k in (4, 8, 16, 32, 64)
     ),
 )
+LARGE = (
+    Workload(
+        "wide 8192", (Layer(8192, 8192, True, 2048),), MAIN_STAGES, compared=False
+    ),
+    Workload(
+        *("bert-large", _encoder(1024, 24, 1024), CORE_STAGES),
+        batches=1,
+        compared=False,
+    ),
+    Workload(
+        *("one billion", _encoder(2048, 16, 512), CORE_STAGES),
+        batches=1,
+        compared=False,
+    ),
+)
 QUICK = (
     Workload("small autoencoder", _chain((64, 96, 32, 8, 32, 96, 64), 128), ALL),
     Workload("32 of 16", _square(16, 32, 32), CORE_STAGES + LOOPED_STAGES),
@@ -232,7 +256,7 @@ QUICK = (
         for n in (128, 256, 512)
     ),
 )
-GROUPS = {"quick": QUICK, "all": WORKLOADS + SWEEPS, "sweeps": SWEEPS}
+GROUPS = {"quick": QUICK, "all": WORKLOADS + SWEEPS, "sweeps": SWEEPS, "large": LARGE}
 
 
 def chosen_workloads(names: Sequence[str], /) -> tuple[Workload, ...]:
@@ -241,7 +265,7 @@ def chosen_workloads(names: Sequence[str], /) -> tuple[Workload, ...]:
     Parameters
     ----------
     names : sequence of str
-        Names, or ``"all"``, ``"quick"``, ``"sweeps"``.
+        Names, or ``"all"``, ``"quick"``, ``"sweeps"``, ``"large"``.
 
     Returns
     -------
@@ -253,7 +277,7 @@ def chosen_workloads(names: Sequence[str], /) -> tuple[Workload, ...]:
     ValueError
         For an unknown name, with those that there are.
     """
-    known = {w.name: (w,) for w in (*QUICK, *SWEEPS, *WORKLOADS)} | GROUPS
+    known = {w.name: (w,) for w in (*QUICK, *SWEEPS, *WORKLOADS, *LARGE)} | GROUPS
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no workload {unknown[0]!r}; there are {', '.join(known)}")

@@ -113,6 +113,16 @@ LIBRARIES = {
         "MM, eigh; no guards, no residual checks, no layouts",
         kernels=True,
     ),
+    "cuda-kernels": Entry(
+        module="torch_kernels",
+        argument="syrk",
+        title="cuBLAS, cuSOLVER",
+        needs=("torch", "cupy"),
+        devices=("cuda",),
+        core=False,
+        includes="as plain PyTorch, with cuBLAS's SYRK for the statistics",
+        kernels=True,
+    ),
     "lapack": Entry(
         module="lapack",
         argument="",

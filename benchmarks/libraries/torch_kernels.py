@@ -2,11 +2,13 @@
 
 What PyTorch's calls take, without anything around them: it has no SYRK, SYMM or triangular
 inverse of its own, so that this is ADDMM with the average in `beta`, ``cholesky_ex`` with
-``cholesky_inverse``, and products of whole matrices.
+``cholesky_inverse``, and products of whole matrices.  On a GPU these are cuBLAS and
+cuSOLVER, of which the argument ``"syrk"`` takes SYRK too, through CuPy.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ def make(argument: str, /, *, device: str, threads: int) -> Library:
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU")
     torch.set_num_threads(threads)
-    return _TorchKernels(device)
+    return _SyrkKernels(device) if argument == "syrk" else _TorchKernels(device)
 
 
 class _TorchKernels:
@@ -143,7 +145,7 @@ class _TorchKernels:
             sides = [
                 (
                     block.reshape(len(x), c, b).permute(1, 0, 2),
-                    torch.eye(b).repeat(c, 1, 1),
+                    torch.eye(b, device=self._device).repeat(c, 1, 1),
                 )
                 for block, (c, b) in zip(rows, basis_blocks(layer)[::-1], strict=True)
             ]
@@ -153,6 +155,19 @@ class _TorchKernels:
     def _cycle(self) -> list[Matrix]:
         self._update()
         return self._precondition("inverse", self._refresh("inverse"))
+
+
+class _SyrkKernels(_TorchKernels):
+    """The same with half of the flops in statistics, which keep their lower triangle."""
+
+    def _update(self) -> None:
+        syrk = importlib.import_module("cupy.cublas").syrk
+        view = importlib.import_module("cupy").from_dlpack
+        for sums, rows in zip(self._sums, self._rows, strict=True):
+            for total, x in zip(sums, rows, strict=True):
+                scale = {"alpha": 1.0 / x.shape[0], "beta": DECAY}
+                syrk("T", view(x), out=view(total), lower=True, **scale)
+        self._weight = DECAY * self._weight + 1.0
 
 
 def _by_inverses(A_inv: Matrix, G_inv: Matrix, V: Matrix) -> Matrix:
