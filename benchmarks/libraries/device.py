@@ -85,11 +85,11 @@ def device_counts(
         return None
     finish(call())
     # The profiler synchronizes with the device when it ends.
-    nothing, own = _counted(torch, lambda: None, finish), _counted(torch, call, finish)
+    nothing, own = counted(torch, lambda: None, finish), counted(torch, call, finish)
     return {name: own[name] - nothing[name] for name in own}
 
 
-def _counted(torch: Any, call: Call, finish: Callable[[Any], None]) -> dict[str, int]:
+def counted(torch: Any, call: Call, finish: Callable[[Any], None]) -> dict[str, int]:
     """Return what a call asks of the device, and what counting does."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:

@@ -456,6 +456,29 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
     same({n: p.grad for n, p in late.named_parameters()}, expected)
 
 
+def test_a_tied_weight_that_is_read_elsewhere_keeps_its_gradient():
+    """Two modules share it, and a product outside of them reads it too."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Embedding(7, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.one.weight
+
+        def forward(self, ids):
+            h = self.two(self.one(ids))
+            return self.head(h) + h.sin() @ self.one.weight.mT
+
+    model, ids = Tied(), torch.randint(7, (9,))
+    kfac = KFAC(model, lr=0.1)
+    fn.cross_entropy(model(ids), ids).backward()
+    gradient = model.one.weight.grad.clone()
+    with pytest.warns(UserWarning, match="weight is also read elsewhere"):
+        kfac.step()
+    assert torch.equal(model.one.weight.grad, gradient)
+
+
 def test_overlap_changes_no_bit():
     """Statistics are taken while the backward pass runs; a batch may be left out."""
     first = Network().double()

@@ -122,6 +122,20 @@ def small_models():
     }
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_code_compiled_for_another_model_does_not_hide_calls():
+    """The first model has no hooks, and its decorated functions are compiled one by one."""
+    torch._dynamo.reset()
+    models = [small_models()["gpt2"] for _ in range(2)]
+    (first, words), (model, _) = models
+    torch.compile(first, backend="eager")(**words).loss.backward()
+    compiled = torch.compile(model, backend="eager")
+    kfac = KFAC(compiled, lr=0.1)
+    compiled(**words).loss.backward()
+    kfac.step()
+    assert kfac.preconditioned == {id(p) for p in model.parameters()}
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5"])
 def test_whole_models_are_covered(kind):
     """Two lines, every parameter in a block, and a step that lowers the loss."""

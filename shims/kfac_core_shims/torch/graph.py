@@ -270,7 +270,7 @@ class Walk:
         in derivatives of the network.
         """
         layer = site.layer
-        if site.kind == "embedding" and layer.bag:
+        if site.kind == "embedding" and getattr(layer, "bag", False):
             return "it was called with `offsets`, 1-D ids or `per_sample_weights`"
         if site.kind == "embedding":
             return (

@@ -102,8 +102,11 @@ def forget_compiled(model: torch.nn.Module, /) -> None:
     this one too: that modules have no hooks is not among its guards.
     """
     for kind in {type(module) for module in model.modules()}:
-        if isinstance(getattr(kind, "forward", None), FunctionType):
-            remove_from_cache(kind.forward)
+        function = getattr(kind, "forward", None)
+        # Where a graph breaks below a decorator, the inner function has code of its own.
+        while isinstance(function, FunctionType):
+            remove_from_cache(function)
+            function = getattr(function, "__wrapped__", None)
 
 
 @contextmanager
