@@ -219,6 +219,6 @@ def test_jax_without_float64_raises(requires_backend):
     )
 
     refused, narrow, wide = done.stdout.splitlines()
-    assert "float64 in silence" in refused
+    assert "round float64 to 32 bits" in refused
     assert "enable_float64" in refused
     assert (narrow, wide) == ("float32", "float64")
