@@ -31,7 +31,7 @@ from kfac_core.distributed.placement import Placement
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
-from kfac_core.execution.threaded import Threaded
+from kfac_core.execution.threaded import Threaded, library_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.factorizations import Factorization
 from kfac_core.losses.modes import EstimationMode
@@ -443,7 +443,7 @@ class Estimator:
 
         It uses the statistics and damping at the time of the call.  Array libraries release
         the GIL while they compute, so that a refresh overlaps with other work if a core or
-        a device is idle.
+        a device is idle.  PyTorch's CUDA tensors are computed on a stream of their own.
 
         Parameters
         ----------
@@ -505,7 +505,9 @@ class Estimator:
                 self._install(before, after)
 
         previous, self._last_refresh = self._last_refresh, ended
-        return BackgroundRefresh(refreshed, install)
+        library = library_of(started)
+        beside = refreshed if library is None else library.in_background(refreshed)
+        return BackgroundRefresh(beside, install)
 
     def operator(self, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh, or raise `NotReadyError`."""

@@ -9,6 +9,7 @@ here synchronizes with a GPU, except ``eigh``, which does so in PyTorch itself o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +123,35 @@ def hold_threads(number: int, /) -> Callable[[], None]:
         torch.set_num_threads(before)
 
     return undo
+
+
+@functools.cache
+def _background_stream(device: Any) -> Any:
+    # One, since memory that is freed on a stream is used again on that stream alone.
+    return torch.cuda.Stream(device)
+
+
+def in_background(function: Callable[[], Any], /) -> Callable[[], Any]:
+    """Return a function for another thread, on a stream of its own of the current GPU."""
+    if not torch.cuda.is_initialized():
+        return function
+    here = torch.cuda.current_stream()
+    # The arrays that the function reads may still be queued here.
+    ready = here.record_event()
+
+    def beside() -> Any:
+        stream = _background_stream(here.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            result = function()
+        stream.synchronize()
+        for x in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(x) and x.is_cuda:
+                # Memory that is freed here is used again when this stream has read it.
+                x.record_stream(here)
+        return result
+
+    return beside
 
 
 def register_structure(

@@ -1,5 +1,6 @@
 """Refreshing beside the steps, and only what has moved."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -131,3 +132,45 @@ def test_a_background_refresh_that_fails_counts_and_keeps(backend, rng):
         refresh.install()
     with pytest.raises(kc.UnknownBlockError):
         estimator.start_refresh(["b"])
+
+
+def test_a_gpu_refreshes_on_a_stream_of_its_own(requires_backend, monkeypatch):
+    """It waits for what was queued before, and the thread alone for what it queues."""
+    requires_backend("torch")
+    import torch
+
+    from kfac_core_backends import torch as adapter
+
+    log = []
+
+    class Stream:
+        device = "cuda:0"
+
+        def __init__(self, device):
+            log.append(f"stream on {device}")
+
+        def __getattr__(self, name):
+            return lambda *_: log.append(name)
+
+    stream_of = {
+        "is_initialized": lambda: True,
+        "current_stream": lambda: here,
+        "stream": lambda s: contextlib.nullcontext(log.append("enter")),
+        "Stream": Stream,
+    }
+    here = Stream("the loop's")
+    for name, stand_in in stream_of.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    adapter._background_stream.cache_clear()
+    estimator = make()
+    batch = kc.Batch(torch.ones(10, 4), torch.ones(10, 3))
+    estimator.update({"a": batch})
+
+    estimator.start_refresh().install()
+    estimator.start_refresh().install()
+    adapter._background_stream.cache_clear()
+
+    refresh = ["record_event", "enter", "wait_event", "synchronize"]
+    assert log[:3] == ["stream on the loop's", "record_event", "stream on cuda:0"]
+    assert log[3:] == [*refresh[1:], *refresh]
+    assert estimator.state["a"].operator is not None

@@ -123,6 +123,9 @@ class Backend(Protocol):
     def hold_threads(self, number: int, /) -> Callable[[], None]:
         """Limit calls to a number of threads; return a function that lifts the limit."""
 
+    def in_background(self, function: Callable[[], Tree], /) -> Callable[[], Tree]:
+        """Return a function for another thread, to compute beside this one's calls."""
+
 
 _loaded: dict[str, Backend] = {}
 _operations: dict[str, Mapping[str, Callable[..., Any]]] = {}

@@ -210,6 +210,23 @@ class GenericBackend:
         """
         return lambda: None
 
+    def in_background(self, function: Callable[[], Tree], /) -> Callable[[], Tree]:
+        """Return a function that another thread calls while this one goes on.
+
+        Where a device works through one queue of calls, it uses a queue of its own.
+
+        Parameters
+        ----------
+        function : callable
+            Returns a structure of arrays, of arrays that exist now.
+
+        Returns
+        -------
+        callable
+            Returns the same, when it is computed.
+        """
+        return function
+
     @functools.cached_property
     def _module(self) -> Namespace:
         """The namespace: the compatibility layer's, the package, or its ``numpy``."""

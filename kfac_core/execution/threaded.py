@@ -62,15 +62,15 @@ class Threaded(Executor):
             list(tasks),
             work=work.__getitem__,
             workers=self.workers,
-            library=_library_of(tasks),
+            library=library_of(*(task[1] for task in tasks.values())),
         )
         return {name: results[name] for name in tasks}
 
 
-def _library_of(tasks: Tasks) -> Backend | None:
-    """Return the namespace of the first array among the arguments."""
-    for task in tasks.values():
-        for _, x in leaves(task[1]):
+def library_of(*structures: Any) -> Backend | None:
+    """Return the backend of the first array in structures; None without an array."""
+    for structure in structures:
+        for _, x in leaves(structure):
             if not is_plain(x):
                 return backend_of(ns.own_namespace(x))
     return None
