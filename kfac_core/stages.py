@@ -564,13 +564,16 @@ def _entering_damping(
     `dtypes` are those of computing and of applying.
     """
     require_damping(damping)
+    compute, apply = dtypes
     # Denormal dampings lose digits, and some devices flush them to zero; zero itself is
     # legal.
-    smallest = max([ns.smallest_normal_of(dtype, xp=xp) for dtype in {*dtypes}])
+    smallest = ns.smallest_normal_of(compute, xp=xp)
+    if apply != compute:
+        smallest = max(smallest, ns.smallest_normal_of(apply, xp=xp))
     if isinstance(damping, ns.NUMBER):
         entered = value = float(damping)
     else:
-        entered = ns.as_scalar(xp, damping, dtypes[0], "damping")
+        entered = ns.as_scalar(xp, damping, compute, "damping")
         ns.same_place(statistics=like, damping=damping)
         if check == "status":
             good = (damping <= 0) | (damping >= smallest)

@@ -134,6 +134,9 @@ if lapack is not None:
         """Return a routine of BLAS or LAPACK for each dtype."""
         return dict(zip(_FLOATS, (single, double), strict=True))
 
+    # Small matrices get their options by position, since three keywords take f2py as long
+    # as the rest of the call: SYRK beta, c, trans, lower; SYMV beta, y, the offsets and
+    # steps of x and y, lower; POTRF lower, clean, overwrite; POTRI lower, overwrite.
     _SYRK = _by_dtype(blas.ssyrk, blas.dsyrk)
     _SYMM = _by_dtype(blas.ssymm, blas.dsymm)
     _SYMV = _by_dtype(blas.ssymv, blas.dsymv)
@@ -239,7 +242,7 @@ if lapack is not None:
             sums = sums.T
         if tail is None and d <= _LEAF:
             # The rows transposed are in Fortran order already, and the sum is copied.
-            return _SYRK[rows.dtype](alpha, rows.T, beta=beta, c=sums, lower=1), False
+            return _SYRK[rows.dtype](alpha, rows.T, beta, sums, 0, 1), False
         if overwrite and sums is not None and _is_ours(sums):
             c = sums
         else:
@@ -284,11 +287,7 @@ if lapack is not None:
         a = np.asfortranarray(array * factor) if small else _lower_copy(array, factor)
         diagonal = a.T.reshape(-1)[:: n + 1]
         diagonal += shift
-        info = (
-            _POTRF[a.dtype](a, lower=1, clean=1, overwrite_a=1)[1]
-            if small
-            else potrf(a)
-        )
+        info = _POTRF[a.dtype](a, 1, 1, 1)[1] if small else potrf(a)
         if info != 0:
             a[...] = np.nan
         return a
@@ -337,7 +336,7 @@ if lapack is not None:
             return _inverse_of_stack(lower), True
         n, ours = lower.shape[0], overwrite and _is_ours(lower)
         if n <= _LEAF:
-            inverse = _POTRI[lower.dtype](lower, lower=1, overwrite_c=ours)[0]
+            inverse = _POTRI[lower.dtype](lower, 1, ours)[0]
             np.copyto(inverse, inverse.T, where=_ABOVE[:n, :n])
             return inverse, True
         root = lower if ours else _lower_copy(lower)
@@ -618,9 +617,8 @@ if lapack is not None:
         if v.dtype != array.dtype or not factor:
             return NotImplemented
         a, is_lower = _stored(array)
-        x = v[:, 0]
-        symv = _SYMV[a.dtype]
-        return symv(factor, a, x, beta=shift, y=x, lower=is_lower)[:, None]
+        x, symv = v[:, 0], _SYMV[a.dtype]
+        return symv(factor, a, x, shift, x, 0, 1, 0, 1, is_lower)[:, None]
 
     def _product_of_stack(array: Any, v: Any) -> Any:
         """Return the products of a stack, in the order of v and in reused memory."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 from kfac_core.array.backend import native_operation, natives
+from kfac_core.array.types import Namespace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,23 +28,39 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     callable
         With the same signature.
     """
-    by_namespace = natives[definition.__name__]
+    function: Any = definition
+    name: str = function.__name__
+    by_namespace = natives[name]
 
     # Without `xp` among the parameters, the options are passed on as they came.
-    @functools.wraps(definition)
     def operation(*arguments: Any, **options: Any) -> Any:
         xp = options["xp"]
         try:
             native = by_namespace[xp.__name__]
         except KeyError:
-            native = native_operation(definition.__name__, xp)
+            native = native_operation(name, xp)
         if native is not None:
             result = native(*arguments, **options)
             if result is not NotImplemented:
                 return result
         return definition(*arguments, **options)
 
-    return cast("Callable[P, R]", operation)
+    # Packing arguments takes longer than the rest, and most operations have one or two.
+    def of_arrays(x: Any, y: Any = None, /, *, xp: Namespace) -> Any:
+        try:
+            native = by_namespace[xp.__name__]
+        except KeyError:
+            native = native_operation(name, xp)
+        if native is not None:
+            result = native(x, xp=xp) if y is None else native(x, y, xp=xp)
+            if result is not NotImplemented:
+                return result
+        return function(x, xp=xp) if y is None else function(x, y, xp=xp)
+
+    code = function.__code__
+    takes_few = code.co_argcount <= 2 and code.co_kwonlyargcount == 1
+    wrapper = of_arrays if takes_few else operation
+    return cast("Callable[P, R]", functools.wraps(definition)(wrapper))
 
 
 def is_factorization_failure(error: Exception, /) -> bool:

@@ -154,8 +154,11 @@ def positive_or_one(x: Array, /) -> Array:
 
     For a 0-d array of NumPy that is a scalar of NumPy; see `namespaces.as_number`.
     """
-    xp, x = ns.own_namespace(x), ns.as_number(x)
+    x = ns.as_number(x)
     positive = x > 0
+    if positive is np.True_:
+        return x
+    xp = ns.own_namespace(x)
     return x if known_true(positive, xp=xp) else xp.where(positive, x, 1.0)
 
 

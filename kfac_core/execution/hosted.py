@@ -167,7 +167,7 @@ class Hosted(stages.Executor):
         results: dict[str, Any] = self._inner(stage, elsewhere) if elsewhere else {}
         if hosted:
             to_library = partial(_native("from_host", from_host, xp), xp=xp)
-            returned = _Mapped(_owner_or(to_library, owners))
+            returned = _Mapped(to_library, owners)
             for name, result in self._inner(stage, hosted).items():
                 if isinstance(result, Statistics):
                     results[name] = _statistics_of_library(result, to_library)
@@ -185,6 +185,9 @@ class Hosted(stages.Executor):
             self._views[name, type(result)] = result, view
 
 
+_WITHOUT_ARRAYS = (Exception, stages.ProductCall)
+
+
 class _ElsewhereError(Exception):
     """An array whose memory NumPy cannot access."""
 
@@ -196,27 +199,35 @@ class _Mapped:
     ----------
     function : callable
         Function of one array.
+    known : dict, optional
+        Objects whose replacements are known.
     """
 
     _arrays: ClassVar[set[type[Any]]] = set()
     """The classes of all arrays so far."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function, self._known = function, Known()
+    def __init__(
+        self, function: Callable[[Any], Any], known: Known | None = None
+    ) -> None:
+        self._function, self._known = function, {} if known is None else known
 
     def __call__(self, value: Tree) -> Tree:
+        # Blocks share their options, and factorizations their zeros.
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
         cls = type(value)
         if cls in self._arrays:
-            return self._function(value)
+            mapped = self._function(value)
+            self._known[id(value)] = value, mapped
+            return mapped
         if is_structure(value):
-            # Blocks share their options.
-            known = self._known.get(id(value))
-            if known is None:
-                known = self._known[id(value)] = value, rebuilt(value, self)
-            return known[1]
+            mapped = rebuilt(value, self)
+            self._known[id(value)] = value, mapped
+            return mapped
         if isinstance(value, dict):
             return {name: self(part) for name, part in value.items()}
-        if is_plain(value) or isinstance(value, Exception | stages.ProductCall):
+        if is_plain(value) or isinstance(value, _WITHOUT_ARRAYS):
             return value
         if isinstance(value, tuple):
             return tuple(map(self, value))
@@ -248,16 +259,6 @@ def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
         return array
 
     return view
-
-
-def _owner_or(function: Callable[[Any], Any], owners: Known) -> Callable[[Any], Any]:
-    """Return the function of an array, but that a view becomes its owner again."""
-
-    def result(x: Array) -> Array:
-        owner = owners.get(id(x))
-        return function(x) if owner is None else owner[1]
-
-    return result if owners else function
 
 
 def _native(

@@ -250,15 +250,16 @@ def _probed(problem: symmetric.ScaledMatrix, xp: Namespace) -> _Probed:
     known = known_finite(image, xp=xp)
     plain = known or is_plain(image, xp=xp)
     number = float if plain and image.ndim == 2 else ns.as_number
+    d = number(shift)
     invalid: Conditions = ()
     valid: Any = True
     # An infinite shift makes the image infinite, so only its sign is left to check.
-    if not (known and known_true(number(shift) >= 0, xp=xp)):
+    if not (known and known_true(d >= 0, xp=xp)):
         finite = xp.all(xp.isfinite(image), axis=(-2, -1))
         invalid = problem_flags(shift, finite)
         valid = finite & (shift >= 0)
-    resolution = _resolution(problem, number, xp)
-    return _Probed(z, image, invalid, valid, number(shift), resolution, number, plain)
+    resolution = _resolution(problem, d, number, xp)
+    return _Probed(z, image, invalid, valid, d, resolution, number, plain)
 
 
 def _judged(
@@ -385,7 +386,10 @@ def _known_rank(problem: symmetric.ScaledMatrix, xp: Namespace) -> Array:
 
 
 def _resolution(
-    problem: symmetric.ScaledMatrix, number: Callable[[Array], Scalar], xp: Namespace
+    problem: symmetric.ScaledMatrix,
+    shift: Scalar,
+    number: Callable[[Array], Scalar],
+    xp: Namespace,
 ) -> Array | None:
     """Return the least eigenvalue of M that storing B determines, ``u c |B|_F / limit``.
 
@@ -393,8 +397,7 @@ def _resolution(
     """
     if not problem.roundoff:
         return None
-    factor, shift = number(problem.factor), number(problem.shift)
-    most = certificate.ERROR_LIMIT / problem.roundoff
+    factor, most = number(problem.factor), certificate.ERROR_LIMIT / problem.roundoff
     trace = factor * number(symmetric.matrix_trace(problem.matrix.array, xp=xp))
     # The trace bounds the norm, and takes one pass over the diagonal.
     if known_true(trace <= most * shift, xp=xp):
