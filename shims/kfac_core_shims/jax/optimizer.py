@@ -14,7 +14,9 @@ the change of h.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
@@ -460,24 +462,18 @@ class Optimizer:
 
     def _captured(self, pull: Any, z: Any, targets: Any, key: Any) -> Any:
         """Return the rows of each block, for the mean over all rows of the outputs."""
-        spec = kc.losses.noise_spec(self.loss, z, mode=self.fisher)
-        noise = None
-        if spec is not None:
-            draw = {"uniform": jax.random.uniform, "normal": jax.random.normal}
-            noise = draw[spec.distribution](key, spec.shape)
-        vectors = kc.losses.vectors(
-            self.loss,
-            z,
-            mode=self.fisher,
-            targets=targets if self.fisher == "empirical" else None,
-            noise=noise,
-            weight=len(z) / _rows(z),
-        )
-        if spec is None and self.fisher != "empirical":
+        loss, mode = self.loss, self.fisher
+        if mode == "empirical":
+            drawn = kc.losses.vectors(loss, z, mode=mode, targets=targets)
+        else:
+
+            def noise(spec: kc.losses.NoiseSpec) -> Any:
+                return getattr(jax.random, spec.distribution)(key, spec.shape)
+
             # Rows that a layer mixes, of one example or of several, must not add up.
-            signs = jax.random.uniform(key, vectors.vectors.shape[:-1])
-            vectors = kc.losses.with_random_signs(vectors, signs)
-        return pull(vectors)
+            drawn = kc.losses.drawn_vectors(loss, z, mode=mode, seed=noise, shared=True)
+        root = math.sqrt(len(z) / _rows(z))
+        return pull(dataclasses.replace(drawn, vectors=root * drawn.vectors))
 
     def _direction(
         self, params: Any, state: OptimizerState, gradients: Any, capture: Any

@@ -449,9 +449,7 @@ class KFAC(kc.integration.NaturalGradient):
         import jax
 
         key = jax.random.fold_in(jax.random.key(place), step)
-        if spec.distribution == "normal":
-            return jax.random.normal(key, spec.shape, z.dtype)
-        return jax.random.uniform(key, spec.shape, z.dtype)
+        return getattr(jax.random, spec.distribution)(key, spec.shape, z.dtype)
 
     def _batches(self, calls: Any, rows: Any, examples: Any) -> list[dict[str, Any]]:
         # In every mode the vectors are those of a sum, and made here.
