@@ -132,3 +132,15 @@ def test_several_threads_or_a_gradient_keep_it_in_pytorch(on_one_thread, calls, 
     )
 
     assert calls == []
+
+
+def test_inverses_of_a_stack_as_on_a_gpu(requires_backend, rng):
+    """By one triangular solve and one product; a matrix that failed stays NaN."""
+    backend = requires_backend("torch", adapter=True)
+    S = np.stack([spd(rng, 7) for _ in range(3)])
+    L = np.linalg.cholesky(S)
+    L[1] = np.nan
+    inverse = backend.adapter._stacked_cholesky_inverse(backend.asarray(L))
+    inverse = backend.to_numpy(inverse)
+    assert_close(inverse[[0, 2]], np.linalg.inv(S[[0, 2]]), "inverse", "float64")
+    assert np.isnan(inverse[1]).all()

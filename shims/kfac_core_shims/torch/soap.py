@@ -478,6 +478,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 )
                 if isinstance(jump, torch.Tensor) or jump > 0:
                     m.exp_avg_sq.mul_(1 + (1 - decay) * jump)
+        if isinstance(rate, torch.Tensor):
+            # In CUDA's program of all parameters, a rate on the device is float32.
+            rate = rate.float()
         targets = [x for m in moments for x in m.targets]
         if group["weight_decay"] != 0:
             # Not by `adamw` below, whose arguments are steps from zero, with nothing to
