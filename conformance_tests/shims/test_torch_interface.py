@@ -285,6 +285,32 @@ def test_a_cast_that_autocast_keeps_hides_no_use():
     assert difference < 0.05 * torch.linalg.norm(blocks[0])
 
 
+def test_returned_logits_are_a_cast_of_those_that_the_loss_reads():
+    """As accelerate casts what a model with a loss inside returns."""
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x, y):
+            z = self.out(x)
+            return Answer(fn.cross_entropy(z, y), z.float())
+
+    model, x, y = Cast().double(), doubles(10, 4), torch.randint(3, (10,))
+    kfac = attached(model, **CATEGORICAL)
+    answer = model(x, y)
+    answer.loss.backward()
+    gradient = torch.cat([p.grad.view(3, -1) for p in model.parameters()], 1)
+    kfac.step()
+
+    p = answer.logits.double().softmax(1)
+    G = torch.diag(p.mean(0)) - p.T @ p / len(p)
+    ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    found = torch.cat([p.grad.view(3, -1) for p in model.parameters()], 1)
+    close(found, kfac_by_hand(ones.T @ ones / len(x), G, gradient), 1e-5)
+
+
 @pytest.mark.parametrize("kind", ["bce", "mse", "mse sum", "gaussian"])
 def test_losses_are_in_units_of_their_likelihood(kind):
     """``(F + damping)^-1 g / c``, whatever multiple c of it the loss is."""

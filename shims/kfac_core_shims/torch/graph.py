@@ -570,6 +570,13 @@ def pull_back(
             r.call.add_source(g)
 
 
+def below_casts(edge: GradientEdge, /) -> GradientEdge:
+    """Return where a tensor is before its casts and moves to other devices."""
+    while edge.node.name() == "ToCopyBackward0":
+        edge = GradientEdge(*edge.node.next_functions[0])
+    return edge
+
+
 def whole(x: Any, /) -> Any:
     """Return the whole of a tensor that is divided among processes; others as they are."""
     return x.full_tensor() if hasattr(x, "placements") else x

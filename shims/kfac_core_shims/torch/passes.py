@@ -94,6 +94,8 @@ class Pass:
             # part of its base's.
             self.finish(_gradient_of_view(self.z, self.base, gradient))
         else:
+            # A loss inside the model may read what the outputs are a cast of.
+            self.edge = graph.below_casts(self.edge)
             recorder.hold(self)
             self.handle = self.edge.node.register_prehook(self.reached)
 
@@ -120,6 +122,8 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "they cannot be observed. Write y = y + x instead of y += x."
             )
+        if gradient is not None:
+            z = z.to(gradient.device, gradient.dtype)
         self.observation = recorder.observe_pass(edge, z, gradient, passing, replay)
 
     def drop(self) -> None:
