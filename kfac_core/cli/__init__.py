@@ -23,7 +23,6 @@ from typing import Protocol
 import kfac_core
 from kfac_core import errors
 from kfac_core.array.optional import entry_points_of
-from kfac_core.cli.parser import Parser
 from kfac_core.cli.screen import WIDTH, complain
 
 __all__ = [
@@ -133,9 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     _complete(parser)
-    chosen, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        chosen.refuse_unknown(unknown)
+    chosen = parser.parse_args(arguments)
     if chosen.command is None:
         parser.print_help()
         return 0
@@ -177,8 +174,8 @@ def ended(
     return code
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="kfac-core",
         description="K-FAC linear algebra for NumPy, PyTorch, JAX and CuPy.",
         epilog="KFAC_CORE_BACKEND=name[:device] chooses the array library. "
@@ -187,7 +184,6 @@ def _parser() -> Parser:
     parser.add_argument(
         "--version", action="version", version=f"kfac-core {kfac_core.__version__}"
     )
-    parser.set_defaults(refuse_unknown=parser.refuse_unknown)
     children = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, module in commands().items():
         child = children.add_parser(
@@ -198,7 +194,7 @@ def _parser() -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(child)
-        child.set_defaults(run=module.run, refuse_unknown=child.refuse_unknown)
+        child.set_defaults(run=module.run)
     return parser
 
 
