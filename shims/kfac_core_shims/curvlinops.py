@@ -17,8 +17,7 @@ from curvlinops.kfac import FisherType
 from torch import nn
 
 import kfac_core as kc
-from kfac_core_shims.torch import KFAC
-from kfac_core_shims.torch.gradients import differentiate
+from kfac_core_shims.torch.layer_factors import with_layer_factors
 from kfac_core_shims.torch.merging import FactorProducts
 
 MODES: dict[Any, Any] = {
@@ -72,44 +71,31 @@ class KFACLinearOperator(curvlinops.KFACLinearOperator):
         """Run the model over the data once, and keep both factors of each layer."""
         self._reset_matrix_properties()
         mode = MODES.get(self._fisher_type, "empirical")
-        sharing: Any = str(getattr(self._kfac_approx, "value", self._kfac_approx))
-        kind = kc.Kronecker(sharing=sharing)
-        rows, multiple = 0, 1.0
+        rows = outputs = 0
 
         def passes() -> Iterator[Any]:
-            nonlocal rows, multiple
+            nonlocal rows, outputs
             for x, y in self._loop_over_data(desc="KFAC matrices"):
                 z = self._model_func(x)
                 if isinstance(self._loss_func, nn.CrossEntropyLoss):
                     z = z.movedim(1, -1)  # classes last, as the likelihood reads them
-                rows += z[..., 0].numel()
-                # Curvature is in units of the likelihood; losses may be multiples of it.
-                multiple = kfac.criterion.row.multiple(z.shape[-1])
-                if mode != "empirical":
-                    yield z
-                    continue
-                # The factor of the loss is squared, and what its mean divides by is not.
-                multiple *= kfac.criterion.row.factor
-                kfac.observe(z)
-                differentiate(self._loss(z, y), self._params)
-                yield None
+                rows, outputs = rows + z[..., 0].numel(), z.shape[-1]
+                yield z, self._loss(z, y) if mode == "empirical" else None
 
-        kfac = KFAC(
+        kfac = with_layer_factors(
             self._model_func,
+            passes(),
             likelihood=self._loss_func,
             fisher=mode,
             samples=self._mc_samples,
             positions="together",
-            approximations={
-                **dict.fromkeys(("dense", "conv"), kind),
-                **dict.fromkeys(("embedding", "scale_shift")),
-            },
-            decay=1.0,
-            output=None,
-            communicator="alone",
+            sharing=str(getattr(self._kfac_approx, "value", self._kfac_approx)),
         )
-        kfac.update(passes())
-        kfac.remove()
+        # Curvature is in units of the likelihood; losses may be multiples of it.
+        multiple = kfac.criterion.row.multiple(outputs)
+        if mode == "empirical":
+            # The factor of the loss is squared, and what its mean divides by is not.
+            multiple *= kfac.criterion.row.factor
         for name, positions in self._mapping.items():
             A, G, scale = kfac.factors(name)
             if not self._is_joint(positions):

@@ -15,9 +15,8 @@ import torch
 from laplace.curvature import EFInterface, GGNInterface
 from laplace.utils import Kron
 
-import kfac_core as kc
 from kfac_core_shims.torch import KFAC
-from kfac_core_shims.torch.gradients import differentiate
+from kfac_core_shims.torch.layer_factors import with_layer_factors
 
 
 class _Kronecker:
@@ -36,49 +35,36 @@ class _Kronecker:
         **_: Any,
     ) -> tuple[torch.Tensor, Kron]:
         """Return the loss of a batch, and its factors for a data set of N examples."""
-        kind = kc.Kronecker(sharing=kfac_approx)
-        kfac = KFAC(
-            self._model,
-            likelihood=self.lossfunc,
-            fisher=self.fisher,
-            samples=mc_samples if self.fisher == "gradients" else 1,
-            approximations={
-                **dict.fromkeys(("dense", "conv"), kind),
-                **dict.fromkeys(("embedding", "scale_shift")),
-            },
-            decay=1.0,
-            output=None,
-            communicator="alone",
-        )
-        losses: list[torch.Tensor] = []
-        # Curvature is in units of the likelihood, and the loss may be a multiple of it.
-        multiple = 1.0
+        empirical = self.fisher == "empirical"
+        done: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def passes() -> Iterator[torch.Tensor | None]:
+        def passes() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
             z = (
                 self._model(self.model.forward_with_features(x)[1].detach())
                 if (self.last_layer)
                 else self.model(x)
             )
-            losses.append(self.lossfunc(z, y))
-            nonlocal multiple
-            multiple = kfac.criterion.row.multiple(z.shape[-1])
-            if self.fisher != "empirical":
-                yield z
-                return
-            multiple *= multiple  # Of products of two gradients of the loss.
-            kfac.observe(z)
-            differentiate(losses[0], self._model.parameters())
-            yield None
+            done.append((z, self.lossfunc(z, y)))
+            yield z, done[0][1] if empirical else None
 
-        kfac.update(passes())
-        kfac.remove()
+        kfac = with_layer_factors(
+            self._model,
+            passes(),
+            likelihood=self.lossfunc,
+            fisher=self.fisher,
+            samples=mc_samples if self.fisher == "gradients" else 1,
+            sharing=kfac_approx,
+        )
+        [(z, loss)] = done
+        # Curvature is in units of the likelihood, and the loss may be a multiple of it;
+        # products of two gradients are of its square.
+        multiple = kfac.criterion.row.multiple(z.shape[-1]) ** (2 if empirical else 1)
         if kfac.skipped:
             raise ValueError(
                 f"Only linear and conv layers have factors: {kfac.skipped}"
             )
         kron = Kron(list(self._factors(kfac, len(y), N, multiple)))
-        return self.factor * losses[0].detach(), self.factor * kron
+        return self.factor * loss.detach(), self.factor * kron
 
     def _factors(
         self: Any, kfac: KFAC, M: int, N: int, multiple: float
