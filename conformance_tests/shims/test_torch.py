@@ -125,30 +125,35 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     """Through torch.save with weights only: sampled labels and schedules go on."""
     x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
 
-    def steps(model, kfac, count):
+    def steps(run, count):
+        model, optimizer, scheduler, kfac = run
         for _ in range(count):
             step(model, kfac, x, y, fn.cross_entropy)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
+            optimizer.step()
+            scheduler.step()
 
     def fresh():
-        options = {"fisher": "gradients", "update_every": 2, "refresh_every": 3}
         model = Network()
-        return model, attached(model, likelihood=Categorical(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        options = {"fisher": "gradients", "update_every": 2, "refresh_every": 3}
+        options |= {"kl_clip": 1e-6, "lr": optimizer}
+        kfac = attached(model, likelihood=Categorical(), **options)
+        return model, optimizer, scheduler, kfac
 
-    model, kfac = fresh()
-    steps(model, kfac, 4)
-    torch.save([model.state_dict(), kfac.state_dict()], tmp_path / "run.pt")
-    steps(model, kfac, 5)
-    other, resumed = fresh()
-    weights, state = torch.load(tmp_path / "run.pt", weights_only=True)
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    steps(other, resumed, 5)
+    run = fresh()
+    steps(run, 4)
+    torch.save([part.state_dict() for part in run], tmp_path / "run.pt")
+    steps(run, 5)
+    again = fresh()
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    for part, state in zip(again, saved, strict=True):
+        part.load_state_dict(state)
+    steps(again, 5)
 
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+    for p, q in zip(run[0].parameters(), again[0].parameters(), strict=True):
         assert torch.equal(p, q)
+    resumed = again[-1]
     with pytest.raises(kc.StateError):
         resumed.load_state_dict({"steps": 3, "estimator": {}})
     with pytest.raises(kc.StateError):

@@ -122,8 +122,12 @@ def rate_of(lr: Any, /) -> Any:
                 "torch.optim.SGD (optim='sgd' of Hugging Face's Trainer); or pass KFAC a "
                 "number, lr=0.1."
             )
-        rates = lr.param_groups
-        return lambda step: max(float(group["lr"]) for group in rates) or _RESTING
+
+        # The list of groups is another after `load_state_dict`.
+        def largest(step: int) -> float:
+            return max(float(group["lr"]) for group in lr.param_groups) or _RESTING
+
+        return largest
     number = isinstance(lr, int | float) and not isinstance(lr, bool)
     if not callable(lr) and not (number and 0.0 < lr < math.inf):
         raise kc.ConventionError(
