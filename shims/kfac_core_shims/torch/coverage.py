@@ -53,8 +53,6 @@ class Coverage:
         Trained parameters that keep their gradients, with the reason.
     replaced : set of str
         Blocks of parameters that the model no longer has, or reads in another way.
-    notes : list of str
-        Why passes since the last step were not observed.
     """
 
     def __init__(
@@ -76,11 +74,6 @@ class Coverage:
         self._preconditioned = len(sites)
         self._watches = watches
         self._tree = _parameter_tree(model)
-
-    @property
-    def notes(self) -> list[str]:
-        """Why passes since the last step were not observed."""
-        return [*self._notes]
 
     def note(self, why: str, /) -> None:
         """Remember why a pass was not observed, for the error of a step without any."""
