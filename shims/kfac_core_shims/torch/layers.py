@@ -478,8 +478,10 @@ def _read_tied(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> R
         )
     ids = x.reshape(-1)
     padding = module.padding_idx
+    # `one_hot` makes integers of eight bytes, twice as large as what is made of them.
+    hits = ids[:, None] == torch.arange(vocabulary, device=ids.device)
     return Reading(
-        inputs=fn.one_hot(ids, vocabulary).to(module.weight.dtype),
+        inputs=hits.to(module.weight.dtype),
         mask=None if padding is None else ids != padding,
         grad_shape=(len(ids), features),
     )
