@@ -108,6 +108,11 @@ def is_plain(x: Any, /, *, xp: Any) -> bool:
     return type(x) is np.ndarray or isinstance(x, np.generic)
 
 
+def matrix_diagonal(x: Any, /, *, xp: Any) -> Any:
+    """Return the diagonals of square matrices, as views."""
+    return x.diagonal(axis1=-2, axis2=-1)
+
+
 def matrix_trace(x: Any, /, *, xp: Any) -> Any:
     """Return the traces of square matrices."""
     if x.ndim == 2 and x.shape[0] <= _SHORT and x.dtype in _FLOATS:
@@ -165,6 +170,9 @@ if lapack is not None:
 
     _COPIED = 512
     """Up to this size a copy takes a tenth of the time of moving a triangle."""
+
+    _SHORT_SYRK = 2**24
+    """Multiplications up to which SciPy's wrapper, which keeps the lock, is faster."""
 
     _FEW_MATRICES = 16
     """Matrices of a stack that are computed together, so that they stay in the cache."""
@@ -240,9 +248,11 @@ if lapack is not None:
         n = d if tail is None else d + 1
         if sums is not None and total.full_storage and sums.flags.c_contiguous:
             sums = sums.T
-        if tail is None and d <= _LEAF:
-            # The rows transposed are in Fortran order already, and the sum is copied.
-            return _SYRK[rows.dtype](alpha, rows.T, beta, sums, 0, 1), False
+        is_short = sums is None and rows.size * d <= _SHORT_SYRK
+        if tail is None and (d <= _LEAF or is_short):
+            # Rows in C order are in Fortran order transposed, and the sum is copied.
+            x, trans = (rows.T, 0) if rows.flags.c_contiguous else (rows, 1)
+            return _SYRK[rows.dtype](alpha, x, beta, sums, trans, 1), False
         if overwrite and sums is not None and _is_ours(sums):
             c = sums
         else:
@@ -293,16 +303,16 @@ if lapack is not None:
         return a
 
     def cholesky_in_place(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
-        """Put the lower factor of ``B + shift I`` below B, which is moved above it."""
+        """Put the lower factor of ``B + shift I`` below B, which is moved above it.
+
+        A small B is copied, and what is above the diagonal has no meaning.
+        """
         a = matrix.array
-        if (
-            a.ndim != 2
-            or len(a) <= _COPIED
-            or a.dtype not in _FLOATS
-            or not _is_ours(a)
-        ):
+        if a.ndim != 2 or a.dtype not in _FLOATS or not _is_ours(a):
             return NotImplemented
-        if not matrix.full_storage:
+        if len(a) <= _COPIED:
+            a = a.copy("F")
+        elif not matrix.full_storage:
             _mirror(a)
         diagonal = a.T.reshape(-1)[:: len(a) + 1]
         diagonal += shift

@@ -447,10 +447,14 @@ def host_computes(*, xp: Any, flops: int = 0, dtype: Any = None) -> bool:
 
 def host_view(x: Any, /, *, xp: Any) -> Any:
     """Return a NumPy array on the memory of a plain tensor on the CPU."""
-    if not isinstance(x, torch.Tensor):
+    known = type(x) is torch.Tensor and x.dtype in _SEEN
+    if not known or _is_compiling() or _is_wrapped(x):
         return None
-    dense = x.layout is torch.strided and not x.is_nested
-    return x.numpy() if dense and x.dtype in _SEEN and _plain(x) else None
+    try:
+        array: np.ndarray[Any, Any] = x.numpy()
+    except (RuntimeError, TypeError):
+        return None  # It is on a device, differentiated, sparse or to be negated.
+    return array
 
 
 def from_host(x: Any, /, *, xp: Any) -> Any:

@@ -46,9 +46,7 @@ def test_the_damping_follows_the_residuals(backend, centered):
             start=kc.samples.Evaluation(residuals, None),
             damping=chosen.damping,
             rate=0.3,
-            last=None
-            if phi is None
-            else {"a": {"weight": backend.asarray(phi[:, None])}},
+            last=None if phi is None else {"a": backend.asarray(phi[:, None])},
             progress=progress,
         )
 

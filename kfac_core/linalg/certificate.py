@@ -155,12 +155,10 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     """
     # max diag(M) / min pivot^2 bounds the condition number from below, at no cost
     # beside the factorization.
-    smallest = xp.min(matrix_diagonal(lower, xp=xp), axis=-1)
-    unit = finite.positive_or_one(smallest)
-    largest = xp.max(diagonal, axis=-1)
-    largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
+    smallest = finite.positive_or_one(xp.min(matrix_diagonal(lower, xp=xp), axis=-1))
+    largest = finite.positive_or_one(xp.max(diagonal, axis=-1))
     # Multiply by the roundoff first, since the squares of huge ratios overflow.
-    ratio = xp.sqrt(largest) / unit
+    ratio = xp.sqrt(largest) / smallest
     return ns.roundoff_of(lower.dtype, xp=xp) * ratio * ratio
 
 

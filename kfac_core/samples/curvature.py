@@ -32,7 +32,7 @@ from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_s
 from kfac_core.linalg.triangular import solve_triangular
 from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
-from kfac_core.samples.jacobian import Jacobian, Parameters
+from kfac_core.samples.jacobian import Jacobian, Matrices, Parameters
 
 REMAINDER = 1e-6
 """Largest ``|F x - v| / |v|`` of a product with the inverse."""
@@ -167,13 +167,22 @@ class SampleCurvature:
         ----------
         Goldshlager, Abrahamsen and Lin (2024), arXiv:2401.10190, equation 19.
         """
+        J = self.jacobian
+        phi = None if last is None else J.to_matrices(last)
+        matrices = self.direction_matrices(residuals, phi, momentum)
+        return J.to_parameters(matrices)
+
+    def direction_matrices(
+        self, residuals: Array, last: Matrices | None, momentum: Scalar, /
+    ) -> dict[str, Array]:
+        """Return `direction` as the layers' matrices, as which the last one comes, too."""
         target = residuals
         if last is not None:
-            target = residuals - momentum * self.jacobian.multiply(last)
-        step = self._transposed(self.solve_kernel(target))
+            target = residuals - momentum * self.jacobian.multiply_matrices(last)
+        step = self._combined(self.solve_kernel(target))
         if last is None:
             return step
-        return _combined(lambda d, phi: d + momentum * phi, step, last)
+        return _of_both(lambda d, phi: d + momentum * phi, step, last)
 
     def solve_kernel(self, c: Array, /) -> Array:
         """Return ``(K + N lam I)^-1 c``, centered on both sides where J is.
@@ -203,9 +212,9 @@ class SampleCurvature:
         self, vectors: Parameters, /, *, damped: bool = True
     ) -> dict[str, dict[str, Array]]:
         """Return ``F_damped v``, or ``F v``; two products with J."""
-        xp = ns.own_namespace(self.damping)
-        product = self._product(self._widened(vectors), self.damping if damped else 0.0)
-        return _combined(lambda w, v: ns.cast(xp, w, v.dtype), product, vectors)
+        v = self.jacobian.to_matrices(vectors)
+        damping = self.damping if damped else 0.0
+        return self._narrowed(self._product(self._widened(v), damping), v)
 
     def multiply_inverse(self, vectors: Parameters, /) -> dict[str, dict[str, Array]]:
         """Return ``F_damped^-1 v``; prefer `direction` for a gradient ``J^T r / N``.
@@ -219,23 +228,23 @@ class SampleCurvature:
             If ``|F_damped x - v| / |v|`` is above 1e-6 for the solution x, or x is beyond
             the range of its dtype.  A traced program gets NaN instead.
         """
-        wide = self._widened(vectors)
+        right = self.jacobian.to_matrices(vectors)
+        wide = self._widened(right)
         x = self._woodbury(wide)
         # One refinement: what the subtraction cancelled is solved for again.
-        left = _combined(
+        left = _of_both(
             lambda v, image: v - image, wide, self._product(x, self.damping)
         )
-        x = _combined(lambda x, d: x + d, x, self._woodbury(left))
-        left = _combined(
+        x = _of_both(lambda x, d: x + d, x, self._woodbury(left))
+        left = _of_both(
             lambda v, image: v - image, wide, self._product(x, self.damping)
         )
         error = squared_norm(left) ** 0.5
         good = error <= REMAINDER * squared_norm(wide) ** 0.5
         xp = ns.own_namespace(self.damping)
-        narrow = _combined(lambda x, v: ns.cast(xp, x, v.dtype), x, vectors)
-        for arrays in narrow.values():
-            for array in arrays.values():
-                good = good & xp.all(xp.isfinite(array))
+        narrow = _of_both(lambda x, v: ns.cast(xp, x, v.dtype), x, right)
+        for array in narrow.values():
+            good = good & xp.all(xp.isfinite(array))
         if truth_of(good, xp=xp) is False:
             raise errors.FactorizationError(
                 "The inverse of the damped matrix is too inaccurate for this vector: "
@@ -243,32 +252,36 @@ class SampleCurvature:
                 f"{float(self.damping):.0e}. Increase `damping`, or take direction() for "
                 "residuals."
             )
-        return _combined(
-            lambda x, _: xp.where(good, x, xp.full_like(x, xp.nan)), narrow, narrow
-        )
+        marked = {
+            name: xp.where(good, x, xp.full_like(x, xp.nan))
+            for name, x in narrow.items()
+        }
+        return self.jacobian.to_parameters(marked)
 
-    def _widened(self, vectors: Parameters) -> dict[str, dict[str, Array]]:
+    def _widened(self, matrices: Matrices) -> dict[str, Array]:
         xp, dtype = ns.own_namespace(self.damping), self.damping.dtype
-        return _combined(lambda v, _: ns.cast(xp, v, dtype), vectors, vectors)
+        return {name: ns.cast(xp, V, dtype) for name, V in matrices.items()}
 
-    def _woodbury(self, vectors: Parameters) -> dict[str, dict[str, Array]]:
-        """Return ``(v - J^T (K + N lam I)^-1 J v) / lam`` in the dtype of K."""
-        w = self.solve_kernel(self.jacobian.multiply(vectors))
-        inner = self.jacobian.multiply_transposed(
-            self._center(w), dtype=self.damping.dtype
-        )
-        return _combined(lambda v, w: (v - w) / self.damping, vectors, inner)
-
-    def _product(
-        self, vectors: Parameters, damping: Scalar
+    def _narrowed(
+        self, matrices: Matrices, like: Matrices
     ) -> dict[str, dict[str, Array]]:
+        """Return matrices in the dtypes of others, parameter-shaped."""
+        xp = ns.own_namespace(self.damping)
+        narrow = _of_both(lambda x, v: ns.cast(xp, x, v.dtype), matrices, like)
+        return self.jacobian.to_parameters(narrow)
+
+    def _woodbury(self, v: Matrices) -> dict[str, Array]:
+        """Return ``(v - J^T (K + N lam I)^-1 J v) / lam`` in the dtype of K."""
+        w = self.solve_kernel(self.jacobian.multiply_matrices(v))
+        inner = self._combined(w, self.damping.dtype)
+        return _of_both(lambda v, w: (v - w) / self.damping, v, inner)
+
+    def _product(self, v: Matrices, damping: Scalar) -> dict[str, Array]:
         """Return ``F v`` plus a damping times v, in the dtype of K."""
         N = self.jacobian.examples
-        along = self._center(self.jacobian.multiply(vectors)) / N
-        product = self.jacobian.multiply_transposed(
-            self._center(along), dtype=self.damping.dtype
-        )
-        return _combined(lambda w, v: w + damping * v, product, vectors)
+        along = self._center(self.jacobian.multiply_matrices(v)) / N
+        product = self._combined(along, self.damping.dtype)
+        return _of_both(lambda w, v: w + damping * v, product, v)
 
     def sample(
         self, parameter_noise: Parameters, sample_noise: Array, /
@@ -296,15 +309,13 @@ class SampleCurvature:
         """
         xp = ns.own_namespace(self.damping)
         deviation, J = xp.sqrt(self.damping), self.jacobian
-        noise = self._widened(parameter_noise)
-        z = _combined(lambda zeta, _: zeta / deviation, noise, noise)
-        w = self.solve_kernel(J.multiply(z) + float(J.examples) ** 0.5 * sample_noise)
+        noise = J.to_matrices(parameter_noise)
+        z = {name: V / deviation for name, V in self._widened(noise).items()}
+        along = J.multiply_matrices(z)
+        w = self.solve_kernel(along + float(J.examples) ** 0.5 * sample_noise)
         # Where the damping is small, z is large beside the difference.
-        correction = J.multiply_transposed(self._center(w), dtype=self.damping.dtype)
-        sample = _combined(lambda x, w: x - w, z, correction)
-        return _combined(
-            lambda x, zeta: ns.cast(xp, x, zeta.dtype), sample, parameter_noise
-        )
+        correction = self._combined(w, self.damping.dtype)
+        return self._narrowed(_of_both(lambda x, w: x - w, z, correction), noise)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F_damped, or of F, 0-d."""
@@ -333,12 +344,13 @@ class SampleCurvature:
                 "centered=False."
             )
         N = self.jacobian.examples
-
-        def scaled(square: Array, _: Array) -> Array:
-            return square / N + (self._lam(square) if damped else 0.0)
-
-        squares = self.jacobian.squares()
-        return _combined(scaled, squares, squares)
+        return {
+            layer: {
+                name: x / N + (self._lam(x) if damped else 0.0)
+                for name, x in squares.items()
+            }
+            for layer, squares in self.jacobian.squares().items()
+        }
 
     def residual(self, residuals: Array, solution: Array, /) -> Array:
         """Return ``|(K + N lam I) w - r| / |r|`` of a solution w, 0-d.
@@ -347,7 +359,8 @@ class SampleCurvature:
         """
         xp, dtype = ns.own_namespace(self.damping), self.damping.dtype
         r = self._center(ns.cast(xp, residuals, dtype))
-        along = self._center(self.jacobian.multiply(self._transposed(solution)))
+        combined = self._combined(solution)
+        along = self._center(self.jacobian.multiply_matrices(combined))
         shift = self.damping * self.jacobian.examples
         error = ns.cast(xp, along, dtype) + shift * solution - r
         size = xp.linalg.vector_norm(r)
@@ -359,8 +372,8 @@ class SampleCurvature:
         """Return the `Status` flags of the factorization, 0-d int32."""
         return self.kernel.status()
 
-    def _transposed(self, c: Array) -> dict[str, dict[str, Array]]:
-        return self.jacobian.multiply_transposed(self._center(c))
+    def _combined(self, c: Array, dtype: object = None) -> dict[str, Array]:
+        return self.jacobian.combine(self._center(c), dtype=dtype)
 
     def _center(self, c: Array) -> Array:
         """Return c less its mean over examples, where J is centered."""
@@ -500,22 +513,18 @@ def _centered_kernel(
     return SymmetricMatrix(xp.reshape(entries, (N * C, N * C)), full_storage=False)
 
 
-def _combined(
-    function: Callable[[Array, Array], Array], first: Parameters, second: Parameters
-) -> dict[str, dict[str, Array]]:
+def _of_both(
+    function: Callable[[Array, Array], Array], first: Matrices, second: Matrices
+) -> dict[str, Array]:
     """Return a function of two vectors in the space of parameters, entry by entry."""
-    return {
-        layer: {name: function(x, second[layer][name]) for name, x in vector.items()}
-        for layer, vector in first.items()
-    }
+    return {name: function(x, second[name]) for name, x in first.items()}
 
 
-def squared_norm(vectors: Parameters) -> Scalar:
+def squared_norm(matrices: Matrices) -> Scalar:
     """Return the squared norm of a vector in the space of parameters, 0-d."""
     total: Any = 0.0
-    for vector in vectors.values():
-        for x in vector.values():
-            xp = ns.own_namespace(x)
-            wide = ns.cast(xp, x, ns.wide_dtype(xp, x.dtype))
-            total = total + xp.sum(wide * wide)
+    for x in matrices.values():
+        xp = ns.own_namespace(x)
+        wide = ns.cast(xp, x, ns.wide_dtype(xp, x.dtype))
+        total = total + xp.sum(wide * wide)
     return total

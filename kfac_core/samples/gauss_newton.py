@@ -32,7 +32,7 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.losses.loss import Loss
 from kfac_core.samples.curvature import ACCURACY, damped_kernel
 from kfac_core.samples.iterative import NystromKernel
-from kfac_core.samples.jacobian import Jacobian, Parameters
+from kfac_core.samples.jacobian import Jacobian, Matrices, Parameters
 from kfac_core.samples.search import Evaluation, search_step
 
 RATE, MOMENTUM, FIRST_DAMPING = 0.3, 0.95, 1.0
@@ -192,8 +192,10 @@ class GaussNewtonStep(NamedTuple):
     Attributes
     ----------
     direction : dict of str to dict of str to array
-        Subtract it, times the rate, from the parameters.  The next step on other data
-        takes it as its last direction.
+        Subtract it, times the rate, from the parameters.
+    matrices : dict of str to array, or None
+        The same as the layers' matrices, which the next step on other data takes as its
+        last direction.
     progress : BatchProgress or None
         Of steps on other data.
     damping : array, 0-d
@@ -211,6 +213,7 @@ class GaussNewtonStep(NamedTuple):
     """
 
     direction: dict[str, dict[str, Array]]
+    matrices: dict[str, Array] | None
     progress: BatchProgress | None
     damping: Array
     rate: Scalar
@@ -231,7 +234,7 @@ def gauss_newton_step(
     start: Evaluation,
     damping: Scalar | None,
     rate: Scalar,
-    last: Parameters | None = None,
+    last: Matrices | None = None,
     progress: BatchProgress | None = None,
     check: Check = "raise",
     while_loop: Callable[..., Any] | None = None,
@@ -250,8 +253,8 @@ def gauss_newton_step(
         follows the residuals.
     rate : float or array
         Length of a step on other data, before it falls.
-    last : mapping, optional
-        The last direction.
+    last : mapping of str to array, optional
+        The last direction as the layers' matrices; see `Jacobian.to_matrices`.
     progress : BatchProgress, optional
         Of the steps before.
     check : {"raise", "status"}
@@ -276,6 +279,7 @@ def gauss_newton_step(
         )
         return GaussNewtonStep(
             searched.step,
+            None,
             None,
             searched.damping,
             1.0,
@@ -311,11 +315,12 @@ def gauss_newton_step(
         check=check,
         overwrite=overwrite,
     )
-    direction = F.direction(residuals, last=last, momentum=options.momentum)
+    matrices = F.direction_matrices(residuals, last, options.momentum)
     # Conjugate gradients have no factor, and report no residual here.
     factor = getattr(F.kernel, "cholesky", None)
     return GaussNewtonStep(
-        direction,
+        J.to_parameters(matrices),
+        matrices,
         progress,
         F.damping,
         rate,

@@ -106,8 +106,10 @@ def _numbers(J: Jacobian) -> int:
     total = 0
     for jacobian in J.layers.values():
         rows = jacobian.rows
-        parts = (getattr(rows, name, None) for name in ("inputs", "output_grads"))
-        total += sum(math.prod(x.shape) for x in parts if x is not None)
+        if not isinstance(rows, ExampleGradients):
+            total += math.prod(rows.output_grads.shape)
+        if isinstance(rows, Rows):
+            total += math.prod(rows.inputs.shape)
     return total
 
 
@@ -194,16 +196,17 @@ class _Positions:
 
     def product(self, start: int, stop: int) -> Array:
         """Return rows of K from start to stop, and columns from start on."""
-        xp, (C, N, S, m) = self.xp, self.rows.output_grads.shape
-        first, last = start // C, stop // C
-        g = _by_residual(self.rows, self.dtype, xp)[first:, ...]
-        flat = ns.reshaped(g, (-1, m), xp=xp)
-        if C == S == 1 and last - first == N and isinstance(self.rows, Rows):
-            x = self.rows.full_inputs(self.dtype, xp=xp)[:, 0, :]
+        xp, rows, (C, N, S, m) = self.xp, self.rows, self.rows.output_grads.shape
+        if C == S == 1 and stop - start == N and isinstance(rows, Rows):
+            x = rows.full_inputs(self.dtype, xp=xp)[:, 0, :]
+            g = ns.cast(xp, rows.output_grads[0, :, 0, :], self.dtype)
             # SYRK: half the flops of the products below, whose rows and columns differ.
-            X, G = (_add_products(None, [a], xp).array for a in (x, flat))
+            X, G = (_add_products(None, [a], xp).array for a in (x, g))
             X *= G  # In place: another R^2 numbers take as long as their product.
             return X
+        first, last = start // C, stop // C
+        g = _by_residual(rows, self.dtype, xp)[first:, ...]
+        flat = ns.reshaped(g, (-1, m), xp=xp)
         G = xp.matmul(flat[: (last - first) * C * S, :], xp.matrix_transpose(flat))
         X = self._inputs(first, last)
         if C == S == 1:

@@ -77,7 +77,7 @@ class IterativeKernel:
         J = self.jacobian
         xp = ns.own_namespace(v)
         c = xp.reshape(v, J.sample_shape)
-        product = J.multiply(J.multiply_transposed(c))
+        product = J.multiply_matrices(J.combine(c))
         product = xp.reshape(ns.cast(xp, product, v.dtype), v.shape)
         return product + self.shift * v
 
@@ -165,7 +165,7 @@ def nystrom_kernel(J: Jacobian, probes: Array, /) -> NystromKernel:
     columns: list[Any] = []
     for i in range(Q.shape[1]):
         c = xp.reshape(Q[:, i], J.sample_shape)
-        product = J.multiply(J.multiply_transposed(c))
+        product = J.multiply_matrices(J.combine(c))
         columns.append(ns.cast(xp, xp.reshape(product, (-1,)), probes.dtype))
     Y = xp.stack(columns, axis=1)
     # A shift of the size of roundoff, which is taken off again, makes it definite.

@@ -33,6 +33,9 @@ layer in each example; or the derivatives themselves, parameters by name with th
 
 Parameters: TypeAlias = Mapping[str, Mapping[str, Array]]
 
+Matrices: TypeAlias = Mapping[str, Array]
+"""A vector in the space of parameters, as the matrix ``(in(+1), out)`` of each layer."""
+
 
 @structure(static=("layer",))
 class LayerJacobian:
@@ -127,10 +130,10 @@ class Jacobian:
             )
         jacobians: dict[str, LayerJacobian] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        is_empty = any(map(_is_empty, derivatives.values()))
-        rows_of = _no_rows if is_empty else _rows_of
         for name, layer in layers.items():
-            rows, shapes[name] = rows_of(layer, derivatives[name])
+            of_layer = derivatives[name]
+            rows_of = _no_rows if _is_empty(of_layer) else _rows_of
+            rows, shapes[name] = rows_of(layer, of_layer)
             jacobians[name] = LayerJacobian(rows, layer)
         forms = set(shapes.values())
         if len(forms) == 1:
@@ -192,20 +195,15 @@ class Jacobian:
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError
             For vectors that do not fit.
         """
-        if vectors.keys() != self.layers.keys():
-            raise errors.UnknownBlockError(
-                f"Expected vectors of the layers {sorted(self.layers)}, got "
-                f"{sorted(vectors)}."
-            )
-        products: list[Array] = []
+        return self.multiply_matrices(self.to_matrices(vectors))
+
+    def multiply_matrices(self, matrices: Matrices, /) -> Array:
+        """Return ``J d`` for d as the layers' matrices; see `to_matrices`."""
+        xp, total = ns.own_namespace(self.like), None
         for name, jacobian in self.layers.items():
-            V = jacobian.layer.parameters_to_matrix(vectors[name])
-            xp = ns.namespace_of(rows=jacobian.rows.like, vectors=V)
-            product = row_products(jacobian.rows, V, xp=xp)
-            products.append(ns.reshaped(product, self.sample_shape, xp=xp))
-        total = products[0]
-        for product in products[1:]:
-            total = total + product
+            product = row_products(jacobian.rows, matrices[name], xp=xp)
+            product = ns.reshaped(product, self.sample_shape, xp=xp)
+            total = product if total is None else total + product
         return total
 
     def multiply_transposed(
@@ -231,43 +229,75 @@ class Jacobian:
         ShapeError, MixedArraysError
             For coefficients that do not fit.
         """
+        return self.to_parameters(self.combine(coefficients, dtype=dtype))
+
+    def combine(
+        self, coefficients: Array, /, *, dtype: object = None
+    ) -> dict[str, Array]:
+        """Return ``J^T c`` as the layers' matrices; see `multiply_transposed`."""
         xp = ns.namespace_of(rows=self.like, coefficients=coefficients)
         if tuple(coefficients.shape) != self.sample_shape:
             raise errors.ShapeError(
                 f"Expected `coefficients` of shape {self.sample_shape}, got "
                 f"{tuple(coefficients.shape)}."
             )
-        combined: dict[str, dict[str, Array]] = {}
+        matrices: dict[str, Array] = {}
         for name, jacobian in self.layers.items():
-            rows, layer = jacobian.rows, jacobian.layer
+            rows, shape = jacobian.rows, jacobian.layer.matrix_shape
             c = ns.reshaped(coefficients, (rows.examples, rows.sources), xp=xp)
             # Solutions w may be large where J^T w is not: it cancels in their dtype.
             c = ns.cast(xp, c, xp.result_type(c, rows.like))
-            matrix = combined_rows(rows, c, layer.matrix_shape, xp=xp)
-            matrix = ns.cast(xp, matrix, dtype or rows.like.dtype)
-            combined[name] = layer.matrix_to_parameters(matrix)
-        return combined
+            matrix = combined_rows(rows, c, shape, xp=xp)
+            matrices[name] = ns.cast(xp, matrix, dtype or rows.like.dtype)
+        return matrices
+
+    def to_matrices(self, vectors: Parameters, /) -> dict[str, Array]:
+        """Return a vector in the space of parameters as the layers' matrices.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError
+            For vectors that do not fit.
+        """
+        if vectors.keys() != self.layers.keys():
+            raise errors.UnknownBlockError(
+                f"Expected vectors of the layers {sorted(self.layers)}, got "
+                f"{sorted(vectors)}."
+            )
+        matrices: dict[str, Array] = {}
+        for name, jacobian in self.layers.items():
+            V = jacobian.layer.parameters_to_matrix(vectors[name])
+            ns.namespace_of(rows=jacobian.rows.like, vectors=V)
+            matrices[name] = V
+        return matrices
+
+    def to_parameters(
+        self, matrices: Matrices, /
+    ) -> dict[str, dict[str, Array]]:
+        """Return the layers' matrices parameter-shaped; undoes `to_matrices`."""
+        return {
+            name: jacobian.layer.matrix_to_parameters(matrices[name])
+            for name, jacobian in self.layers.items()
+        }
 
     def squares(self) -> dict[str, dict[str, Array]]:
         """Return ``diag(J^T J)``, parameter-shaped, in the dtype of the rows."""
-        diagonal: dict[str, dict[str, Array]] = {}
+        matrices: dict[str, Array] = {}
         for name, jacobian in self.layers.items():
-            rows, layer = jacobian.rows, jacobian.layer
-            xp = ns.own_namespace(rows.like)
-            matrix = xp.reshape(
-                rows.squares(rows.like.dtype, xp=xp), layer.matrix_shape
-            )
-            diagonal[name] = layer.matrix_to_parameters(matrix)
-        return diagonal
+            rows, xp = jacobian.rows, ns.own_namespace(jacobian.rows.like)
+            squares = rows.squares(rows.like.dtype, xp=xp)
+            matrices[name] = xp.reshape(squares, jacobian.layer.matrix_shape)
+        return self.to_parameters(matrices)
 
 
 def _is_empty(derivatives: Derivatives) -> bool:
     """Whether the derivatives are those of no examples."""
-    if isinstance(derivatives, Mapping):
-        return any(D.ndim > 0 and D.shape[0] == 0 for D in derivatives.values())
     first: Any = derivatives
-    if isinstance(derivatives, Sequence):
-        first = derivatives[0]
+    # Last, abstract classes, of which asking takes as long as the rest.
+    if not isinstance(first, Batch) and isinstance(first, Mapping):
+        return any(D.ndim > 0 and D.shape[0] == 0 for D in first.values())
+    if not isinstance(first, Batch) and isinstance(first, Sequence):
+        first = first[0]
     return isinstance(first, Batch) and 0 in first.inputs.shape[:1]
 
 
@@ -301,7 +331,8 @@ def _one_example(x: Array) -> Array:
 
 def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ...]]:
     """Return a layer's rows, and the shape of the space of samples."""
-    if isinstance(derivatives, Mapping):
+    is_batch = isinstance(derivatives, Batch)
+    if not is_batch and isinstance(derivatives, Mapping):
         return _stacked_gradients(layer, derivatives)
     if isinstance(derivatives, GradientBatch):
         raise errors.UnsupportedError(
@@ -314,8 +345,8 @@ def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ..
         # Append the 1s once: K and each product with J would append them again.
         x = rows.full_inputs(rows.inputs.dtype, xp=xp)
         rows = Rows(x, rows.output_grads, mask=None, homogeneous=False)
-    uses = derivatives if isinstance(derivatives, Sequence) else [derivatives]
-    if uses[0].sources is None:
+    first = derivatives if is_batch else derivatives[0]
+    if first.sources is None:
         return rows, (rows.examples,)
     return rows, (rows.examples, rows.sources)
 

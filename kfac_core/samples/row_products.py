@@ -31,7 +31,10 @@ def _(rows: Rows, V: Array, /, *, xp: Namespace) -> Array:
     # One product of all positions: as a stack of small ones it takes ten times as long.
     flat = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
     along = ns.reshaped(xp.matmul(flat, V), (*x.shape[:-1], V.shape[-1]), xp=xp)
-    by_group = xp.sum(xp.vecdot(along[..., None, :, :, :], g), axis=-1)
+    by_position = xp.vecdot(along[..., None, :, :, :], g)
+    # A sum of one number takes longer than the product.
+    single = g.shape[-2] == 1
+    by_group = by_position[..., 0] if single else xp.sum(by_position, axis=-1)
     summed = by_group if x.ndim == 3 else xp.sum(by_group, axis=0)
     return ns.transposed(summed, xp=xp)
 
@@ -94,7 +97,7 @@ def _(
 
 def _weighted(output_grads: Array, c: Array, xp: Namespace) -> Array:
     """Return ``sum_c c_nc g``, shape ((Q,) N, S, m)."""
-    g = ns.cast(xp, output_grads, c.dtype)
     if c.shape[1] == 1:
-        return g[..., 0, :, :, :] * c[:, :, None]
+        return output_grads[..., 0, :, :, :] * c[:, :, None]
+    g = ns.cast(xp, output_grads, c.dtype)
     return xp.sum(g * xp.matrix_transpose(c)[..., None, None], axis=-4)

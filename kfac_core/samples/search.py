@@ -287,19 +287,13 @@ def _accelerated(
     """Return the coefficients c, and whether the path bends little enough."""
     J, N = F.jacobian, F.jacobian.examples
     xp = ns.own_namespace(w)
-    d = J.multiply_transposed(w)
-    probed = evaluate(_scaled(d, PROBE)).values
+    d = J.combine(w)
+    probe = {name: PROBE * x for name, x in d.items()}
+    probed = evaluate(J.to_parameters(probe)).values
     change = ns.cast(xp, probed - start.values, w.dtype) / PROBE
     # r(theta - h d) = r - h J d + h^2/2 r_dd, and J d = K w = r - N lam w is known, so
     # the second derivative r_dd takes one evaluation and no product with J.
     bend = (2.0 / PROBE) * (change + residuals - (N * F.damping) * w)
     w_a = F.solve_kernel(bend)
-    lengths = squared_norm(J.multiply_transposed(w_a)), squared_norm(d)
+    lengths = squared_norm(J.combine(w_a)), squared_norm(d)
     return w + 0.5 * w_a, lengths[0] <= MOST_BENT**2 * lengths[1]
-
-
-def _scaled(vectors: Parameters, factor: float) -> dict[str, dict[str, Array]]:
-    return {
-        layer: {name: factor * x for name, x in vector.items()}
-        for layer, vector in vectors.items()
-    }

@@ -736,7 +736,7 @@ class GaussNewton:
         finally:
             _move(self.parameters, before, step, -rate)
         self.accepted = bool(result.accepted)
-        self._last, self._progress = result.direction, result.progress
+        self._last, self._progress = result.matrices, result.progress
         if not self.options.minibatch:
             self.damping = float(result.damping)
         self.steps += 1

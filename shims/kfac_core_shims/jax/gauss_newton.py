@@ -396,7 +396,7 @@ class GaussNewton:
         step: dict[str, Any] = {"damping": state.damping, "rate": 1.0}
         step["progress"] = state.progress
         if options.minibatch:
-            step["last"] = columns.vectors(state.last, J)
+            step["last"] = J.to_matrices(columns.vectors(state.last, J))
             step["damping"] = options.damping
             step["rate"] = kc.integration.value_at(options.rate, state.steps)
         start = kc.samples.Evaluation(self._values(problem, scales), loss)

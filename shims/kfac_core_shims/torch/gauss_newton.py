@@ -10,6 +10,7 @@ the loss is ``|r|^2 / (2 R)``.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,8 +18,8 @@ from typing import Any, TypeAlias
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import parallel
-from kfac_core_shims.torch.jacobians import JacobianFinder
+from kfac_core_shims.torch import parallel, private
+from kfac_core_shims.torch.jacobians import XP, JacobianFinder, viewed
 
 Residuals: TypeAlias = Any
 """A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms; or outputs
@@ -87,6 +88,32 @@ class GaussNewtonReport:
             )
         lines += [f"formed: {name}, since {why}" for name, why in self.formed.items()]
         return "\n".join(lines)
+
+
+class _LastDirection:
+    """The direction of the last step, as matrices and as the state has it.
+
+    Parameters
+    ----------
+    matrices : dict of str to array
+        By layer of the Jacobian.
+    directions : list of torch.Tensor
+        By parameter.
+    """
+
+    def __init__(self, matrices: dict[str, Any], directions: list[Any]) -> None:
+        self.matrices, self._directions = matrices, directions
+        self._versions = [private.version(d) for d in directions]
+
+    def is_of(self, directions: list[Any], J: kc.samples.Jacobian) -> bool:
+        """Whether the state has not changed since, and J has the same layers."""
+        kinds = {type(V) for V in self.matrices.values()}
+        return (
+            all(map(operator.is_, directions, self._directions))
+            and self._versions == [private.version(d) for d in directions]
+            and self.matrices.keys() == J.layers.keys()
+            and kinds == {type(J.like)}
+        )
 
 
 _RANK = 200
@@ -196,6 +223,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         self._processes = parallel.processes_of(communicator)
         self._finder = JacobianFinder(parallel.inner(model), self._processes)
         self._report: GaussNewtonReport | None = None
+        self._last: _LastDirection | None = None
         options = {
             "lr": self._options.rate if self._options.minibatch else None,
             "damping": self._options.damping,
@@ -277,22 +305,23 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 "Leave it out; or compute it with a graph, not in torch.no_grad()."
             )
         samples, scales = self._scales(problem.terms)
-        xp = kc.array.namespaces.own_namespace(problem.terms[0])
         # NumPy's calls take a third of the time of PyTorch's.
         on_host = samples <= self._direct_up_to
-        on_host = on_host and kc.execution.hosted.host_computes(xp=xp)
+        on_host = on_host and kc.execution.hosted.host_computes(xp=XP)
         J = self._finder.jacobian(
             problem.terms, scales, on_host=on_host and self._processes is None
         )
+        roundoff = torch.finfo(problem.terms[0].dtype).eps
         with torch.no_grad():
             if self._processes is not None:
                 J = kc.samples.gathered_jacobian(J, self._processes)
                 if on_host:
-                    J = kc.execution.hosted.viewed_on_host(J, xp=xp) or J
-            r = self._joined(problem.residuals, scales)
+                    J = viewed(J) or J
+            on_host = not isinstance(J.like, torch.Tensor)
+            r = self._joined(problem.residuals, scales, on_host)
             values = r
             if problem.root is not None:
-                values = self._joined(problem.terms, scales)
+                values = self._joined(problem.terms, scales, on_host)
             loss = r.mean() if self._options.centered else self._loss(r, problem.root)
             loss_here = float(loss)
             if not math.isfinite(loss_here):
@@ -307,7 +336,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         last = self._report
         # NaN, which is unlike nothing here, where the last step did not evaluate it.
         before = float("nan") if last is None else last.reached
-        limit = torch.finfo(r.dtype).eps ** 0.5 * abs(before)
+        limit = roundoff**0.5 * abs(before)
         self._report = GaussNewtonReport(
             steps=1 if last is None else last.steps + 1,
             loss=loss_here,
@@ -322,7 +351,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             formed=self.formed,
             other_points=abs(loss_here - before) > limit,
         )
-        return loss
+        return torch.as_tensor(loss)
 
     def _take(
         self,
@@ -337,34 +366,28 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         [group] = self.param_groups
         parameters, state = group["params"], self.state
         minibatch = self._options.minibatch
-        theta = parameters if minibatch else [p.detach().clone() for p in parameters]
+        theta = [] if minibatch else [p.detach().clone() for p in parameters]
         last = progress = None
         if minibatch and group["progress"] is not None:
-            by_parameter = {p: state[p]["direction"] for p in parameters}
-            last = self._finder.vectors(by_parameter, J)
             progress = kc.samples.BatchProgress(*group["progress"])
 
-        hosted, xp = kc.execution.hosted, kc.array.namespaces.own_namespace(r)
         on_host = not isinstance(J.like, torch.Tensor)
 
-        def viewed(value: Any) -> Any:
-            return hosted.viewed_on_host(value, xp=xp) if on_host else value
-
-        def go(step: Any, rate: float = 1.0) -> dict[Any, Any]:
-            step = hosted.from_views(step, xp=xp) if on_host else step
+        def go(step: Any, rate: float = 1.0) -> list[Any]:
             directions = self._finder.directions(step)
-            for p, at_start in zip(parameters, theta, strict=True):
-                torch.sub(at_start, directions[p], alpha=rate, out=p)
+            if theta:
+                torch._foreach_copy_(parameters, theta)
+            torch._foreach_add_(parameters, directions, alpha=-rate)
             return directions
 
         def evaluate(step: Any) -> kc.samples.Evaluation:
             go(step)
             problem = self._problem(residuals, root)
-            values = self._joined(problem.terms, scales)
-            reached = values, self._loss(values, problem.root)
-            return kc.samples.Evaluation(*viewed(reached))
+            values = self._joined(problem.terms, scales, on_host)
+            return kc.samples.Evaluation(values, self._loss(values, problem.root))
 
-        r, values, last = viewed((r, tuple(start), last))
+        if progress is not None:
+            last = self._last_matrices(J, on_host)
         try:
             result = kc.samples.gauss_newton_step(
                 J,
@@ -372,7 +395,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 r,
                 evaluate,
                 options=self._options,
-                start=kc.samples.Evaluation(*values),
+                start=start,
                 damping=group["damping"],
                 rate=group["lr"] or 1.0,
                 last=last,
@@ -380,18 +403,36 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 overwrite=True,
             )
         except BaseException:
-            for p, at_start in zip(parameters, theta, strict=True):
-                p.copy_(at_start)
+            if theta:
+                torch._foreach_copy_(parameters, theta)
             raise
         directions = go(result.direction, float(result.rate))
         if minibatch:
             assert result.progress is not None
             group["progress"] = tuple(map(float, result.progress))
-            for p, direction in directions.items():
+            for p, direction in zip(parameters, directions, strict=True):
                 state[p]["direction"] = direction
+            assert result.matrices is not None
+            self._last = _LastDirection(result.matrices, directions)
         else:
             group["damping"] = float(result.damping)
         return result
+
+    def _last_matrices(
+        self, J: kc.samples.Jacobian, on_host: bool
+    ) -> dict[str, Any]:
+        """Return the last direction as matrices of the layers of J."""
+        parameters = self.param_groups[0]["params"]
+        directions = [self.state[p]["direction"] for p in parameters]
+        last = self._last
+        if last is not None and last.is_of(directions, J):
+            return last.matrices
+        by_parameter = dict(zip(parameters, directions, strict=True))
+        vectors = self._finder.vectors(by_parameter, J)
+        matrices = J.to_matrices(viewed(vectors) if on_host else vectors)
+        # In the order in memory that a step leaves, so that resuming is bit-for-bit
+        # reproducible.
+        return {n: V.T.ravel().reshape(V.T.shape).T for n, V in matrices.items()}
 
     def _kernel(self, J: kc.samples.Jacobian) -> Any:
         """Return K, or an approximation where it is too large."""
@@ -426,19 +467,27 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         *examples, samples = counts
         return int(samples), [(samples / max(1, N)) ** 0.5 for N in examples]
 
-    def _joined(self, parts: Sequence[Any], scales: Sequence[float]) -> Any:
+    def _joined(
+        self, parts: Sequence[Any], scales: Sequence[float], on_host: bool
+    ) -> Any:
         """Return numbers of all terms and processes, each times its scale."""
-        pieces = zip(parts, scales, strict=True)
-        joined = torch.cat([part.detach().flatten() * scale for part, scale in pieces])
+        parts = tuple([part.detach() for part in parts])
+        if on_host and self._processes is None:
+            parts = viewed(parts)
+        pairs = zip(parts, scales, strict=True)
+        pieces = [part.reshape(-1) * scale for part, scale in pairs]
+        joined = kc.array.namespaces.own_namespace(pieces[0]).concat(pieces)
         if self._processes is None:
             return joined
-        return kc.samples.gathered(joined, self._processes)
+        joined = kc.samples.gathered(joined, self._processes)
+        return viewed(joined) if on_host else joined
 
     def _loss(self, r: Any, of_likelihood: Any) -> Any:
         """Return the loss in float64, of all processes."""
         if of_likelihood is None:
-            r = r.double()
-            return r.dot(r) / (2 * len(r))
+            xp = kc.array.namespaces.own_namespace(r)
+            r = xp.astype(r, xp.float64)
+            return r @ r / (2 * len(r))
         nats, examples = of_likelihood.loss.double(), len(of_likelihood.root)
         if self._processes is None:
             return nats

@@ -22,6 +22,10 @@ from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
 
+XP = kc.array.namespaces.own_namespace(torch.empty(0))
+"""PyTorch's namespace."""
+
+
 @dataclass(eq=False)
 class JacobianFinder:
     """Finds the rows of a model's layers below residuals.
@@ -132,28 +136,43 @@ class JacobianFinder:
             self.formed[name] = reasons.get(module, "it is in no layer that is covered")
         return _flat_jacobian(layers, derivatives, samples, on_host)
 
-    def directions(self, direction: Any, /) -> dict[Any, Any]:
-        """Return a direction by parameter, in the parameters' own layouts.
+    def directions(self, direction: Any, /) -> list[Any]:
+        """Return a direction for each of `parameters`, in the parameters' own layouts.
 
         Parameters
         ----------
-        direction : dict of str to dict of str to torch.Tensor
+        direction : dict of str to dict of str to torch.Tensor or numpy.ndarray
             By layer of the Jacobian.
 
         Returns
         -------
-        dict of torch.nn.Parameter to torch.Tensor
-            Zero where the residuals do not depend on a parameter.
+        list of torch.Tensor
+            Views where layouts agree; zero where the residuals do not depend on a
+            parameter.
         """
-        targets = {p: torch.zeros_like(p) for p in self._parameters.values()}
+        by_parameter: dict[int, Any] = {}
         for name, parts in direction.items():
             site = self._model_blocks.sites.get(name)
-            if site is None:
-                p = self._parameters[name.removesuffix(" (formed)")]
-                targets[p] = parts["value"].reshape(p.shape).to(p.dtype)
-            else:
-                site.place(parts, targets)
-        return targets
+            for role, x in parts.items():
+                rows = None
+                if site is None:
+                    p = self._parameters[name.removesuffix(" (formed)")]
+                else:
+                    p, rows = site.parameters[role], site.rows_of(role)
+                if not isinstance(x, torch.Tensor):
+                    x = torch.from_numpy(x)
+                if role == "weight":
+                    x = site.part.to_module(x)
+                if rows is None:
+                    x = x if x.shape == p.shape else x.reshape(p.shape)
+                    by_parameter[id(p)] = x.to(p.dtype)
+                    continue
+                target = by_parameter.setdefault(id(p), torch.zeros_like(p))[rows]
+                target.copy_(x.reshape(target.shape))
+        return [
+            by_parameter[id(p)] if id(p) in by_parameter else torch.zeros_like(p)
+            for p in self._parameters.values()
+        ]
 
     def vectors(
         self, directions: Any, J: kc.samples.Jacobian, /
@@ -307,6 +326,11 @@ class JacobianFinder:
         return {name: torch.cat(values) for name, values in parts.items()}
 
 
+def viewed(value: Any, /) -> Any:
+    """Return arrays of NumPy on the same memory, in a structure; None if there are none."""
+    return kc.execution.hosted.viewed_on_host(value, xp=XP)
+
+
 def _differ(x: Any, y: Any, limit: float) -> bool:
     y = y.to(x.dtype)
     return bool((x - y).norm() > limit * (x.norm() + y.norm()))
@@ -315,6 +339,8 @@ def _differ(x: Any, y: Any, limit: float) -> bool:
 def _unit_vectors(r: Any) -> Any:
     """Return the vectors that pick each output of all examples, shape (C, N, C)."""
     N, C = r.shape
+    if C == 1:
+        return r.new_ones(1, N, 1)
     vectors = r.new_zeros(C, N, C)
     vectors.diagonal(dim1=0, dim2=2).fill_(1.0)
     return vectors
@@ -335,9 +361,7 @@ def _flat_jacobian(
     layers: dict[str, Any], derivatives: dict[str, Any], samples: int, on_host: bool
 ) -> kc.samples.Jacobian:
     if on_host:
-        xp = kc.array.namespaces.own_namespace(torch.empty(0))
-        views = kc.execution.hosted.viewed_on_host(derivatives, xp=xp)
-        derivatives = views or derivatives
+        derivatives = viewed(derivatives) or derivatives
     J = kc.samples.Jacobian.of(layers, derivatives)
     return replace(J, sample_shape=(samples,))
 
@@ -359,6 +383,8 @@ def _joined_terms(
         # Inputs that differ between the outputs of an example make each output an
         # example.
         C = 1
+    if len(known) == len(calls) == 1:
+        return _part(calls[0], residuals[0], scales[0], C)
     parts = [
         None if call is None else _part(call, r, scale, C)
         for call, r, scale in zip(calls, residuals, scales, strict=True)
@@ -372,8 +398,6 @@ def _joined_terms(
         batches = _padded(parts, residuals)
     else:
         batches = [part for part in parts if part is not None]
-    if len(batches) == 1:
-        return batches[0]
     xs = [batch.inputs for batch in batches]
     return kc.Batch(
         torch.cat(xs),
