@@ -68,6 +68,14 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
     return np.array(x)
 
 
+def host_view(x: Any, /, *, xp: Any) -> np.ndarray[Any, Any] | None:
+    """Return a view of an array of one CPU, of which `jax.device_get` makes a copy."""
+    if isinstance(x, jax.core.Tracer) or x.dtype.kind not in "fiub":
+        return None
+    (device, *others) = x.devices()
+    return None if others or device.platform != "cpu" else np.asarray(x)
+
+
 def enable_float64() -> None:
     """Switch 64-bit floats on, for the whole process."""
     jax.config.update("jax_enable_x64", True)

@@ -394,6 +394,36 @@ def test_a_saved_optimizer_goes_on_as_it_would_have():
             assert torch.equal(p, q)
 
 
+def test_a_direction_that_is_written_to_is_the_last_one():
+    x, nets = points(9).detach(), [mlp(2, 4, 1), mlp(2, 4, 1)]
+    optimizers = [GaussNewton(net, minibatch=True) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        optimizer.step(lambda net=net: net(x)[:, 0] - 1.0)
+    for state in optimizers[0].state.values():
+        state["direction"].zero_()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        optimizer.step(lambda net=net: net(x)[:, 0] - 1.0)
+    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_residuals_in_bfloat16_are_fitted():
+    x, directions = points(40, seed=3).detach().float(), []
+    for narrow in (False, True):
+        net = mlp(2, 4, 1, dtype=torch.float32)
+        optimizer = GaussNewton(net, lr=1.0, damping=0.1)
+
+        def residuals(net=net, narrow=narrow):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+                return net(x) - 1.0
+
+        optimizer.step(residuals)
+        directions.append(optimizer.state[net[0].weight]["direction"])
+    # Eight bits of residuals and of rows.
+    assert (directions[1] - directions[0]).norm() < 0.05 * directions[0].norm()
+
+
 def test_what_raises_changes_nothing():
     net = mlp(2, 4, 1)
     x = points(6)

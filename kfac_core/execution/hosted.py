@@ -100,11 +100,6 @@ def viewed_on_host(value: Tree, /, *, xp: Namespace) -> Tree:
         return None
 
 
-def from_views(value: Tree, /, *, xp: Namespace) -> Tree:
-    """Return the same with arrays of a library; undoes `viewed_on_host`."""
-    return _Mapped(partial(_native("from_host", from_host, xp), xp=xp))(value)
-
-
 Known = dict[int, tuple[Any, Any]]
 """Objects by their id, which they keep from being reused, and their replacements."""
 

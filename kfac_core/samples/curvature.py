@@ -23,7 +23,7 @@ from typing import Any
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Scalar
 from kfac_core.array import namespaces as ns
-from kfac_core.array.finite import truth_of
+from kfac_core.array.finite import is_plain, known_true, truth_of
 from kfac_core.array.structure import structure
 from kfac_core.damping import require_damping
 from kfac_core.linalg.factorizations import CholeskyFactor
@@ -169,8 +169,7 @@ class SampleCurvature:
         """
         J = self.jacobian
         phi = None if last is None else J.to_matrices(last)
-        matrices = self.direction_matrices(residuals, phi, momentum)
-        return J.to_parameters(matrices)
+        return J.to_parameters(self.direction_matrices(residuals, phi, momentum))
 
     def direction_matrices(
         self, residuals: Array, last: Matrices | None, momentum: Scalar, /
@@ -179,10 +178,30 @@ class SampleCurvature:
         target = residuals
         if last is not None:
             target = residuals - momentum * self.jacobian.multiply_matrices(last)
-        step = self._combined(self.solve_kernel(target))
+        w = self.solve_kernel(target)
+        if self._in_dtype_of_rows(w, target):
+            w = ns.cast(ns.own_namespace(w), w, self.jacobian.like.dtype)
+        step = self._combined(w)
         if last is None:
             return step
         return _of_both(lambda d, phi: d + momentum * phi, step, last)
+
+    def _in_dtype_of_rows(self, w: Array, target: Array) -> bool:
+        """Whether the host knows that ``J^T w`` is accurate in the dtype of the rows.
+
+        Its roundoff is at most that of ``|J| |w|``, and ``|J^T w|^2 = w^T K w``.
+        """
+        xp, kernel = ns.own_namespace(w), self.kernel
+        if (
+            self.centered
+            or isinstance(kernel, IterativeKernel)
+            or not is_plain(w, xp=xp)
+        ):
+            return False
+        roundoff = ns.roundoff_of(self.jacobian.like.dtype, xp=xp)
+        norm = ns.summed(w * (target - kernel.shift * w), xp=xp)
+        bound = roundoff**2 * kernel.gram_trace * ns.summed(w * w, xp=xp)
+        return known_true(bound <= ACCURACY**2 * norm, xp=xp)
 
     def solve_kernel(self, c: Array, /) -> Array:
         """Return ``(K + N lam I)^-1 c``, centered on both sides where J is.

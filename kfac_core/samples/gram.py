@@ -161,7 +161,8 @@ def _derivatives(
     N, C, S, m = g.shape
     n = x.shape[-1]
     at_once = max(1, min(n, bound // max(1, N * C * m)))
-    across = xp.matrix_transpose(x)[:, None, :, :]
+    # A single position's axis serves as that of the outputs.
+    across = x[..., None] if S == 1 else ns.transposed(x, xp=xp)[:, None, :, :]
     for start in range(0, n, at_once):
         part = ns.cast(xp, across[:, :, start : start + at_once, :], dtype)
         # Without a sum over positions D is an outer product, for which BLAS is slower.
@@ -171,7 +172,8 @@ def _derivatives(
 
 def _by_residual(rows: Rows | IdRows, dtype: object, xp: Namespace) -> Array:
     """Return the g with an example's outputs side by side, shape (N, C, S, m)."""
-    return xp.permute_dims(ns.cast(xp, rows.output_grads, dtype), (1, 0, 2, 3))
+    g = ns.cast(xp, rows.output_grads, dtype)
+    return g[0, :, None, :, :] if g.shape[0] == 1 else xp.permute_dims(g, (1, 0, 2, 3))
 
 
 class _Positions:

@@ -271,9 +271,7 @@ class Jacobian:
             matrices[name] = V
         return matrices
 
-    def to_parameters(
-        self, matrices: Matrices, /
-    ) -> dict[str, dict[str, Array]]:
+    def to_parameters(self, matrices: Matrices, /) -> dict[str, dict[str, Array]]:
         """Return the layers' matrices parameter-shaped; undoes `to_matrices`."""
         return {
             name: jacobian.layer.matrix_to_parameters(matrices[name])
@@ -292,13 +290,13 @@ class Jacobian:
 
 def _is_empty(derivatives: Derivatives) -> bool:
     """Whether the derivatives are those of no examples."""
+    if isinstance(derivatives, Batch):
+        return 0 in derivatives.inputs.shape[:1]
+    if isinstance(derivatives, Mapping):
+        return any(D.ndim > 0 and D.shape[0] == 0 for D in derivatives.values())
+    # Any: gradients of a whole batch raise an error of their own.
     first: Any = derivatives
-    # Last, abstract classes, of which asking takes as long as the rest.
-    if not isinstance(first, Batch) and isinstance(first, Mapping):
-        return any(D.ndim > 0 and D.shape[0] == 0 for D in first.values())
-    if not isinstance(first, Batch) and isinstance(first, Sequence):
-        first = first[0]
-    return isinstance(first, Batch) and 0 in first.inputs.shape[:1]
+    return isinstance(first, Sequence) and _is_empty(first[0])
 
 
 def _no_rows(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ...]]:
@@ -331,21 +329,24 @@ def _one_example(x: Array) -> Array:
 
 def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ...]]:
     """Return a layer's rows, and the shape of the space of samples."""
-    is_batch = isinstance(derivatives, Batch)
-    if not is_batch and isinstance(derivatives, Mapping):
+    # First a batch: whether something is a mapping takes long to say.
+    if isinstance(derivatives, Batch):
+        first = derivatives
+    elif isinstance(derivatives, Mapping):
         return _stacked_gradients(layer, derivatives)
-    if isinstance(derivatives, GradientBatch):
+    elif isinstance(derivatives, GradientBatch):
         raise errors.UnsupportedError(
             "Expected the derivatives of each output, got gradients of the whole batch. "
             "Give a mapping of arrays with the axes (examples, outputs) in front."
         )
+    else:
+        first = derivatives[0]
     rows = whole_rows(layer, derivatives)
     if isinstance(rows, Rows) and rows.homogeneous:
         xp = ns.own_namespace(rows.inputs)
         # Append the 1s once: K and each product with J would append them again.
         x = rows.full_inputs(rows.inputs.dtype, xp=xp)
         rows = Rows(x, rows.output_grads, mask=None, homogeneous=False)
-    first = derivatives if is_batch else derivatives[0]
     if first.sources is None:
         return rows, (rows.examples,)
     return rows, (rows.examples, rows.sources)

@@ -29,8 +29,7 @@ def _(rows: Rows, V: Array, /, *, xp: Namespace) -> Array:
     g = ns.cast(xp, rows.output_grads, V.dtype)
     V = split_groups(V, tuple(x.shape[:-3]), xp=xp)
     # One product of all positions: as a stack of small ones it takes ten times as long.
-    flat = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
-    along = ns.reshaped(xp.matmul(flat, V), (*x.shape[:-1], V.shape[-1]), xp=xp)
+    along = ns.reshaped(_flat(x, xp) @ V, (*x.shape[:-1], V.shape[-1]), xp=xp)
     by_position = xp.vecdot(along[..., None, :, :, :], g)
     # A sum of one number takes longer than the product.
     single = g.shape[-2] == 1
@@ -69,11 +68,11 @@ def combined_rows(
 def _(
     rows: Rows, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
 ) -> Array:
-    x = rows.full_inputs(c.dtype, xp=xp)
-    x = ns.reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
-    g = _weighted(rows.output_grads, c, xp)
-    g = ns.reshaped(g, (*g.shape[:-3], -1, g.shape[-1]), xp=xp)
-    return join_groups(xp.matmul(ns.transposed(x, xp=xp), g), xp=xp)
+    x = _flat(rows.full_inputs(c.dtype, xp=xp), xp)
+    g = _flat(_weighted(rows.output_grads, c, xp), xp)
+    # In the order of parameters that have the outputs first, as those of PyTorch.
+    product = ns.transposed(g, xp=xp) @ x
+    return join_groups(ns.transposed(product, xp=xp), xp=xp)
 
 
 @combined_rows.register
@@ -95,9 +94,16 @@ def _(
     return xp.reshape(xp.matmul(flat, D), matrix_shape)
 
 
+def _flat(rows: Array, xp: Namespace) -> Array:
+    """Return rows of shape (..., N, S, n) as (..., N S, n)."""
+    if rows.shape[-2] == 1:
+        return rows[..., 0, :]
+    return xp.reshape(rows, (*rows.shape[:-3], -1, rows.shape[-1]))
+
+
 def _weighted(output_grads: Array, c: Array, xp: Namespace) -> Array:
     """Return ``sum_c c_nc g``, shape ((Q,) N, S, m)."""
-    if c.shape[1] == 1:
-        return output_grads[..., 0, :, :, :] * c[:, :, None]
     g = ns.cast(xp, output_grads, c.dtype)
+    if c.shape[1] == 1:
+        return g[..., 0, :, :, :] * c[:, :, None]
     return xp.sum(g * xp.matrix_transpose(c)[..., None, None], axis=-4)

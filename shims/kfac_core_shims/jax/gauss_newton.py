@@ -10,6 +10,7 @@ the loss is ``|r|^2 / (2 R)``.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class _Linearized(NamedTuple):
         Options of `gauss_newton_step`: last direction, damping, rate and progress.
     """
 
-    J: kc.samples.Jacobian
+    J: Any
     columns: Columns
     residuals: Any
     start: kc.samples.Evaluation
@@ -293,7 +294,7 @@ class GaussNewton:
         # A second pass forms the derivatives of leaves whose rows mix examples.
         while True:
             new, next_state, progress = take(self._mixed, params, state, *data)
-            if not bool(jnp.isfinite(progress.loss)):
+            if not math.isfinite(float(progress.loss)):
                 raise kc.NotFiniteError(
                     "Expected finite residuals, got a loss of "
                     f"{float(progress.loss)}. Begin with smaller weights, or look at the "
@@ -329,12 +330,12 @@ class GaussNewton:
             return params, state, GaussNewtonProgress(loss, *progress, here.unlike)
 
         def evaluate(step: Any) -> Any:
-            return jax.device_get(
-                evaluated(params, step, here.columns, here.root, *data)
-            )
+            return _viewed(evaluated(params, step, here.columns, here.root, *data))
 
-        # On a CPU what comes from JAX are views.
-        result = self._taken(jax.device_get(here), evaluate, overwrite=True)
+        result = self._taken(_viewed(here), evaluate, overwrite=True)
+        # Arguments that a program does not read take time, too.
+        result = result._replace(matrices=None)
+        here = here._replace(J=None, residuals=None, step={})
         taken: tuple[Any, Any, Any] = after(params, state, result, here)
         return taken
 
@@ -509,6 +510,16 @@ def _moved(params: Any, step: Any, rate: Any = 1.0) -> Any:
 
 def _where(condition: Any, first: Any, second: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), first, second)
+
+
+def _viewed(tree: Any) -> Any:
+    """Return arrays of NumPy, on the same memory where it can read it."""
+
+    def viewed(x: Any) -> Any:
+        array = kc.execution.hosted.host_view(x, xp=jnp)
+        return jax.device_get(x) if array is None else array
+
+    return jax.tree.map(viewed, tree)
 
 
 def _in_memory_of_host(tree: Any) -> bool:

@@ -10,7 +10,6 @@ the loss is ``|r|^2 / (2 R)``.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -88,32 +87,6 @@ class GaussNewtonReport:
             )
         lines += [f"formed: {name}, since {why}" for name, why in self.formed.items()]
         return "\n".join(lines)
-
-
-class _LastDirection:
-    """The direction of the last step, as matrices and as the state has it.
-
-    Parameters
-    ----------
-    matrices : dict of str to array
-        By layer of the Jacobian.
-    directions : list of torch.Tensor
-        By parameter.
-    """
-
-    def __init__(self, matrices: dict[str, Any], directions: list[Any]) -> None:
-        self.matrices, self._directions = matrices, directions
-        self._versions = [private.version(d) for d in directions]
-
-    def is_of(self, directions: list[Any], J: kc.samples.Jacobian) -> bool:
-        """Whether the state has not changed since, and J has the same layers."""
-        kinds = {type(V) for V in self.matrices.values()}
-        return (
-            all(map(operator.is_, directions, self._directions))
-            and self._versions == [private.version(d) for d in directions]
-            and self.matrices.keys() == J.layers.keys()
-            and kinds == {type(J.like)}
-        )
 
 
 _RANK = 200
@@ -223,7 +196,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         self._processes = parallel.processes_of(communicator)
         self._finder = JacobianFinder(parallel.inner(model), self._processes)
         self._report: GaussNewtonReport | None = None
-        self._last: _LastDirection | None = None
+        # The last direction as matrices, and as the state has it.
+        self._last: tuple[Any, list[Any], dict[str, Any]] | None = None
         options = {
             "lr": self._options.rate if self._options.minibatch else None,
             "damping": self._options.damping,
@@ -366,7 +340,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         [group] = self.param_groups
         parameters, state = group["params"], self.state
         minibatch = self._options.minibatch
-        theta = [] if minibatch else [p.detach().clone() for p in parameters]
+        # A step on other data is not searched, and never goes back.
+        theta = {} if minibatch else {p: p.detach().clone() for p in parameters}
         last = progress = None
         if minibatch and group["progress"] is not None:
             progress = kc.samples.BatchProgress(*group["progress"])
@@ -374,10 +349,10 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         on_host = not isinstance(J.like, torch.Tensor)
 
         def go(step: Any, rate: float = 1.0) -> list[Any]:
+            for p, at_start in theta.items():
+                p.copy_(at_start)
             directions = self._finder.directions(step)
-            if theta:
-                torch._foreach_copy_(parameters, theta)
-            torch._foreach_add_(parameters, directions, alpha=-rate)
+            private.add_to_each(parameters, directions, alpha=-rate)
             return directions
 
         def evaluate(step: Any) -> kc.samples.Evaluation:
@@ -403,8 +378,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
                 overwrite=True,
             )
         except BaseException:
-            if theta:
-                torch._foreach_copy_(parameters, theta)
+            for p, at_start in theta.items():
+                p.copy_(at_start)
             raise
         directions = go(result.direction, float(result.rate))
         if minibatch:
@@ -413,20 +388,17 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             for p, direction in zip(parameters, directions, strict=True):
                 state[p]["direction"] = direction
             assert result.matrices is not None
-            self._last = _LastDirection(result.matrices, directions)
+            self._last = _mark(directions, J), directions, result.matrices
         else:
             group["damping"] = float(result.damping)
         return result
 
-    def _last_matrices(
-        self, J: kc.samples.Jacobian, on_host: bool
-    ) -> dict[str, Any]:
+    def _last_matrices(self, J: kc.samples.Jacobian, on_host: bool) -> dict[str, Any]:
         """Return the last direction as matrices of the layers of J."""
         parameters = self.param_groups[0]["params"]
         directions = [self.state[p]["direction"] for p in parameters]
-        last = self._last
-        if last is not None and last.is_of(directions, J):
-            return last.matrices
+        if self._last is not None and self._last[0] == _mark(directions, J):
+            return self._last[2]
         by_parameter = dict(zip(parameters, directions, strict=True))
         vectors = self._finder.vectors(by_parameter, J)
         matrices = J.to_matrices(viewed(vectors) if on_host else vectors)
@@ -489,13 +461,19 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             r = xp.astype(r, xp.float64)
             return r @ r / (2 * len(r))
         nats, examples = of_likelihood.loss.double(), len(of_likelihood.root)
-        if self._processes is None:
-            return nats
-        # The mean over no examples is NaN.
-        total = nats * examples if examples else torch.zeros_like(nats)
-        sums = torch.stack([total, nats.new_tensor(float(examples))])
-        total, count = self._processes.all_reduce(sums).wait()
-        return total / count
+        if self._processes is not None:
+            # The mean over no examples is NaN.
+            total = nats * examples if examples else torch.zeros_like(nats)
+            sums = torch.stack([total, nats.new_tensor(float(examples))])
+            total, count = self._processes.all_reduce(sums).wait()
+            nats = total / count
+        return nats if isinstance(r, torch.Tensor) else viewed(nats)
+
+
+def _mark(directions: list[Any], J: kc.samples.Jacobian) -> object:
+    """Return what differs for other tensors, written ones, and other layers of J."""
+    versions = [(id(d), private.version(d)) for d in directions]
+    return versions, [*J.layers], type(J.like)
 
 
 def _float(x: Any) -> float:

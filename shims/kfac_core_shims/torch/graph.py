@@ -246,22 +246,19 @@ class Walk:
 
     def uses_of(self, site: Site, role: str) -> int:
         """Return how often a parameter is read, or what a parametrization made of it."""
-        sources = self._sources[site.key_of(role)]
-        return sum(self._uses(node, output) for node, output in sources)
-
-    def _uses(self, node: Node, output: int) -> int:
-        total = 0
-        for reader, _, of_output in self._above[node]:
-            if of_output == output:
+        total, todo = 0, [*self._sources[site.key_of(role)]]
+        for node, output in todo:
+            for reader, _, of_output in self._above[node]:
+                if of_output != output:
+                    continue
                 # The double backward of a product reads the weight through the view that
                 # the product was made with, and autocast casts a weight once for all.
-                views = len(reader.next_functions) == 1 and reader not in self._calls
-                total += self._all_uses(reader) if views else 1
+                if len(reader.next_functions) == 1 and reader not in self._calls:
+                    outputs = {above[2] for above in self._above[reader]}
+                    todo += [(reader, above) for above in outputs]
+                else:
+                    total += 1
         return total
-
-    def _all_uses(self, node: Node) -> int:
-        outputs = {output for _, _, output in self._above[node]}
-        return sum(self._uses(node, output) for output in outputs)
 
     def products_of(self, site: Site) -> list[Reached] | str:
         """Return the matrix products that read a weight, or what else reads it.
@@ -563,7 +560,7 @@ def pull_back(
     like : torch.Tensor
         The outputs, whose dtype the vectors take.
     """
-    for v in vectors.to(like.dtype):
+    for v in vectors.to(like.dtype).unbind():
         if hasattr(like, "placements"):
             v = _divided_as(v, like)
         for r, g in zip(reached, gradients_at(outputs, reached, v), strict=True):

@@ -41,7 +41,6 @@ class _CallHook(Inert):
             return
         if not (y.requires_grad and kfac.wants_statistics):
             return
-        edge = None
         # A tied weight may have been replaced in this module only.
         for site in self.sites:
             if not site.is_in(module):
@@ -67,10 +66,9 @@ class _CallHook(Inert):
                 examples=examples,
                 bias=not site.some_biases or module.bias is not None,
             )
-            edge = edge or get_gradient_edge(y)
+            node = y.grad_fn or get_gradient_edge(y).node
             # The graph holds the call, so that it goes when the graph goes.
-            calls = edge.node.metadata.setdefault(id(kfac), [])
-            calls.append((edge.output_nr, call))
+            node.metadata.setdefault(id(kfac), []).append((y.output_nr, call))
 
 
 class _WeightHook(Inert):

@@ -21,7 +21,6 @@ from kfac_core_shims.torch.hooks import install
 from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
-
 XP = kc.array.namespaces.own_namespace(torch.empty(0))
 """PyTorch's namespace."""
 
@@ -50,6 +49,7 @@ class JacobianFinder:
     _compared: dict[Any, tuple[int, list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._modules = list(self.model.modules())
         named = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in named.items() if p.requires_grad}
         try:
@@ -154,21 +154,21 @@ class JacobianFinder:
         for name, parts in direction.items():
             site = self._model_blocks.sites.get(name)
             for role, x in parts.items():
-                rows = None
+                x = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
                 if site is None:
-                    p = self._parameters[name.removesuffix(" (formed)")]
+                    p, rows = self._parameters[name.removesuffix(" (formed)")], None
                 else:
                     p, rows = site.parameters[role], site.rows_of(role)
-                if not isinstance(x, torch.Tensor):
-                    x = torch.from_numpy(x)
-                if role == "weight":
-                    x = site.part.to_module(x)
-                if rows is None:
-                    x = x if x.shape == p.shape else x.reshape(p.shape)
-                    by_parameter[id(p)] = x.to(p.dtype)
+                    x = site.part.to_module(x) if role == "weight" else x
+                if rows is not None:
+                    if id(p) not in by_parameter:
+                        by_parameter[id(p)] = torch.zeros_like(p)
+                    target = by_parameter[id(p)][rows]
+                    target.copy_(x.reshape(target.shape))
                     continue
-                target = by_parameter.setdefault(id(p), torch.zeros_like(p))[rows]
-                target.copy_(x.reshape(target.shape))
+                # Calls of PyTorch that change nothing take longer than asking.
+                x = x if x.shape == p.shape else x.reshape(p.shape)
+                by_parameter[id(p)] = x if x.dtype == p.dtype else x.to(p.dtype)
         return [
             by_parameter[id(p)] if id(p) in by_parameter else torch.zeros_like(p)
             for p in self._parameters.values()
@@ -236,7 +236,7 @@ class JacobianFinder:
             for name, jacobian in J.layers.items()
         )
         # Batch norm mixes examples in training, and not in evaluation.
-        modes = tuple([module.training for module in self.model.modules()])
+        modes = tuple([module.training for module in self._modules])
         key: Any = forms, modes
         # Processes compare at the same steps, whatever the sizes of their shares.
         if self.communicator is None:
@@ -374,6 +374,9 @@ def _joined_terms(
     Its examples have C outputs each where all terms have, and where inputs are the same
     for all of them, as they are not in derivatives; else each output is an example.
     """
+    if len(uses) == 1:
+        call, r = uses[0][0], residuals[0]
+        return _part(call, r, scales[0], min(len(call.output_grads), r.shape[1]))
     calls = [None if use is None else use[0] for use in uses]
     known = [call for call in calls if call is not None]
     outputs = {r.shape[1] for r in residuals}
@@ -383,8 +386,6 @@ def _joined_terms(
         # Inputs that differ between the outputs of an example make each output an
         # example.
         C = 1
-    if len(known) == len(calls) == 1:
-        return _part(calls[0], residuals[0], scales[0], C)
     parts = [
         None if call is None else _part(call, r, scale, C)
         for call, r, scale in zip(calls, residuals, scales, strict=True)
@@ -411,7 +412,7 @@ def _joined_terms(
 def _part(call: Any, r: Any, scale: float, C: int) -> kc.Batch:
     """Return one term's rows with C outputs for each example."""
     x, grads, mask = call.inputs, call.output_grads, call.mask
-    g = grads[0][None] if len(grads) == 1 else torch.stack(grads)
+    g = grads[0].unsqueeze(0) if len(grads) == 1 else torch.stack(grads)
     bias = None if call.bias is True else call.bias
     if bias is False:
         bias = torch.zeros(x.shape[: max(1, x.ndim - 1)], dtype=torch.bool).to(x.device)

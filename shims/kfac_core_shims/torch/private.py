@@ -234,6 +234,8 @@ def multiply_each(tensors: Sequence[Any], factor: Any, /) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def add_to_each(tensors: Sequence[Any], steps: Sequence[Any], /) -> None:
-    """Add to each tensor in place, in a few kernels."""
-    torch._foreach_add_(tensors, steps)
+def add_to_each(
+    tensors: Sequence[Any], steps: Sequence[Any], /, *, alpha: float = 1.0
+) -> None:
+    """Add alpha times a step to each tensor in place, in a few kernels."""
+    torch._foreach_add_(tensors, steps, alpha=alpha)

@@ -132,6 +132,8 @@ class Site:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters
         for role, parameter in self.parameters.items():
+            if module._parameters.get(names[role]) is parameter:
+                continue
             current = getattr(module, names[role], None)
             if current is parameter or (current is None and self.some_biases):
                 continue
