@@ -23,7 +23,11 @@ from kfac_core_shims.keras import KFAC  # noqa: E402
 from ..builders.reference import damped_inverse  # noqa: E402
 
 # Keras asks PyTorch for arrays in the way of NumPy 1.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning"),
+    # Keras traces a loss of NumPy's class numbers with JAX 0.11.
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
+]
 
 layers = keras.layers
 # On JAX Keras compiles the step.

@@ -32,6 +32,7 @@ from kfac_core_shims.jax.program import (
     Program,
     Trace,
     bound,
+    carried_by,
     forms,
     run,
     traced,
@@ -512,8 +513,7 @@ class _Capture:
     ) -> list[Any]:
         """Run a `scan` whose body's layers are captured in each turn."""
         params, inner = operation.params, self.within[id(operation)]
-        first = params["num_consts"]
-        last = first + params["num_carry"]
+        first, last = carried_by(params)
         body = operation.body
         assert body is not None
 

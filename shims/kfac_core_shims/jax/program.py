@@ -242,8 +242,7 @@ class _Writer:
 
     def _body(self, jaxpr: Any, constants: Any, operation: Operation) -> Program:
         """Write the body of a loop, which may read parameters and slices of them."""
-        first = operation.params["num_consts"]
-        last = first + operation.params["num_carry"]
+        first, last = carried_by(operation.params)
         places = [self.new(v.aval) for v in jaxpr.invars]
         for i, (outside, inside) in enumerate(
             zip(operation.inputs, places, strict=True)
@@ -259,6 +258,15 @@ class _Writer:
         body = Program(places)
         body.outputs = self.write(jaxpr, constants, places, body.operations)
         return body
+
+
+def carried_by(params: Mapping[str, Any], /) -> tuple[int, int]:
+    """Return where the operands that a `scan` carries along begin and end."""
+    if "ft_in" in params:  # From JAX 0.11 on.
+        constants, carried = map(len, params["ft_in"].unpack()[:2])
+    else:
+        constants, carried = params["num_consts"], params["num_carry"]
+    return constants, constants + carried
 
 
 def _inner(params: Mapping[str, Any]) -> tuple[Any, Sequence[Any]] | None:
