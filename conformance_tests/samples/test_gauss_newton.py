@@ -78,6 +78,16 @@ def test_the_rate_falls_where_losses_do_not(backend):
     assert shares == pytest.approx(expected)
 
 
+def test_a_progress_in_python_numbers_is_not_rounded(backend):
+    """As an optimizer's state has it."""
+    loss = backend.asarray(np.asarray(3.0), "float64")
+
+    progress = kc.samples.BatchProgress(1.0, 1.0, 1.0, 5.0, 4.0).after(loss)
+
+    assert 0.3 * float(progress.share) == 0.3 / 3
+    assert float(progress.waited) == 6.0
+
+
 def test_options_of_other_data_say_what_they_need():
     with pytest.raises(kc.ConventionError, match="minibatch=True"):
         options(minibatch=False, rate=0.1)

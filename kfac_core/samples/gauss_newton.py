@@ -172,11 +172,13 @@ class BatchProgress(NamedTuple):
         # The first averages are too small by their weight, as the moments of Adam.
         mean = average / weight
         fell = mean < FALL * self.least
-        waited = xp.where(fell, 0.0 * self.waited, self.waited + 1)
+        # PyTorch makes float32 of two Python numbers.
+        zero = xp.zeros_like(loss)
+        waited = xp.where(fell, zero, self.waited + 1)
         late = waited >= PATIENCE
         least = xp.where(fell | late, mean, self.least)
-        waited = xp.where(late, 0.0 * waited, waited)
-        times = xp.where(late, self.times + 1, self.times)
+        waited = xp.where(late, zero, waited)
+        times = self.times + xp.where(late, zero + 1, zero)
         return BatchProgress(average, weight, least, waited, times)
 
     @property
