@@ -309,6 +309,7 @@ def test_fit_gives_natural_gradients_to_the_optimizer(tmp_path):
         "fisher": "gradients",
         "update_every": kc.integration.Widening(1, 2, until=3),
         "refresh_every": 2,
+        "kl_clip": kc.integration.PerOutput(1e-5),
     }
 
     model = compiled_model()

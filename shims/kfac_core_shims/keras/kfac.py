@@ -586,12 +586,13 @@ class KFAC(kc.integration.NaturalGradient):
         return directions
 
     def _counts(self, data: Any) -> tuple[int, float]:
-        """Return R and the loss's factor, of a batch without statistics."""
+        """Return R and the loss's factor of a batch without statistics; note its P."""
         x, *_ = data
         inputs = keras.tree.map_structure(lambda x: tuple(x.shape), x)
         shapes = self.model.compute_output_shape(inputs)
         output_losses = self._losses()
         rows = math.prod(map(int, output_losses[0].at(shapes)[:-1]))
+        self.outputs = max(loss.at(shapes)[-1] for loss in output_losses)
         return rows, max(loss.multiple(loss.at(shapes)[-1]) for loss in output_losses)
 
     # The compiled step of JAX.
