@@ -38,46 +38,41 @@ class Entry:
     """
 
     module: str
-    argument: str
     title: str
     needs: tuple[str, ...]
-    devices: tuple[str, ...]
-    core: bool
     includes: str
+    argument: str = ""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    core: bool = False
     kernels: bool = False
 
 
-_CPU, _BOTH = ("cpu",), ("cpu", "cuda")
 _CORE = (
     "Estimator.update, refresh and precondition, with the finite-input guards, the "
     "residual checks and fallbacks on; gradients come and go as the framework's parameters"
 )
 LIBRARIES = {
     "numpy": Entry(
-        "core", "numpy", "kfac_core numpy", ("kfac_core",), _CPU, True, _CORE
+        "core", "kfac_core numpy", ("kfac_core",), _CORE, "numpy", ("cpu",), True
     ),
     "torch": Entry(
-        "core", "torch", "kfac_core torch", ("kfac_core", "torch"), _BOTH, True, _CORE
+        "core", "kfac_core torch", ("kfac_core", "torch"), _CORE, "torch", core=True
     ),
     "jax": Entry(
         module="core",
         argument="jax",
         title="kfac_core jax",
         needs=("kfac_core", "jax"),
-        devices=_BOTH,
         core=True,
         includes=f"{_CORE}; each stage one compiled program, the statistics donated",
     ),
     "cupy": Entry(
-        "core", "cupy", "kfac_core cupy", ("kfac_core", "cupy"), ("cuda",), True, _CORE
+        "core", "kfac_core cupy", ("kfac_core", "cupy"), _CORE, "cupy", ("cuda",), True
     ),
     "curvlinops": Entry(
         module="curvlinops",
-        argument="",
         title="curvlinops",
         needs=("curvlinops", "torch"),
-        devices=_BOTH,
-        core=False,
         includes="the functions behind its hooks, fed rows, with no network, hooks or "
         "autograd; a sum over batches and no moving average; KFACInverseLinearOperator "
         "with heuristic or exact damping; no residual checks",
@@ -87,8 +82,6 @@ LIBRARIES = {
         argument="lu",
         title="kfac-jax",
         needs=("kfac_jax", "jax"),
-        devices=_BOTH,
-        core=False,
         includes="DenseTwoKroneckerFactored blocks fed rows, each stage one compiled "
         "function with donated states; inverses by LU, its default; no residual checks",
     ),
@@ -97,17 +90,12 @@ LIBRARIES = {
         argument="cholesky",
         title="kfac-jax, Cholesky",
         needs=("kfac_jax", "jax"),
-        devices=_BOTH,
-        core=False,
         includes="as kfac-jax, with set_use_cholesky_inversion(True)",
     ),
     "torch-kernels": Entry(
         module="torch_kernels",
-        argument="",
         title="plain PyTorch",
         needs=("torch",),
-        devices=_BOTH,
-        core=False,
         includes="no library but PyTorch's own calls in the plainest order: ADDMM with the "
         "average in beta (the column of ones is given), cholesky_ex, cholesky_inverse, "
         "MM, eigh; no guards, no residual checks, no layouts",
@@ -125,11 +113,9 @@ LIBRARIES = {
     ),
     "lapack": Entry(
         module="lapack",
-        argument="",
         title="plain BLAS, LAPACK",
         needs=("scipy",),
-        devices=_CPU,
-        core=False,
+        devices=("cpu",),
         includes="no library but SciPy's bindings in the best plain order found: SYRK with "
         "the average in beta (the column of ones is given), POTRF, POTRI, SYMM, SYEVD on "
         "one triangle; no guards, no residual checks, no layouts",

@@ -148,17 +148,6 @@ def _lbfgs(problem: Problem, rate: float) -> Any:
 _ADAM = 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1
 
 METHODS: dict[str, Method] = {
-    "kfac-constant": Method(
-        title="`KFAC`, constant clip",
-        make=lambda problem, rate: kfac(problem, kl_clip=1e-3),
-        uses="preconditioner",
-    ),
-    "soap-constant": Method(
-        title="`SOAP`, constant rate",
-        make=lambda problem, rate: shims.SOAP(
-            problem.network, 3e-3, anneal_after=None, gain=None
-        ),
-    ),
     "kfac": Method(
         title="`KFAC(model)`",
         make=lambda problem, rate: kfac(problem),
@@ -223,7 +212,7 @@ METHODS: dict[str, Method] = {
         apt=lambda task: task.kind != "equation" and task.kind != "transformer",
     ),
 }
-"""Methods by name, this library's first: defaults of before, and of now."""
+"""Methods by name, this library's first."""
 
 
 def available(peers: Path | None) -> list[str]:

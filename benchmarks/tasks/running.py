@@ -122,17 +122,9 @@ def run(
             marks.pop(0)
         final, test = problem.evaluate()
         curve.append((round(spent / slowdown, 4), final))
-    else:
-        return _record(final, test, steps, curve, slowdown)
-    return _record(math.inf, test, steps, curve, slowdown)
-
-
-def _record(
-    final: float, test: float, steps: int, curve: list[Any], slowdown: float
-) -> dict[str, Any]:
-    finite = final if math.isfinite(final) else math.inf
+    broke_off = bool(marks) or not math.isfinite(final)
     return {
-        "final": finite,
+        "final": math.inf if broke_off else final,
         "test": test,
         "steps": steps,
         "curve": curve,

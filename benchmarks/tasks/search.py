@@ -30,14 +30,16 @@ SETTINGS = 30
 
 
 def _soap(problem: Problem, rate: float, **setting: Any) -> Any:
-    beta = setting.pop("beta")
-    return shims.SOAP(problem.network, betas=beta, **setting)
+    return shims.SOAP(problem.network, **setting)
 
 
 def _kfac(problem: Problem, rate: float, **setting: Any) -> Any:
+    if not setting:
+        return kfac(problem)
     falling = kc.integration.Falling
     first, after = setting.pop("clip"), setting.pop("after")
-    setting["kl_clip"] = falling(first, after=after, power=setting.pop("power"))
+    falls = falling(first, after=after, power=setting.pop("power"))
+    setting["kl_clip"] = kc.integration.PerOutput(falls)
     damping, after = setting.pop("damping"), setting.pop("damped")
     setting["damping"] = damping if after is None else falling(damping, after=after)
     return kfac(problem, setting.pop("lr"), **setting)
@@ -52,7 +54,13 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
             "anneal_after": (100.0, 400.0, 1200.0, None),
             "gradient_bound": (1.0, 1.5, 2.0, 4.0, None),
             "gain": (0.02, 0.05, 0.1, None),
-            "beta": ((0.9, 0.9), (0.93, 0.93), (0.95, 0.95), (0.9, 0.95), (0.95, 0.98)),
+            "betas": (
+                (0.9, 0.9),
+                (0.93, 0.93),
+                (0.95, 0.95),
+                (0.9, 0.95),
+                (0.95, 0.98),
+            ),
             "update_every": (5, 10, 20),
             "decay": (0.8, 0.9),
         },
@@ -62,7 +70,7 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
         "preconditioner",
         {
             "lr": (0.1, 0.3, 1.0, 3.0),
-            "clip": (3e-4, 1e-3, 3e-3, 1e-2),
+            "clip": (3e-5, 1e-4, 3e-4, 1e-3),
             "after": (60.0, 120.0, 250.0, 1000.0),
             "power": (1.0, 1.5, 2.0),
             "damping": (2e-3, 5e-3, 1e-2, 2e-2, 5e-2),
@@ -89,12 +97,6 @@ def settings_of(name: str) -> list[dict[str, Any]]:
 def method_of(name: str, setting: dict[str, Any]) -> Method:
     """Return the optimizer with a setting."""
     make, uses, _ = SEARCHED[name]
-    if not setting:
-        make = (
-            kfac
-            if name == "kfac"
-            else lambda problem, rate: shims.SOAP(problem.network)
-        )
     return Method(title=name, make=partial(make, **setting), uses=uses)
 
 

@@ -110,12 +110,6 @@ def tables(runs: list[dict[str, Any]], /) -> dict[str, str]:
         "tasks tests": _table(
             found, [*chosen, *aside], names, lambda r: number(r.test)
         ),
-        "tasks rates": _table(
-            found,
-            [*chosen, *aside],
-            [m for m in names if METHODS[m].rates],
-            lambda r: f"{r.rate:g}",
-        ),
         "tasks seconds": _seconds(found, [*chosen, *aside], names),
         "tasks verdict": _verdict(found, chosen, aside, names),
         "tasks named": _named(found, [*chosen, *aside]),

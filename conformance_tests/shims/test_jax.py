@@ -206,6 +206,25 @@ def test_schedules_count_steps_with_and_without_captured_rows(small):
         np.testing.assert_allclose(a, scale * np.asarray(b), rtol=1e-6)
 
 
+def test_a_short_step_of_a_classifier_is_lengthened(small):
+    """Where the likelihood is known, to the geometric mean with the bound."""
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    z, pull = network.vjp(params, x)
+    gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+    directions = []
+    for likelihood in (None, "gaussian", "categorical"):
+        clip = {"kl_clip": kc.integration.PerOutput(1e3), "learning_rate": 1.0}
+        kfac = made(network, likelihood=likelihood, **clip)
+        update, _ = kfac.update(gradients, kfac.init(params), captured=captured)
+        directions.append(flat(*jax.tree.leaves(update)))
+
+    plain, gaussian, longer = directions
+    size = np.dot(flat(*jax.tree.leaves(gradients)), plain)
+    np.testing.assert_array_equal(gaussian, plain)
+    np.testing.assert_allclose(longer, plain * (3e3 / size) ** 0.25, rtol=1e-6)
+
+
 def test_the_optax_transformation_chains(small):
     """In a chain with a learning rate it is minus the rate times the direction."""
     optax = pytest.importorskip("optax")

@@ -132,6 +132,39 @@ def test_the_quadratic_model_is_the_same_in_each_notation(kind):
     np.testing.assert_allclose(dampings, dampings[0])
 
 
+@pytest.mark.parametrize("likelihood", ["bernoulli", "categorical", "gaussian"])
+def test_short_steps_of_classifiers_are_lengthened_in_torch_and_numpy(likelihood):
+    """To the geometric mean of their squared length and a bound for each output."""
+    torch = pytest.importorskip("torch")
+    from kfac_core_shims.torch import KFAC
+
+    rng = np.random.default_rng(0)
+    x, dz = rng.normal(size=(N, D)), rng.normal(size=(N, P))
+    g = x.T @ dz
+
+    def direction_of(clip):
+        model = torch.nn.Linear(D, P, bias=False).double()
+        kfac = KFAC(model, likelihood=likelihood, lr=1.0, kl_clip=clip, fisher="exact")
+        model.weight.data.zero_()
+        model(torch.from_numpy(x)).backward(torch.from_numpy(dz))
+        kfac.step()
+        of_torch = model.weight.grad.numpy().T
+
+        theta = {"fc": {"weight": np.zeros((D, P))}}
+        options = {"likelihood": likelihood, "kl_clip": clip, "fisher": "exact"}
+        kfac = numpy_shim.KFAC(theta, momentum=0.0, **options)
+        vectors = kfac.vectors(np.zeros((N, P)))
+        kfac.observe("fc", kc.Batch(x, vectors, sources=len(vectors)))
+        kfac.step({"fc": {"weight": g}})
+        np.testing.assert_allclose(of_torch, -theta["fc"]["weight"], rtol=1e-6)
+        return of_torch
+
+    plain = direction_of(None)
+    scale = (1e6 * P / np.sum(g * plain)) ** 0.25 if likelihood != "gaussian" else 1.0
+    np.testing.assert_allclose(direction_of(PerOutput(1e6)), scale * plain, rtol=1e-9)
+    np.testing.assert_allclose(direction_of(1e6), plain, rtol=1e-9)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_numpy_steps_are_the_same_in_each_notation(exact):
     """By the KL clip, or by the loss and its exact curvature."""

@@ -12,6 +12,18 @@ def add_json(parser: argparse.ArgumentParser, /) -> None:
     )
 
 
+def add_verbosity(parser: argparse.ArgumentParser, /, *, also: str) -> None:
+    """Declare ``--verbose``, which shows what is usually left out, and ``--quiet``."""
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("-v", "--verbose", action="store_true", help=f"show {also} too")
+    shown.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print nothing; set only the exit code",
+    )
+
+
 def positive(text: str, /) -> int:
     """Return an integer of at least 1."""
     # Not by the error of `int`, whose message in argparse names a Python type.

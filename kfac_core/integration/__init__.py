@@ -30,6 +30,7 @@ from kfac_core.integration.schedules import (
     Widening,
     bound_at,
     interval_at,
+    lengthens,
     require_positive,
     value_at,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "coverage_table",
     "framework_conv",
     "interval_at",
+    "lengthens",
     "quadratic_step",
     "require_estimation",
     "require_positive",

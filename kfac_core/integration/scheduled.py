@@ -22,9 +22,11 @@ from kfac_core.integration.schedules import (
     Schedule,
     bound_at,
     interval_at,
+    lengthens,
     require_positive,
     value_at,
 )
+from kfac_core.losses import Loss
 from kfac_core.stages import batch_moments
 from kfac_core.state import copied
 from kfac_core.steps.trust_region import TrustRegion, clip_of_product
@@ -65,9 +67,13 @@ class ScheduledSteps:
         What the loss is of the likelihood's negative log.
     outputs : float
         Outputs P of a row, read by a KL clip that is a `PerOutput`.
+    likelihoods : tuple of kfac_core.losses.Loss
+        Likelihood of each output, as far as known; see `lengthens`.
     clip : TrustRegion or None
         Factor and size of the last step's KL clip; None where there was none.
     """
+
+    likelihoods: tuple[Loss, ...] = ()
 
     def __init__(
         self,
@@ -269,13 +275,20 @@ class ScheduledSteps:
         size = float(backend_of(xp).to_numpy(product))
         if not np.isfinite(size):
             require_finite(gradients)
-        clip = clip_of_product(size, learning_rate=float(rate), bound=float(bound))
+        clip = self._clip_of(size, rate, bound)
         nu = float(clip.scale)
         # Do not copy directions that are not clipped.
         if nu == 1.0:
             return vectors, clip
         scaled = {n: {k: x * nu for k, x in g.items()} for n, g in vectors.items()}
         return scaled, clip
+
+    def _clip_of(self, product: float, rate: Scalar, bound: Scalar) -> TrustRegion:
+        """Return the clip for an inner product of gradients and directions."""
+        lengthen = lengthens(self.kl_clip, self.likelihoods)
+        return clip_of_product(
+            product, learning_rate=float(rate), bound=float(bound), lengthen=lengthen
+        )
 
     def _rebase(self) -> None:
         """Recompute the bases of EKFAC blocks where they are due or missing."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kfac_core import errors
 from kfac_core.array import Scalar
+from kfac_core.losses import Bernoulli, Categorical, Loss
 
 Schedule: TypeAlias = Scalar | Callable[[int], Scalar]
 """A number or a 0-d array, or a callable ``step -> number`` of the steps taken so far."""
@@ -108,6 +109,8 @@ class PerOutput:
 
     P outputs of unit variance that each move by :math:`\delta` have a divergence of
     :math:`P \delta^2 / 2`, so that networks of few and of many outputs move each alike.
+    With a categorical or Bernoulli likelihood, steps below the bound are lengthened; see
+    ``lengthen`` of `kfac_core.steps.kl_clip`.
 
     Attributes
     ----------
@@ -152,6 +155,26 @@ def bound_at(clip: Schedule | None, step: Scalar, outputs: Scalar, /) -> Scalar 
     if isinstance(clip, PerOutput):
         return clip(step, outputs)
     return value_at(clip, step)
+
+
+def lengthens(clip: Schedule | None, likelihoods: Sequence[Loss], /) -> bool:
+    """Return whether a KL clip also lengthens short steps.
+
+    Parameters
+    ----------
+    clip : number, 0-d array, callable of int, PerOutput or None
+        The option.
+    likelihoods : sequence of kfac_core.losses.Loss
+        Likelihood of each output; empty where none is known.
+
+    Returns
+    -------
+    bool
+        True for a `PerOutput` and categorical or Bernoulli likelihoods, whose curvature
+        vanishes where the data are fitted.
+    """
+    vanish = [isinstance(one, Bernoulli | Categorical) for one in likelihoods]
+    return isinstance(clip, PerOutput) and any(vanish) and all(vanish)
 
 
 def interval_at(name: str, interval: Interval, step: int, /) -> int:

@@ -61,6 +61,7 @@ def kl_clip(
     *,
     learning_rate: Scalar,
     bound: Scalar,
+    lengthen: bool = False,
     check: Check = "raise",
 ) -> TrustRegion:
     r"""Return ``nu = min(1, sqrt(kappa / (lr^2 grad . P grad)))``.
@@ -83,6 +84,10 @@ def kl_clip(
         Learning rate.
     bound : float or 0-d array
         Bound ``kappa > 0``.
+    lengthen : bool
+        Whether steps below the bound are lengthened, by
+        ``nu = (kappa / (lr^2 grad . P grad))^(1/4)``: to the geometric mean of their
+        squared length and the bound.
     check : {"raise", "status"}
         Whether a size that is not finite raises, which synchronizes with the device,
         or is left in the status.
@@ -90,8 +95,8 @@ def kl_clip(
     Returns
     -------
     TrustRegion
-        With a scale in [0, 1].  It is one for a size that is negative: P is no inverse
-        of a curvature then, and no length is known.
+        With a scale in [0, 1], or above with `lengthen`.  It is one for a size that is
+        negative: P is no inverse of a curvature then, and no length is known.
 
     Raises
     ------
@@ -103,6 +108,10 @@ def kl_clip(
     Notes
     -----
     Momentum that is added afterwards is not bounded.
+
+    Damping is in units of the curvature.  Where the curvature vanishes as data are fitted,
+    as of a cross-entropy, the damping remains, and steps become as small as gradients
+    unless they are lengthened.
 
     References
     ----------
@@ -129,11 +138,16 @@ def kl_clip(
     # Not rate**2 * size: the square of a small rate underflows in float32.
     size = rate * (rate * size)
     kappa = ns.full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
-    return _within(size, kappa, xp.ones_like(size), check)
+    largest = xp.ones_like(size)
+    if lengthen:
+        # A quotient of roots, since that of the squares could overflow.
+        ratio = xp.sqrt(kappa) / xp.sqrt(xp.where(size > 0, size, kappa))
+        largest = xp.sqrt(xp.maximum(ratio, largest))
+    return _within(size, kappa, largest, check)
 
 
 def clip_of_product(
-    product: float, /, *, learning_rate: float, bound: float
+    product: float, /, *, learning_rate: float, bound: float, lengthen: bool = False
 ) -> TrustRegion:
     """Return `kl_clip` from the number ``grad . P grad``.
 
@@ -143,7 +157,7 @@ def clip_of_product(
     ----------
     product : float
         Inner product of a gradient and the preconditioned gradient.
-    learning_rate, bound
+    learning_rate, bound, lengthen
         See `kl_clip`.
 
     Returns
@@ -165,7 +179,8 @@ def clip_of_product(
         )
         constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
         raise errors.NotFiniteError(_NOT_FINITE.format(product))
-    scale = math.sqrt(bound / size) if size > bound else 1.0
+    ratio = math.sqrt(bound) / math.sqrt(size) if size > 0.0 else 1.0
+    scale = min(ratio, math.sqrt(ratio) if lengthen else 1.0)
     status = Status.NOT_POSITIVE if size < 0.0 else Status(0)
     return TrustRegion(
         np.asarray(scale), np.asarray(size), np.asarray(int(status), np.int32)

@@ -94,7 +94,8 @@ class KFAC(kc.integration.ScheduledSteps):
     momentum, weight_decay : float
         Momentum and weight decay.
     kl_clip : float, or callable of the number of steps made, optional
-        Bound of the step, ``lr^2 grad . P grad``; None for none.
+        Bound of the step, ``lr^2 grad . P grad``; None for none.  A `PerOutput` also
+        lengthens short steps of classifiers.
     decay : float, or callable of the number of steps made
         Factor on the old statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
@@ -188,6 +189,7 @@ class KFAC(kc.integration.ScheduledSteps):
         self.row_loss: kc.integration.RowLoss | None = None
         if likelihood is not None:
             self.row_loss = kc.integration.row_loss(likelihood)
+            self.likelihoods = (self.row_loss.likelihood,)
         self._rank = 0
         if isinstance(execution, kc.distributed.Distributed):
             self._rank = execution.communicator.rank

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kfac_core.cli.options import add_json
+from kfac_core.cli.options import add_json, add_verbosity
 from kfac_core.cli.screen import (
     complain,
     print_json,
@@ -62,16 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         default=(),
         help="also check against the answers in these verification records",
     )
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument(
-        "-v", "--verbose", action="store_true", help="show the checks that hold too"
-    )
-    shown.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print nothing; set only the exit code",
-    )
+    add_verbosity(parser, also="the checks that hold")
     add_json(parser)
 
 

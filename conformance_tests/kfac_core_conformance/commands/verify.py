@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfac_core.array.selection import enable_float64, selected_backend
-from kfac_core.cli.options import add_json, positive
+from kfac_core.cli.options import add_json, add_verbosity, positive
 from kfac_core.cli.screen import (
     complain,
     print_json,
@@ -62,16 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         help="the largest array that a record may ask for (default: 64 MiB and 64 times "
         "the size of its file)",
     )
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument(
-        "-v", "--verbose", action="store_true", help="show the answers that agree too"
-    )
-    shown.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print nothing; set only the exit code",
-    )
+    add_verbosity(parser, also="the answers that agree")
     add_json(parser)
 
 

@@ -44,6 +44,9 @@ class KFAC:
         model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
     learning_rate : float or callable of int
         What the direction will be multiplied by, eta; read by the KL clip alone.
+    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
+        Likelihood of a row of outputs, read by the KL clip alone: it lengthens short steps
+        of classifiers.
 
     Other Parameters
     ----------------
@@ -109,6 +112,7 @@ class KFAC:
         refresh_every: int = 25,
         kl_clip: kc.integration.Schedule | None = _DEFAULTS.KL_CLIP,
         learning_rate: kc.integration.Schedule = _DEFAULTS.LEARNING_RATE,
+        likelihood: str | kc.losses.Loss | kc.integration.RowLoss | None = None,
         damping_rule: kc.damping.DampingRule = _DEFAULTS.DAMPING_RULE,
         decay: float = _DEFAULTS.DECAY,
         bases_every: int = 100,
@@ -143,6 +147,9 @@ class KFAC:
         self.refresh_every, self.bases_every = refresh_every, bases_every
         self.moments = moments
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
+        self.likelihoods: tuple[kc.losses.Loss, ...] = ()
+        if likelihood is not None:
+            self.likelihoods = (kc.integration.row_loss(likelihood).likelihood,)
         kinds = [block.approximation for block in network.blocks.values()]
         self._has_bases = any(kind.has_bases for kind in kinds)
 
@@ -232,6 +239,7 @@ class KFAC:
                 bound=kc.integration.bound_at(
                     self.kl_clip, steps, self.network.outputs
                 ),
+                lengthen=kc.integration.lengthens(self.kl_clip, self.likelihoods),
                 check="status",
             )
             directions = jax.tree.map(

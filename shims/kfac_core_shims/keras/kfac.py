@@ -314,6 +314,11 @@ class KFAC(kc.integration.NaturalGradient):
                 "it, add an Input, or call it on a batch."
             )
 
+    @property
+    def likelihoods(self) -> tuple[kc.losses.Loss, ...]:  # type: ignore[override]
+        """Likelihood of each output."""
+        return tuple(loss.row.likelihood for loss in self._losses())
+
     def _losses(self) -> list[losses.OutputLoss]:
         return losses.losses_of(self.model, self.likelihood, self.reduction)
 
@@ -671,6 +676,7 @@ class KFAC(kc.integration.NaturalGradient):
                 directions,
                 learning_rate=self.learning_rate,
                 bound=kc.integration.bound_at(self.kl_clip, steps, self.outputs),
+                lengthen=kc.integration.lengthens(self.kl_clip, self.likelihoods),
                 check="status",
             ).scale
             directions = jax.tree.map(lambda g: g * nu, directions)

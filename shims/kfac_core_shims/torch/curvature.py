@@ -70,6 +70,7 @@ class Curvature(kc.integration.NaturalGradient):
     ) -> None:
         # Compared between processes by what follows.
         self.model, self.criterion = model, criterion
+        self.likelihoods = (criterion.row.likelihood,)
         self.output, self.overlap = output, overlap
         self._division, self._keeps_arguments = division, False
         super().__init__(estimator, reduction=criterion.reduction, **schedule)

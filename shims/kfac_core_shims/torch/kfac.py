@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack
 
@@ -32,7 +33,7 @@ class KFAC(Curvature):
         A = \mathrm{E}[x x^T], \; G = \mathrm{E}[g g^T]
 
     into ``.grad``, with the damping :math:`\lambda = \alpha \beta` and the factor
-    :math:`\nu \le 1` of the KL clip.
+    :math:`\nu` of the KL clip.
 
     Parameters
     ----------
@@ -75,7 +76,8 @@ class KFAC(Curvature):
         `kfac_core.losses.drawn_vectors`.
     kl_clip : float or callable of int, optional
         Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step,
-        which `kfac_core.integration.PerOutput` gives for each output; None for no bound.
+        which `kfac_core.integration.PerOutput` gives for each output, and then lengthens
+        short steps of classifiers; None for no bound.
     decay : float or callable of int
         Decay of the statistics at each update.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
@@ -398,7 +400,7 @@ class KFAC(Curvature):
         dict of str to float
             ``steps``; ``operator_age``, the steps since those whose statistics the next
             step's operators are of, unless it refreshes them; ``damping`` where it is one
-            number; ``clip``, the factor of the KL clip, 1 where it did not clip; and
+            number; ``clip``, the factor of the KL clip, 1 where it left the step; and
             ``kl``, half of ``lr^2 V . P V`` after it, at most half of `kl_clip`.
             Synchronizes with the device.
         """
@@ -413,6 +415,7 @@ class KFAC(Curvature):
     def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
         if self._division is None:
             return super()._clipped(gradients, rate, bound)
+        clip_of = functools.partial(self._clip_of, rate=rate, bound=bound)
         return self._division.directions(
-            self.estimator, gradients, learning_rate=rate, bound=bound
+            self.estimator, gradients, clip_of=None if bound is None else clip_of
         )

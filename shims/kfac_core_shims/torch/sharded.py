@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -220,8 +220,7 @@ class Division:
         gradients: Arrays,
         /,
         *,
-        learning_rate: float,
-        bound: float | None,
+        clip_of: Callable[[float], Any] | None,
     ) -> tuple[Arrays, Any]:
         """Return slices of the clipped directions, from those of the gradients.
 
@@ -234,10 +233,8 @@ class Division:
             With a `Distributed`.
         gradients : dict
             As from `gradients`.
-        learning_rate : float
-            Of the KL clip.
-        bound : float or None
-            Likewise; None for no clip.
+        clip_of : callable or None
+            Returns the KL clip of the product of gradients and directions; None for none.
 
         Returns
         -------
@@ -269,10 +266,9 @@ class Division:
         )
         if failed:
             self._agreement.vote("direction", error=error)
-        if bound is None:
+        if clip_of is None:
             return directions, None
-        squared = torch.tensor(sum(sizes) * learning_rate**2, dtype=torch.float64)
-        clip = kc.steps.trust_region_rate(squared, bound=bound, maximum=1.0)
+        clip = clip_of(sum(sizes))
         scale = float(clip.scale)
         return {
             name: {role: x * scale for role, x in roles.items()}
