@@ -956,7 +956,7 @@ def test_the_other_backend():
     )
 
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "4 passed" in run.stdout
+    assert "5 passed" in run.stdout
 
 
 def test_after_fit_the_curvature_is_that_of_its_last_batch():

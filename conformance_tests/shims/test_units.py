@@ -142,9 +142,9 @@ def test_short_steps_of_classifiers_are_lengthened_in_torch_and_numpy(likelihood
     x, dz = rng.normal(size=(N, D)), rng.normal(size=(N, P))
     g = x.T @ dz
 
-    def direction_of(clip):
+    def direction_of(clip, rate=1.0):
         model = torch.nn.Linear(D, P, bias=False).double()
-        kfac = KFAC(model, likelihood=likelihood, lr=1.0, kl_clip=clip, fisher="exact")
+        kfac = KFAC(model, likelihood=likelihood, lr=rate, kl_clip=clip, fisher="exact")
         model.weight.data.zero_()
         model(torch.from_numpy(x)).backward(torch.from_numpy(dz))
         kfac.step()
@@ -152,16 +152,19 @@ def test_short_steps_of_classifiers_are_lengthened_in_torch_and_numpy(likelihood
 
         theta = {"fc": {"weight": np.zeros((D, P))}}
         options = {"likelihood": likelihood, "kl_clip": clip, "fisher": "exact"}
-        kfac = numpy_shim.KFAC(theta, momentum=0.0, **options)
+        kfac = numpy_shim.KFAC(theta, momentum=0.0, learning_rate=rate, **options)
         vectors = kfac.vectors(np.zeros((N, P)))
         kfac.observe("fc", kc.Batch(x, vectors, sources=len(vectors)))
         kfac.step({"fc": {"weight": g}})
-        np.testing.assert_allclose(of_torch, -theta["fc"]["weight"], rtol=1e-6)
+        np.testing.assert_allclose(rate * of_torch, -theta["fc"]["weight"], rtol=1e-6)
         return of_torch
 
     plain = direction_of(None)
     scale = (1e6 * P / np.sum(g * plain)) ** 0.25 if likelihood != "gaussian" else 1.0
-    np.testing.assert_allclose(direction_of(PerOutput(1e6)), scale * plain, rtol=1e-9)
+    # Also at a small rate, as at the start of a warmup: SGD's momentum keeps directions.
+    for rate in (1.0, 1e-9):
+        longer = direction_of(PerOutput(1e6), rate)
+        np.testing.assert_allclose(longer, scale * plain, rtol=1e-9)
     np.testing.assert_allclose(direction_of(1e6), plain, rtol=1e-9)
 
 

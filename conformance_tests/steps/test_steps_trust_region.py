@@ -24,9 +24,9 @@ def step(rng):
 @pytest.mark.parametrize("lengthen", [False, True])
 @pytest.mark.parametrize("bound", [1e-6, 1e-2, 1e6])
 def test_the_clipped_step_is_as_long_as_allowed(backend, dtype, step, bound, lengthen):
-    """nu is the formula's, and ``|lr nu P grad|^2`` in the norm of F is the bound.
+    """nu is the formula's, and ``|lr nu P grad|^2`` in the norm of F at most the bound.
 
-    Or its geometric mean with the bound, where short steps are lengthened.
+    Short directions are lengthened to the geometric mean of their square and the bound.
     """
     F, grad, direction = step
     there = put(backend, direction, dtype)
@@ -36,15 +36,17 @@ def test_the_clipped_step_is_as_long_as_allowed(backend, dtype, step, bound, len
     of_number = clip_of_product(float(grad @ direction), **options)
     delta = 0.1 * flat(backend, linear_combination([got.scale], [there]))
 
-    size = 0.1**2 * grad @ direction
-    least = np.sqrt(bound * size) if lengthen else size
-    nu = np.sqrt(min(bound, least) / size)
+    square = grad @ direction
+    size = 0.1**2 * square
+    longer = np.sqrt(bound * square) if lengthen and square < bound else square
+    nu = np.sqrt(min(bound / 0.1**2, longer) / square)
     assert_close(backend.to_numpy(got.scale), nu, "product", dtype)
     assert_close(of_number.scale, nu, "product", dtype)
     assert_close(backend.to_numpy(got.size), size, "product", dtype)
     assert int(got.status) == 0
-    assert_close(delta @ F @ delta, min(bound, least), "inverse", dtype)
-    assert (nu >= 1.0) == (bound > 1.0)
+    assert_close(delta @ F @ delta, nu**2 * size, "inverse", dtype)
+    assert (nu > 1.0) == (bound > 1.0 and lengthen)
+    assert (nu < 1.0) == (bound < 1.0)
 
 
 @pytest.mark.parametrize("bound", [1e-6, 1e6])

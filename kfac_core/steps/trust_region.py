@@ -85,9 +85,9 @@ def kl_clip(
     bound : float or 0-d array
         Bound ``kappa > 0``.
     lengthen : bool
-        Whether steps below the bound are lengthened, by
-        ``nu = (kappa / (lr^2 grad . P grad))^(1/4)``: to the geometric mean of their
-        squared length and the bound.
+        Whether directions of a squared length ``s = grad . P grad`` below kappa are
+        lengthened, by ``(kappa / s)^(1/4)`` in the place of 1: to the geometric mean of s
+        and kappa.  The rate is not in s, so that it still scales the step.
     check : {"raise", "status"}
         Whether a size that is not finite raises, which synchronizes with the device,
         or is left in the status.
@@ -135,15 +135,14 @@ def kl_clip(
     size = inner_product(gradient, preconditioned)
     xp = ns.own_namespace(size)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
-    # Not rate**2 * size: the square of a small rate underflows in float32.
-    size = rate * (rate * size)
     kappa = ns.full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
     largest = xp.ones_like(size)
     if lengthen:
         # A quotient of roots, since that of the squares could overflow.
         ratio = xp.sqrt(kappa) / xp.sqrt(xp.where(size > 0, size, kappa))
         largest = xp.sqrt(xp.maximum(ratio, largest))
-    return _within(size, kappa, largest, check)
+    # Not rate**2 * size: the square of a small rate underflows in float32.
+    return _within(rate * (rate * size), kappa, largest, check)
 
 
 def clip_of_product(
@@ -179,8 +178,11 @@ def clip_of_product(
         )
         constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
         raise errors.NotFiniteError(_NOT_FINITE.format(product))
-    ratio = math.sqrt(bound) / math.sqrt(size) if size > 0.0 else 1.0
-    scale = min(ratio, math.sqrt(ratio) if lengthen else 1.0)
+    longest, scale = math.sqrt(bound), 1.0
+    if lengthen and product > 0.0:
+        scale = max(1.0, math.sqrt(longest / math.sqrt(product)))
+    if size > 0.0:
+        scale = min(scale, longest / math.sqrt(size))
     status = Status.NOT_POSITIVE if size < 0.0 else Status(0)
     return TrustRegion(
         np.asarray(scale), np.asarray(size), np.asarray(int(status), np.int32)

@@ -18,7 +18,7 @@ import torch
 
 import kfac_core as kc
 from kfac_core_shims.torch import parallel, private
-from kfac_core_shims.torch.jacobians import XP, JacobianFinder, viewed
+from kfac_core_shims.torch.jacobians import JacobianFinder, namespace, viewed
 
 Residuals: TypeAlias = Any
 """A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms; or outputs
@@ -281,7 +281,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         samples, scales = self._scales(problem.terms)
         # NumPy's calls take a third of the time of PyTorch's.
         on_host = samples <= self._direct_up_to
-        on_host = on_host and kc.execution.hosted.host_computes(xp=XP)
+        on_host = on_host and kc.execution.hosted.host_computes(xp=namespace())
         J = self._finder.jacobian(
             problem.terms, scales, on_host=on_host and self._processes is None
         )

@@ -7,6 +7,7 @@ program.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,8 +22,11 @@ from kfac_core_shims.torch.hooks import install
 from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
-XP = kc.array.namespaces.own_namespace(torch.empty(0))
-"""PyTorch's namespace."""
+
+@functools.cache
+def namespace() -> Any:
+    """Return PyTorch's namespace."""
+    return kc.array.namespaces.own_namespace(torch.empty(0))
 
 
 @dataclass(eq=False)
@@ -328,7 +332,7 @@ class JacobianFinder:
 
 def viewed(value: Any, /) -> Any:
     """Return arrays of NumPy on the same memory, in a structure; None if there are none."""
-    return kc.execution.hosted.viewed_on_host(value, xp=XP)
+    return kc.execution.hosted.viewed_on_host(value, xp=namespace())
 
 
 def _differ(x: Any, y: Any, limit: float) -> bool:
