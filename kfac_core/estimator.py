@@ -505,7 +505,7 @@ class Estimator:
                 self._install(before, after)
 
         previous, self._last_refresh = self._last_refresh, ended
-        library = library_of(started)
+        library = library_of([started])
         beside = refreshed if library is None else library.in_background(refreshed)
         return BackgroundRefresh(beside, install)
 

@@ -404,7 +404,8 @@ def test_a_direction_that_is_written_to_is_the_last_one():
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     for net, optimizer in zip(nets, optimizers, strict=True):
         optimizer.step(lambda net=net: net(x)[:, 0] - 1.0)
-    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+    written, loaded = nets
+    for p, q in zip(written.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(p, q)
 
 

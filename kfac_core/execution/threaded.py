@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -57,17 +57,18 @@ class Threaded(Executor):
         def share(names: list[str]) -> dict[str, Any]:
             return self._inner(stage, {name: tasks[name] for name in names})
 
+        firsts = [task[1] for task in tasks.values()]
         results = in_bundles(
             share,
             list(tasks),
             work=work.__getitem__,
             workers=self.workers,
-            library=library_of(*(task[1] for task in tasks.values())),
+            library=library_of(firsts),
         )
         return {name: results[name] for name in tasks}
 
 
-def library_of(*structures: Any) -> Backend | None:
+def library_of(structures: Iterable[Any], /) -> Backend | None:
     """Return the backend of the first array in structures; None without an array."""
     for structure in structures:
         for _, x in leaves(structure):
