@@ -94,9 +94,6 @@ from .array.selection import (
     enable_float64 as enable_float64,
 )
 from .array.selection import (
-    set_default_backend as set_default_backend,
-)
-from .array.selection import (
     to_numpy as to_numpy,
 )
 from .array.selection import (
@@ -291,7 +288,6 @@ __all__ = [
     "read_header",
     "register_backend",
     "save_checkpoint",
-    "set_default_backend",
     "structure",
     "to_numpy",
     "use_backend",

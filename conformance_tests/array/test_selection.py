@@ -18,36 +18,29 @@ VARIABLE = "KFAC_CORE_BACKEND"
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch):
-    """Start and end without any choice."""
+    """Start without any choice."""
     monkeypatch.delenv(VARIABLE, raising=False)
-    kc.set_default_backend(None)
-    yield
-    kc.set_default_backend(None)
 
 
-# What was given: the argument, the context, the process-wide choice and the variable;
-# and which of them is taken, for what reason.
+# What was given: the argument, the context and the variable; and which of them is
+# taken, for what reason.
 ORDER = {
-    "nothing": ((None, None, None, None), "numpy", "the default"),
-    "variable": ((None, None, None, 3), 3, f"from {VARIABLE}=array_api_strict:device2"),
-    "process": ((None, None, 2, 3), 2, "chosen by set_default_backend"),
-    "context": ((None, 1, 2, 3), 1, "chosen by use_backend"),
-    "argument": ((0, 1, 2, 3), 0, "given as an argument"),
-    "argument_alone": ((0, None, None, 3), 0, "given as an argument"),
+    "nothing": ((None, None, None), "numpy", "the default"),
+    "variable": ((None, None, 3), 3, f"from {VARIABLE}=array_api_strict:device2"),
+    "context": ((None, 1, 3), 1, "chosen by use_backend"),
+    "argument": ((0, 1, 3), 0, "given as an argument"),
+    "argument_alone": ((0, None, 3), 0, "given as an argument"),
 }
 SPECS = ["numpy", "array_api_strict", *(f"array_api_strict:device{i}" for i in (1, 2))]
 
 
 @pytest.mark.parametrize("case", ORDER)
 def test_the_order_of_choices(monkeypatch, case):
-    """An argument goes before a context, a process-wide choice, a variable, NumPy."""
+    """An argument goes before a context, a variable, NumPy."""
     given, taken, reason = ORDER[case]
-    argument, context, process, variable = (
-        None if i is None else SPECS[i] for i in given
-    )
+    argument, context, variable = (None if i is None else SPECS[i] for i in given)
     if variable:
         monkeypatch.setenv(VARIABLE, variable)
-    kc.set_default_backend(process)
 
     with kc.use_backend(context) if context else contextlib.nullcontext():
         chosen = kc.array.selected_backend(argument)
@@ -82,12 +75,11 @@ def test_the_import_does_not_read_the_variable():
     "choose",
     [
         lambda: kc.array.selected_backend("nonsense"),
-        lambda: kc.set_default_backend("nonsense"),
         lambda: kc.use_backend("nonsense").__enter__(),
         lambda: kc.asarray(np.ones(2), backend="nonsense"),
         lambda: kc.enable_float64(backend="nonsense"),
     ],
-    ids=["selected", "process", "context", "asarray", "float64"],
+    ids=["selected", "context", "asarray", "float64"],
 )
 def test_an_unknown_name_is_refused(choose, requires_adapters):
     """An unknown name raises, lists what is registered and says what to do."""
@@ -133,9 +125,9 @@ def test_an_unknown_device_of_a_library_is_refused(requires_backend, name, devic
         kc.array.selected_backend(f"{name}:{device}")
 
 
-def test_the_context_restores():
+def test_the_context_restores(monkeypatch):
     """A context gives back what was chosen before, also after an exception."""
-    kc.set_default_backend("array_api_strict:device1")
+    monkeypatch.setenv(VARIABLE, "array_api_strict:device1")
     seen = []
 
     with kc.use_backend("numpy") as outer:
@@ -152,9 +144,9 @@ def test_the_context_restores():
     assert kc.array.selected_backend().spec == "array_api_strict:device1"
 
 
-def test_the_context_is_of_one_thread():
-    """A thread started inside a context sees the process-wide choice."""
-    kc.set_default_backend("array_api_strict:device1")
+def test_the_context_is_of_one_thread(monkeypatch):
+    """A thread started inside a context sees the choice of the process."""
+    monkeypatch.setenv(VARIABLE, "array_api_strict:device1")
     seen = []
     thread = threading.Thread(
         target=lambda: seen.append(kc.array.selected_backend().spec)

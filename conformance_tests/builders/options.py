@@ -75,10 +75,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda **o: kc.steps.kl_clip(VECTOR, VECTOR, **o),
         {"learning_rate": 0.1, "bound": 1.0, "check": "raise"},
     ),
-    "trust_region_rate": (
-        lambda **o: kc.steps.trust_region_rate(np.asarray(1.0), **o),
-        {"bound": 1.0, "maximum": 1.0},
-    ),
     "decay_decoupled": (
         lambda **o: kc.steps.decay_decoupled(VECTOR, VECTOR, weight_decay=0.1, **o),
         {"learning_rate": 0.1},

@@ -42,10 +42,6 @@ def step(theta, grad, direction, before, products, losses, damping):
 
     best = kc.steps.search_gamma(attempt, damping, factor=0.5)
     delta = kc.steps.linear_combination(best.step["coefficients"], directions)
-    rate = kc.steps.trust_region_rate(
-        curvature[0, 0], bound=0.1, maximum=1.0, check="status"
-    ).scale
-    delta = kc.steps.linear_combination([rate], [delta])
     delta = kc.steps.decay_decoupled(delta, theta, weight_decay=0.02, learning_rate=1.0)
     proposed = kc.steps.linear_combination([1.0, 1.0], [theta, delta])
     accepted = kc.steps.is_accepted(*losses) & (best.step["status"] == 0)

@@ -1,11 +1,11 @@
-"""Bounds on the length of a step, in both forms."""
+"""Bounds on the length of a step."""
 
 import numpy as np
 import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.errors import ConventionError, NotFiniteError
-from kfac_core.steps import kl_clip, linear_combination, trust_region_rate
+from kfac_core.steps import kl_clip, linear_combination
 from kfac_core.steps.trust_region import clip_of_product
 
 from ..builders import reference
@@ -49,19 +49,6 @@ def test_the_clipped_step_is_as_long_as_allowed(backend, dtype, step, bound, len
     assert (nu < 1.0) == (bound < 1.0)
 
 
-@pytest.mark.parametrize("bound", [1e-6, 1e6])
-def test_the_rate_is_the_formulas(backend, dtype, step, bound):
-    """``alpha = min(alpha_max, sqrt(bound / D . F D))``."""
-    F, _, D = step
-    length = backend.asarray(D @ F @ D, dtype)
-
-    got = trust_region_rate(length, bound=bound, maximum=0.5)
-
-    expected = min(0.5, np.sqrt(bound / (D @ F @ D)))
-    assert_close(backend.to_numpy(got.scale), expected, "product", dtype)
-    assert (expected == 0.5) == (bound > 1.0)
-
-
 @pytest.mark.parametrize(
     ("size", "scale", "status"),
     [
@@ -76,11 +63,9 @@ def test_next_to_nothing_is_not_clipped(size, scale, status):
     one, other = {"fc": {"w": np.ones(1)}}, {"fc": {"w": np.full(1, size)}}
 
     clip = kl_clip(one, other, learning_rate=1.0, bound=0.1, lengthen=size <= 0)
-    rate = trust_region_rate(np.asarray(size), bound=0.1, maximum=1.0)
 
-    for got in (clip, rate):
-        assert got.scale == scale
-        assert got.status == status
+    assert clip.scale == scale
+    assert clip.status == status
     # 0 / 0 is a step of no length.
     assert kl_clip(one, one, learning_rate=0.0, bound=0.1).scale == 1.0
 
@@ -88,18 +73,13 @@ def test_next_to_nothing_is_not_clipped(size, scale, status):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_length_that_is_not_finite_raises_or_is_flagged(backend, bad):
     """Never a silent NaN: an error, or zero with a flag."""
-    length = backend.asarray(bad, "float64")
     gradient = put(backend, np.full(SIZE, bad), "float64")
     one = put(backend, np.ones(SIZE), "float64")
 
-    rate = trust_region_rate(length, bound=1.0, maximum=1.0, check="status")
     clip = kl_clip(gradient, one, learning_rate=1.0, bound=1.0, check="status")
 
-    for got in (rate, clip):
-        assert float(got.scale) == 0.0
-        assert int(got.status) == Status.MATRIX_NOT_FINITE
-    with pytest.raises(NotFiniteError, match="length of the step"):
-        trust_region_rate(length, bound=1.0, maximum=1.0)
+    assert float(clip.scale) == 0.0
+    assert int(clip.status) == Status.MATRIX_NOT_FINITE
     with pytest.raises(NotFiniteError, match="length of the step"):
         kl_clip(gradient, one, learning_rate=1.0, bound=1.0)
 
@@ -108,19 +88,16 @@ def test_a_length_that_is_not_finite_raises_or_is_flagged(backend, bad):
 @pytest.mark.parametrize("check", ["raise", "status"])
 def test_a_nonpositive_bound_in_an_array_is_flagged(backend, wrong, check):
     """Its value is known only with the result: refused, or flagged with no step at all."""
-    bad, one = backend.asarray(np.asarray(wrong)), backend.asarray(np.asarray(1.0))
+    bad = backend.asarray(np.asarray(wrong))
     vector = {"fc": {"weight": backend.asarray(np.ones((1, 2)))}}
-    calls = (
-        lambda: kl_clip(vector, vector, learning_rate=0.1, bound=bad, check=check),
-        lambda: trust_region_rate(one, bound=bad, maximum=1.0, check=check),
-        lambda: trust_region_rate(one, bound=1.0, maximum=bad, check=check),
-    )
 
-    for call in calls:
-        if check == "raise":
-            with pytest.raises(ConventionError, match="`bound`"):
-                call()
-            continue
-        region = call()
-        assert float(region.scale) == 0.0
-        assert Status.NOT_POSITIVE in Status(int(region.status))
+    def clip():
+        return kl_clip(vector, vector, learning_rate=0.1, bound=bad, check=check)
+
+    if check == "raise":
+        with pytest.raises(ConventionError, match="`bound`"):
+            clip()
+        return
+    region = clip()
+    assert float(region.scale) == 0.0
+    assert Status.NOT_POSITIVE in Status(int(region.status))

@@ -7,9 +7,8 @@ these that is set decides:
 1. the explicit argument ``backend=``;
 2. ``with use_backend("torch:cuda:0")`` (local to the thread or task, and to threads
    that copy its context);
-3. `set_default_backend` (for the whole process);
-4. the environment variable ``KFAC_CORE_BACKEND=name[:device]``, read at first use;
-5. ``numpy``.
+3. the environment variable ``KFAC_CORE_BACKEND=name[:device]``, read at each use;
+4. ``numpy``.
 
 An unknown or unusable name is an error that lists the known ones; there is no silent
 fallback.
@@ -39,7 +38,6 @@ from kfac_core.array.types import Array
 ENVIRONMENT_VARIABLE = "KFAC_CORE_BACKEND"
 
 _context: ContextVar[str | None] = ContextVar("kfac_core_backend", default=None)
-_process: list[str | None] = [None]
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def use_backend(spec: str, /) -> Iterator[Selection]:
     Notes
     -----
     The choice is local to the current thread or asynchronous task: threads started
-    inside the block do not see it.  `set_default_backend` is for the process.
+    inside the block do not see it.  ``KFAC_CORE_BACKEND`` is for the process.
 
     Examples
     --------
@@ -147,25 +145,6 @@ def use_backend(spec: str, /) -> Iterator[Selection]:
         yield selection
     finally:
         _context.reset(token)
-
-
-def set_default_backend(spec: str | None, /) -> None:
-    """Choose the default backend for the whole process.
-
-    Parameters
-    ----------
-    spec : str or None
-        ``name[:device]``; None takes an earlier choice back.
-
-    Raises
-    ------
-    UnknownBackendError, BackendUnavailableError
-        As `selected_backend`; the earlier choice then stays.
-    """
-    if spec is not None:
-        selected_backend(spec)
-    # Checked first, so that a wrong name fails here and not at the next array.
-    _process[0] = spec
 
 
 def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> Array:
@@ -243,8 +222,6 @@ def _choose(explicit: str | None) -> tuple[str, str]:
     local = _context.get()
     if local is not None:
         return local, "chosen by use_backend"
-    if _process[0] is not None:
-        return _process[0], "chosen by set_default_backend"
     variable = os.environ.get(ENVIRONMENT_VARIABLE)
     if variable:
         return variable, f"from {ENVIRONMENT_VARIABLE}={variable}"

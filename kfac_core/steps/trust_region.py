@@ -2,12 +2,9 @@
 
 The curvature measures distance between predictions: for a Fisher matrix F the
 Kullback-Leibler divergence from theta to ``theta + delta`` is about
-``1/2 delta . F delta``.  Two rules bound ``delta . F delta``, hence twice the
-divergence:
-
-* `kl_clip` scales a step whose length was chosen already down to the bound, and takes
-  ``D . F D`` from the preconditioner, as ``grad . P grad`` (no product with F);
-* `trust_region_rate` chooses the length itself, from any ``D . F D``.
+``1/2 delta . F delta``.  `kl_clip` scales a step whose length was chosen already down to
+a bound of ``delta . F delta``, hence of twice the divergence, and takes ``D . F D`` from
+the preconditioner, as ``grad . P grad`` (no product with F).
 
 The bounds differ between papers by that factor of two: ACKTR's is of the divergence,
 ``sqrt(2 delta / D . F D)``, so that ``bound = 2 delta`` here.
@@ -40,12 +37,12 @@ class TrustRegion:
     Attributes
     ----------
     scale : array, 0-d
-        nu of `kl_clip`, alpha of `trust_region_rate`; finite.
+        nu; finite.
     size : array, 0-d
-        Measured length: ``lr^2 grad . P grad``, or ``D . F D``.
+        Measured length ``lr^2 grad . P grad``.
     status : array, 0-d int32
-        ``Status.NOT_POSITIVE`` for a size below zero, and for a bound or a largest step
-        that is not positive (the scale is zero then); ``Status.MATRIX_NOT_FINITE`` for a
+        ``Status.NOT_POSITIVE`` for a size below zero, and for a bound that is not
+        positive (the scale is zero then); ``Status.MATRIX_NOT_FINITE`` for a
         size that is not finite (likewise); else 0.
     """
 
@@ -132,17 +129,37 @@ def kl_clip(
         "learning_rate", learning_rate, constraints.NOT_NEGATIVE_SCALAR
     )
     constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
-    size = inner_product(gradient, preconditioned)
-    xp = ns.own_namespace(size)
-    rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
-    kappa = ns.full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
-    largest = xp.ones_like(size)
+    constraints.require_one_of("check", check, get_args(Check))
+    square = inner_product(gradient, preconditioned)
+    xp = ns.own_namespace(square)
+    rate = scalar_of(xp, learning_rate, square.dtype, "learning_rate")
+    kappa = ns.full_of(xp, scalar_of(xp, bound, square.dtype, "bound"), square)
+    largest = xp.ones_like(square)
     if lengthen:
         # A quotient of roots, since that of the squares could overflow.
-        ratio = xp.sqrt(kappa) / xp.sqrt(xp.where(size > 0, size, kappa))
+        ratio = xp.sqrt(kappa) / xp.sqrt(xp.where(square > 0, square, kappa))
         largest = xp.sqrt(xp.maximum(ratio, largest))
-    # Not rate**2 * size: the square of a small rate underflows in float32.
-    return _within(rate * (rate * size), kappa, largest, check)
+    # Not rate**2 * square: the square of a small rate underflows in float32.
+    size = rate * (rate * square)
+    # A bound in an array is known only here.
+    finite, usable = xp.isfinite(size), kappa > 0
+    if check == "raise" and not bool(finite & usable):
+        if bool(finite):
+            raise errors.ConventionError(
+                f"Expected a `bound` > 0, got {detached_array(kappa)}."
+            )
+        raise errors.NotFiniteError(_NOT_FINITE.format(detached_array(size)))
+    length = xp.sqrt(xp.where(size > 0, size, 0.0))
+    longest = xp.sqrt(xp.where(usable, kappa, 0.0))
+    # Divide only if the step is clipped, since the quotient could overflow otherwise.
+    beyond = largest * length > longest
+    scale = xp.where(beyond, longest / xp.where(beyond, length, 1.0), largest)
+    return TrustRegion(
+        xp.where(finite & usable, scale, xp.zeros_like(scale)),
+        size,
+        ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+        | ns.status_unless(xp, ((size >= 0) | ~finite) & usable, Status.NOT_POSITIVE),
+    )
 
 
 def clip_of_product(
@@ -186,82 +203,4 @@ def clip_of_product(
     status = Status.NOT_POSITIVE if size < 0.0 else Status(0)
     return TrustRegion(
         np.asarray(scale), np.asarray(size), np.asarray(int(status), np.int32)
-    )
-
-
-def trust_region_rate(
-    curvature: Array, /, *, bound: Scalar, maximum: Scalar, check: Check = "raise"
-) -> TrustRegion:
-    """Return ``alpha = min(alpha_max, sqrt(bound / (D . F D)))``.
-
-    Parameters
-    ----------
-    curvature : array, 0-d
-        ``D . F D``, by `curvature_of_products`, `curvature_of_outputs` or a product
-        with the approximate curvature.
-    bound : float or 0-d array
-        Bound of ``alpha^2 D . F D``, twice the divergence; > 0.
-    maximum : float or 0-d array
-        alpha_max, > 0.
-    check : {"raise", "status"}
-        See `kl_clip`.
-
-    Returns
-    -------
-    TrustRegion
-        With a scale in [0, alpha_max]; alpha_max where ``D . F D`` is not positive.
-
-    Raises
-    ------
-    NotFiniteError
-        For a size that is not finite (``check="raise"``).
-    ConventionError, ShapeError, DtypeError, MixedArraysError
-        For invalid arguments, by name.
-
-    References
-    ----------
-    Ba, Grosse and Martens (2017), section 5; Wu, Mansimov, Grosse, Liao and Ba (2017),
-    arXiv:1708.05144 (ACKTR), with ``bound = 2 delta``.
-    """
-    constraints.require_range("bound", bound, constraints.POSITIVE_SCALAR)
-    constraints.require_range("maximum", maximum, constraints.LIMIT_SCALAR)
-    xp = ns.namespace_of(curvature=curvature)
-    ns.require_floating(xp, curvature, "curvature")
-    dtype = ns.wide_dtype(xp, curvature.dtype)
-    like = ns.cast(xp, curvature, dtype)
-    size = ns.full_of(xp, scalar_of(xp, curvature, dtype, "curvature"), like)
-    limit = ns.full_of(xp, scalar_of(xp, bound, dtype, "bound"), size)
-    largest = ns.full_of(xp, scalar_of(xp, maximum, dtype, "maximum"), size)
-    return _within(size, limit, largest, check)
-
-
-def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustRegion:
-    """Return ``min(largest, sqrt(bound / size))``, the largest where size <= 0."""
-    constraints.require_one_of("check", check, get_args(Check))
-    xp = ns.own_namespace(size)
-    finite = xp.isfinite(size)
-    # Python numbers were checked before; values of arrays are checked here.
-    usable = (bound > 0) & (largest > 0)
-    if check == "raise" and not bool(finite & usable):
-        if bool(finite):
-            raise errors.ConventionError(
-                "Expected a `bound` > 0 and a largest step > 0, got "
-                f"{detached_array(bound)} and {detached_array(largest)}."
-            )
-        raise errors.NotFiniteError(_NOT_FINITE.format(detached_array(size)))
-    length = xp.sqrt(xp.where(size > 0, size, 0.0))
-    longest = xp.sqrt(xp.where(usable, bound, 0.0))
-    # Divide only if the step is clipped, since the quotient could overflow otherwise.
-    beyond = largest * length > longest
-    clipped = longest / xp.where(beyond, length, 1.0)
-    # nu = min(largest, sqrt(bound / size)), the factor of the KL clip.
-    scale = xp.where(beyond, clipped, largest)
-    if check == "raise":
-        negative = ns.status_unless(xp, size >= 0, Status.NOT_POSITIVE)
-        return TrustRegion(scale, size, negative)
-    return TrustRegion(
-        xp.where(finite & usable, scale, xp.zeros_like(scale)),
-        size,
-        ns.status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-        | ns.status_unless(xp, ((size >= 0) | ~finite) & usable, Status.NOT_POSITIVE),
     )
