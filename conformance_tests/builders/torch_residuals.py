@@ -87,6 +87,12 @@ def by_hessian(net: Any, x: Any) -> Any:
     return func.vmap(func.hessian(one))(x).diagonal(dim1=1, dim2=2).sum(1)
 
 
+def hessian_of_points(net: Any, x: Any) -> Any:
+    """The network sees vectors, without an axis of examples."""
+    H = func.vmap(func.hessian(lambda point: net(point)[0]))(x)
+    return H.diagonal(dim1=1, dim2=2).sum(1)
+
+
 def of_shifted_points(net: Any, x: Any) -> Any:
     return net(x + 0.1)[:, 0] - 2 * net(x)[:, 0] + net(x - 0.1)[:, 0]
 

@@ -215,6 +215,22 @@ def test_nan_raises_and_changes_nothing():
     assert same(after, before)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_not_taken_for_a_scaled_one(bad):
+    """With all defaults, at a step with statistics and at one without."""
+    model = torch.nn.Linear(4, 3)
+    kfac, x = KFAC(model, lr=0.1), torch.randn(6, 4)
+    labels = torch.arange(6) % 3
+    for factor in (bad, 1.0, bad):
+        model.zero_grad()
+        (factor * fn.cross_entropy(model(x), labels)).backward()
+        if factor == 1.0:
+            kfac.step()
+            continue
+        with pytest.raises(kc.NotFiniteError):
+            kfac.step()
+
+
 def same(one, other):
     """Whether two states are equal, to the bit."""
     if isinstance(one, dict):

@@ -89,12 +89,20 @@ def tied_embedding(net):
     return lambda: net(ids)
 
 
+def weight_norm(net):
+    nn.utils.parametrizations.weight_norm(net[0])
+    x = points(5)
+    return lambda: net(x)
+
+
 PROGRAMS = {
+    "weight norm": ((2, 5, 2), weight_norm),
     "tied embedding": ((2, 5, 2), tied_embedding),
     "more residuals than parameters": ((2, 4, 1), of(torch_residuals.value, 40)),
     "biharmonic": ((2, 5, 4, 1), of(torch_residuals.biharmonic)),
     "mixed vector": ((2, 5, 4, 2), of(torch_residuals.mixed_vector)),
     "Hessian by torch.func": ((2, 5, 4, 1), of(torch_residuals.by_hessian)),
+    "Hessian without a batch": ((2, 5, 4, 1), of(torch_residuals.hessian_of_points)),
     "convolution": ((2, 6), convolution),
     "normalization": ((2, 4), normalization),
     "embedding": ((2, 5, 2), embedding),
@@ -151,6 +159,7 @@ def test_a_step_of_fixed_length_is_the_dense_solution(program):
     formed = {
         not_a_layer: {"shift"},
         mixes_examples: {"0.weight", "0.bias"},
+        weight_norm: {"0.parametrizations.weight.original1", "0.bias"},
         tied_embedding: {"0.weight"},
     }
     assert set(optimizer.formed) >= formed.get(make, set())
@@ -452,10 +461,18 @@ def test_what_raises_changes_nothing():
         GaussNewton(net, damping=0.0)
     with pytest.raises(kc.ConventionError, match="minibatch=True"):
         GaussNewton(net, momentum=0.9)
+    with pytest.raises(kc.ConventionError, match="and not its parameters"):
+        GaussNewton(net.parameters())
 
     assert optimizer.damping == 1.0
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_copies_are_refused():
+    optimizer = GaussNewton(mlp(2, 3, 1))
+    with pytest.raises(kc.UnsupportedError, match="of the copy of the model"):
+        copy.deepcopy(optimizer)
 
 
 def test_parameters_frozen_later_are_refused():

@@ -270,7 +270,7 @@ def test_class_weights_of_the_loss_module_are_those_of_the_rows(classes, fisher)
     soft = torch.softmax(doubles(14, classes), -1)
     for loss in (fn.cross_entropy, lambda z, y: module(z, soft)):
         wrong = attached(model, likelihood=module, loss=None)
-        with pytest.raises(kc.ConventionError, match="not that of the loss module"):
+        with pytest.raises(kc.ConventionError, match="weight=labels @ weight"):
             loss(model(x), y.clamp(min=0)).backward()
         wrong.remove()
 

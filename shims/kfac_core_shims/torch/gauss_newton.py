@@ -212,6 +212,16 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         last = "no steps yet" if self._report is None else str(self._report)
         return f"GaussNewton({text})\n{last}"
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__reduce__()
+
+    def __reduce__(self) -> Any:
+        raise kc.UnsupportedError(
+            "GaussNewton belongs to its model and cannot be copied or pickled. Save "
+            "optimizer.state_dict(), make an optimizer of the copy of the model, and load "
+            "it there."
+        )
+
     def report(self) -> GaussNewtonReport:
         """Return what the last step did; prints as a few lines.
 

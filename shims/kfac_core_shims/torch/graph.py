@@ -25,6 +25,7 @@ from kfac_core_shims.torch.sites import Site
 
 _SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
 _VIEWS = *_SAME, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"
+_UNMOVED = *_VIEWS, "SqueezeBackward"
 _TRANSPOSED = "TBackward0", "TransposeBackward0"
 _SPLITS = "SplitBackward0", "SplitWithSizesBackward0"
 _RESHAPED = *_VIEWS[len(_SAME) :], "CloneBackward0"
@@ -399,7 +400,8 @@ class Walk:
                 node, place, _ = above[0]
             if node.name() == "AddBackward0" and _is_plain(node):
                 node = node.next_functions[1 - place][0]
-                while node is not None and node.name() in _VIEWS:
+                # Under `vmap` one vector is a matrix of one row, which is squeezed.
+                while node is not None and node.name().startswith(_UNMOVED):
                     node = node.next_functions[0][0]
             adding.add(node)
         if len(adding) < count or not adding <= products:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.parametrize import is_parametrized
 
 import kfac_core as kc
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.graph import calls_below, pull_back
 from kfac_core_shims.torch.hooks import install
+from kfac_core_shims.torch.options import require_made
 from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
@@ -53,11 +55,15 @@ class JacobianFinder:
     _compared: dict[Any, tuple[int, list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_made(self.model)
         self._modules = list(self.model.modules())
         named = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in named.items() if p.requires_grad}
+        # The Jacobian by what a parametrization reads is not one of rows.
+        modules = self.model.named_modules()
+        computed = [name for name, m in modules if is_parametrized(m)]
         try:
-            self._model_blocks = find_sites(self.model)
+            self._model_blocks = find_sites(self.model, skip_layers=computed)
         except kc.UnsupportedError:
             self._model_blocks = ModelBlocks()
         install(self, self._model_blocks)

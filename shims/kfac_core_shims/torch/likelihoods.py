@@ -86,7 +86,8 @@ def criterion_of(likelihood: Any, reduction: Any, /) -> Criterion:
         if weight is not None and smoothing:
             raise kc.ConventionError(
                 f"{name} with class weights and label smoothing has a curvature that "
-                "depends on the labels. Leave one of the two out."
+                "depends on the labels. Take likelihood='categorical', and give the "
+                "weights of rows to observe(outputs, weight=...)."
             )
         row = kc.integration.RowLoss(likelihood=CATEGORICAL)
         return Criterion(row=row, reduction=reduction, class_weights=weight)

@@ -7,6 +7,7 @@ mean, over rows that `reduction` says; and that no gradient scaler multiplied it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from warnings import warn
@@ -99,7 +100,10 @@ class LossCheck:
         largest = max(times, default=0.0)
         # A factor on the gradient alone may be divided out after the step.
         is_linear = not (self.empirical or clips)
-        if is_linear or self.grad_scaler is not None or largest <= _SCALED:
+        if is_linear or self.grad_scaler is not None:
+            return None
+        # What is not finite is refused later, as gradients and rows that are not.
+        if not _SCALED < largest < math.inf:
             return None
         message = (
             f"Gradients of the loss at the outputs are up to {largest:.3g} times what a "

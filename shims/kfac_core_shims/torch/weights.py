@@ -167,7 +167,8 @@ def _row_scales(criterion: Criterion, z: Any, g: Any) -> Any:
                 "The gradient at the outputs is not that of the loss module: a "
                 "cross-entropy with its class weights, for labels that are class "
                 "numbers. Pass the same `weight` to the function that you "
-                "differentiate."
+                "differentiate; or, for soft labels, take likelihood='categorical' and "
+                "observe(outputs, weight=labels @ weight)."
             )
     return scale if is_hard else None
 
