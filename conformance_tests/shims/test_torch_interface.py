@@ -129,7 +129,7 @@ def test_mistakes_of_a_first_use_are_named():
 
 
 def test_bad_options_raise_in_the_constructor():
-    class Plain(nn.Linear):
+    class Plain(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x)
 
@@ -156,9 +156,9 @@ def test_bad_options_raise_in_the_constructor():
     with pytest.raises(TypeError):
         KFAC(model, likelihood=kc.losses.Gaussian())
     with pytest.raises(
-        kc.UnsupportedError, match=r"Plain overrides .* Linear; `register_layer"
+        kc.UnsupportedError, match=r"Plain overrides .* LayerNorm; `register_layer"
     ):
-        KFAC(nn.Sequential(Plain(3, 3)))
+        KFAC(nn.Sequential(Plain(3)))
     with pytest.raises(kc.UnsupportedError, match="no parameters"):
         KFAC(nn.Tanh())
 

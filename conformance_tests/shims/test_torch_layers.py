@@ -104,17 +104,85 @@ def test_tied_logits_have_the_dense_directions(fisher, loss, padding):
     close(after["logits.bias"], expected)
 
 
+class Scaled(nn.Embedding):
+    """As of many language models."""
+
+    def forward(self, ids):
+        return 3 * super().forward(ids)
+
+
+class Shifted(nn.Embedding):
+    """As learned positions of many language models."""
+
+    def forward(self, ids):
+        return super().forward(ids + 2)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Outside(nn.Module):
+    """What these overrides do, beside the layers; or by them."""
+
+    def __init__(self, *, overriding, tied, padding):
+        super().__init__()
+        words, shifted, linear = nn.Embedding, nn.Embedding, nn.Linear
+        if overriding:
+            words, shifted, linear = Scaled, Shifted, Doubled
+        self.words = words(6, 3, padding_idx=padding)
+        self.positions, self.mix = shifted(5, 3), linear(3, 3)
+        self.logits = nn.Linear(3, 6)
+        if tied:
+            self.logits.weight = self.words.weight
+        self.overriding = overriding
+
+    def forward(self, ids):
+        positions = torch.arange(ids.shape[1])
+        if self.overriding:
+            h = self.mix(torch.tanh(self.words(ids) + self.positions(positions)))
+            # Once more, without the module's own forward pass.
+            again = fn.embedding(ids, self.words.weight, self.words.padding_idx)
+        else:
+            h = 3 * self.words(ids) + self.positions(positions + 2)
+            h, again = 2 * self.mix(torch.tanh(h)), self.words(ids)
+        return self.logits(h + again).flatten(0, 1)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("padding", [None, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_overrides_a_forward_is_the_layer_and_what_is_done_beside_it(
+    tied, padding, fisher
+):
+    """Lookups and products are read in the graph, and so are those outside of modules."""
+    ids, y = torch.tensor([[0, 2], [2, 1], [4, 1]]), torch.randint(6, (6,))
+    found = []
+    for overriding in (False, True):
+        torch.manual_seed(0)
+        model = Outside(overriding=overriding, tied=tied, padding=padding).double()
+        kfac = attached(model, likelihood=kc.losses.Categorical(), fisher=fisher)
+        found.append(step(model, kfac, ids, y, fn.cross_entropy))
+        assert kfac.skipped == {}
+
+    (before, plain), (_, overridden) = found
+    for name in plain:
+        close(overridden[name], plain[name])
+        assert not torch.allclose(plain[name], before[name])
+
+
 def test_layers_of_other_libraries_are_registered_by_class_or_name():
     """`test_torch_zoo` trains those that are."""
 
-    class Unknown(nn.Linear):
+    class Unknown(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x)
 
     with pytest.raises(
-        kc.UnsupportedError, match="Unknown overrides the forward of Linear"
+        kc.UnsupportedError, match="Unknown overrides the forward of LayerNorm"
     ):
-        attached(Unknown(3, 2))
+        attached(Unknown(3))
     for how, options in (("linear", {"weight_layout": "xy"}), ("lin", {})):
         with pytest.raises(kc.ConventionError):
             register_layer(Unknown, how, **options)

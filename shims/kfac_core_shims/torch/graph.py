@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
+from kfac_core_shims.torch.layers import read_lookup
 from kfac_core_shims.torch.sites import Site
 
 _SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
@@ -195,7 +196,9 @@ def calls_below(
     for name, site in sites.items():
         calls = recorded[name]
         uses = max(walk.uses_of(site, role) for role in site.roles)
-        # More reads of the weight than recorded calls: read the products in the graph.
+        # More reads of the weight than recorded calls: lookups, or products in the graph.
+        if uses > len(calls):
+            calls = calls + walk.lookups_of(site)
         if site.part.rows or uses > len(calls):
             products = walk.products_of(site)
             if isinstance(products, str):
@@ -254,12 +257,39 @@ class Walk:
                     continue
                 # The double backward of a product reads the weight through the view that
                 # the product was made with, and autocast casts a weight once for all.
-                if len(reader.next_functions) == 1 and reader not in self._calls:
+                is_view = len(reader.next_functions) == 1 and not _is_lookup(reader)
+                if is_view and reader not in self._calls:
                     outputs = {above[2] for above in self._above[reader]}
                     todo += [(reader, above) for above in outputs]
                 else:
                     total += 1
         return total
+
+    def lookups_of(self, site: Site) -> list[Reached]:
+        """Return lookups of rows of a weight that are no recorded calls."""
+        nodes = []
+        if site.kind == "embedding":
+            for node, *_ in self._readers(site, "weight"):
+                if _is_lookup(node) and node not in self._calls:
+                    nodes.append(node)
+        values = self._values_of([(node, "indices") for node in nodes])
+        reached = []
+        for node, ids in zip(nodes, values, strict=True):
+            padding = private.signed(node, "padding_idx")
+            reading = read_lookup(
+                site.parameters["weight"],
+                ids,
+                padding=None if padding < 0 else padding,
+                tied=site.part.tied,
+            )
+            call = RecordedCall(
+                site.name,
+                reading.inputs,
+                mask=reading.mask,
+                grad_shape=reading.grad_shape,
+            )
+            reached.append(Reached(GradientEdge(node, 0), call))
+        return reached
 
     def products_of(self, site: Site) -> list[Reached] | str:
         """Return the matrix products that read a weight, or what else reads it.
@@ -271,9 +301,12 @@ class Walk:
         if site.kind == "embedding" and getattr(layer, "bag", False):
             return "it was called with `offsets`, 1-D ids or `per_sample_weights`"
         if site.kind == "embedding":
+            readers = [node for node, *_ in self._readers(site, "weight")]
+            kinds = {node.name() for node in readers if not _is_lookup(node)}
             return (
-                "it is an embedding whose weight is also read elsewhere; to make "
-                "logits, give nn.Linear this weight before KFAC is created"
+                "it is an embedding whose weight is also read elsewhere "
+                f"({', '.join(sorted(kinds))}); to make logits, give nn.Linear this "
+                "weight before KFAC is created"
             )
         if layer.kind != "dense" or "weight" not in site.roles:
             return (
@@ -530,6 +563,14 @@ def _is_times_one(node: Node, name: str) -> bool:
 def _is_plain(node: Node) -> bool:
     """Whether a product is neither scaled nor added to a scaled matrix."""
     return bool(private.saved(node, "alpha", 1) == private.saved(node, "beta", 1) == 1)
+
+
+def _is_lookup(node: Node) -> bool:
+    """Whether a node takes rows of a weight, whose gradients add up to its own."""
+    options = "scale_grad_by_freq", "sparse"
+    return node.name() == "EmbeddingBackward0" and not any(
+        private.saved(node, name) for name in options
+    )
 
 
 def _pieces(node: Node, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -209,7 +209,6 @@ def describe(module: torch.nn.Module, /, *, owns: Owns) -> Parts | str | None:
     Parts, str or None
         Parts of a covered module.
     """
-    # A subclass that overrides `forward` may compute anything.
     forward = type(module).forward
     for kind in type(module).__mro__:
         if kind.__dict__.get("forward") is not forward:
@@ -220,7 +219,14 @@ def describe(module: torch.nn.Module, /, *, owns: Owns) -> Parts | str | None:
         for pattern, how in _BY_NAME.items():
             if fnmatch.fnmatchcase(name, pattern):
                 return how(module, owns)
-    return None
+    base = described_base(module)
+    if base is None or base not in (nn.Linear, nn.Embedding):
+        return None
+    parts = _BY_TYPE[base](module, owns)
+    if isinstance(parts, str):
+        return parts
+    # What another forward makes of the product or the lookup is seen in the graph.
+    return Parts(of={n: replace(part, read=None) for n, part in parts.of.items()})
 
 
 def described_base(module: torch.nn.Module, /) -> type | None:
@@ -404,15 +410,45 @@ def _embedding(module: torch.nn.Module, owns: Owns) -> Parts | str:
     rows, features = module.weight.shape
     layer = kc.Embedding(num_embeddings=rows, features=features, weight_layout="io")
 
-    def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
-        ids = arguments[0]
-        if ids.ndim == 0:
-            return Reading(inputs=ids[None], grad_shape=(1, *y.shape))
-        # PyTorch never moves the padding's row, whatever gradient its examples have.
-        padding = module.padding_idx
-        return Reading(inputs=ids, mask=None if padding is None else ids != padding)
+    return _whole(layer, _read_ids, bias=False)
 
-    return _whole(layer, read, bias=False)
+
+def _read_ids(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
+    return read_lookup(module.weight, arguments[0], padding=module.padding_idx)
+
+
+def read_lookup(
+    weight: Any, ids: Any, /, *, padding: int | None, tied: bool = False
+) -> Reading:
+    """Return the inputs of a lookup of rows of a weight.
+
+    Parameters
+    ----------
+    weight : torch.Tensor, shape (V, d)
+        The weight.
+    ids : torch.Tensor of int
+        Which rows.
+    padding : int or None
+        The row that does not count: PyTorch never moves it, whatever gradient its
+        examples have.
+    tied : bool
+        Whether the weight makes logits too, and ids are given as one-hot vectors.
+
+    Returns
+    -------
+    Reading
+        The ids, or a row for each.
+    """
+    grad_shape: tuple[int, ...] = ()
+    if tied or ids.ndim == 0:
+        ids = ids.reshape(-1)
+        grad_shape = len(ids), weight.shape[1]
+    mask = None if padding is None else ids != padding
+    if tied:
+        # `one_hot` makes integers of eight bytes, twice as large as what is made of them.
+        hits = ids[:, None] == torch.arange(len(weight), device=ids.device)
+        ids = hits.to(weight.dtype)
+    return Reading(inputs=ids, mask=mask, grad_shape=grad_shape)
 
 
 def describe_tied(module: torch.nn.Module, users: Sequence[Any], /) -> Parts | None:
@@ -436,8 +472,7 @@ def describe_tied(module: torch.nn.Module, users: Sequence[Any], /) -> Parts | N
         The block of the weight, and one of the linear layer's own bias.  None where the
         modules are anything else.
     """
-    kinds = {id(user): _tied_kind(user) for user in users}
-    if set(kinds.values()) != {"embedding", "dense"}:
+    if {_tied_kind(user) for user in users} != {"embedding", "dense"}:
         return None
     vocabulary, features = module.weight.shape
     layer = kc.Dense(
@@ -463,11 +498,14 @@ def _tied_kind(user: Any) -> str:
     layer = part.layer
     if layer.kind == "embedding" and not layer.bag:
         return "embedding"
+    # Logits are what the module returns, unless it overrides `forward`.
     transposed = layer.kind == "dense" and layer.weight_layout == "oi"
-    return "dense" if transposed else ""
+    return "dense" if transposed and part.read is not None else ""
 
 
-def _read_tied(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
+def _read_tied(
+    module: torch.nn.Module, arguments: tuple[Any, ...], y: Any
+) -> Reading | None:
     x = arguments[0]
     vocabulary, features = module.weight.shape
     if x.is_floating_point():
@@ -476,15 +514,9 @@ def _read_tied(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> R
             grad_shape=(y[..., 0].numel(), vocabulary),
             transposed=True,
         )
-    ids = x.reshape(-1)
-    padding = module.padding_idx
-    # `one_hot` makes integers of eight bytes, twice as large as what is made of them.
-    hits = ids[:, None] == torch.arange(vocabulary, device=ids.device)
-    return Reading(
-        inputs=hits.to(module.weight.dtype),
-        mask=None if padding is None else ids != padding,
-        grad_shape=(len(ids), features),
-    )
+    if type(module).forward is not nn.Embedding.forward:
+        return None  # The lookup is seen in the graph.
+    return read_lookup(module.weight, x, padding=module.padding_idx, tied=True)
 
 
 def _read_shift(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
@@ -698,7 +730,12 @@ def _experts_of(
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
-    ((nn.Linear,), _linear_of("weight", "bias", "oi", _read_features), "dense", ""),
+    (
+        (nn.Linear,),
+        _linear_of("weight", "bias", "oi", _read_features),
+        "dense",
+        "a subclass may override `forward`",
+    ),
     ((nn.Bilinear,), _bilinear, "dense", "its input is all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
@@ -711,7 +748,8 @@ _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
         (nn.Embedding,),
         _embedding,
         "embedding",
-        "`padding_idx` does not count; not sparse; an `nn.Linear` may share its weight",
+        "likewise; `padding_idx` does not count; not sparse; an `nn.Linear` may share its "
+        "weight",
     ),
     ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
     (
