@@ -299,7 +299,7 @@ def wide_dtype(xp: Namespace, dtype: object, /) -> DType:
     """Return the dtype itself, or float32 where that is narrower than 32 bits."""
     # Sums of many small terms stand still in half precision: 2048 + 1 is 2048 in
     # float16.
-    return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
+    return xp.float32 if roundoff_of(dtype, xp=xp) > 2.0**-23 else dtype
 
 
 def roundoff_of(dtype: object, /, *, xp: Namespace) -> float:
@@ -320,7 +320,9 @@ def transposed(x: Array, /, *, xp: Namespace) -> Array:
 
 def cast(xp: Namespace, x: Array, dtype: object, /) -> Array:
     """Return the array in a dtype, itself where it has that already."""
-    return x if x.dtype == dtype else xp.astype(x, dtype)
+    if x.dtype == dtype:
+        return x
+    return x.astype(dtype) if hasattr(x, "astype") else xp.astype(x, dtype)
 
 
 def as_scalar(xp: Namespace, value: Scalar, dtype: object, name: str, /) -> Scalar:

@@ -245,6 +245,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """Parameters whose derivatives the last step formed, R numbers each, and why."""
         return dict(self._finder.formed)
 
+    @private.hooked
     def step(self, residuals: Callable[[], Residuals]) -> torch.Tensor:
         """Take one step, and return the loss before it.
 
@@ -335,7 +336,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             formed=self.formed,
             other_points=abs(loss_here - before) > limit,
         )
-        return torch.as_tensor(loss)
+        loss = kc.array.namespaces.as_array(loss)
+        return loss if isinstance(loss, torch.Tensor) else torch.from_numpy(loss)
 
     def _take(
         self,

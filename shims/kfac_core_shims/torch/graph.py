@@ -637,9 +637,7 @@ def gradients_at(outputs: GradientEdge, reached: list[Reached], v: Any, /) -> li
     if not edges:
         return []
     try:
-        gradients = torch.autograd.grad(
-            [outputs], edges, [v], allow_unused=True, retain_graph=True
-        )
+        gradients = private.backpropagated(outputs, edges, v)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
