@@ -409,7 +409,7 @@ def summed(x: Array, /, *, xp: Namespace) -> Array:
 
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
-    if isinstance(value, np.generic) and isinstance(like, _OF_NUMPY):
+    if isinstance(like, _OF_NUMPY) and isinstance(value, (*NUMBER, np.generic)):
         return np.asarray(value, dtype=like.dtype)
     if isinstance(value, NUMBER):
         return xp.full((), float(value), dtype=like.dtype, device=device_of(like))

@@ -172,14 +172,13 @@ class BatchProgress(NamedTuple):
         # The first averages are too small by their weight, as the moments of Adam.
         mean = average / weight
         fell = mean < FALL * self.least
-        # PyTorch makes float32 of two Python numbers.
-        zero = xp.zeros_like(loss)
-        waited = xp.where(fell, zero, self.waited + 1)
+        waited = (self.waited + 1) * (1 - ns.cast(xp, fell, loss.dtype))
         late = waited >= PATIENCE
         least = xp.where(fell | late, mean, self.least)
-        waited = xp.where(late, zero, waited)
-        times = self.times + xp.where(late, zero + 1, zero)
-        return BatchProgress(average, weight, least, waited, times)
+        one = ns.cast(xp, late, loss.dtype)
+        return BatchProgress(
+            average, weight, least, waited * (1 - one), self.times + one
+        )
 
     @property
     def share(self) -> Scalar:

@@ -460,7 +460,9 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
             parts = viewed(parts)
         pairs = zip(parts, scales, strict=True)
         pieces = [part.reshape(-1) * scale for part, scale in pairs]
-        joined = kc.array.namespaces.own_namespace(pieces[0]).concat(pieces)
+        joined = pieces[0]
+        if len(pieces) > 1:
+            joined = kc.array.namespaces.own_namespace(joined).concat(pieces)
         if self._processes is None:
             return joined
         joined = kc.samples.gathered(joined, self._processes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -373,7 +373,7 @@ def _flat_jacobian(
     if on_host:
         derivatives = viewed(derivatives) or derivatives
     J = kc.samples.Jacobian.of(layers, derivatives)
-    return replace(J, sample_shape=(samples,))
+    return kc.samples.Jacobian(J.layers, (samples,))
 
 
 def _joined_terms(
