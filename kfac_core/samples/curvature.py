@@ -224,8 +224,9 @@ class SampleCurvature:
             )
         # Of C K C + N lam I only N lam acts on a mean: without one, the solution has none
         # but for roundoff, which a small damping would magnify.
-        right = xp.reshape(self._center(ns.cast(xp, c, self.damping.dtype)), (-1, 1))
-        return self._center(xp.reshape(self.kernel.solve(right), tuple(c.shape)))
+        centered = self._center(ns.cast(xp, c, self.damping.dtype))
+        solved = self.kernel.solve(ns.reshaped(centered, (-1, 1), xp=xp))
+        return self._center(ns.reshaped(solved, tuple(c.shape), xp=xp))
 
     def multiply(
         self, vectors: Parameters, /, *, damped: bool = True

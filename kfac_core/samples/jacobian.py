@@ -175,7 +175,8 @@ class Jacobian:
     @property
     def like(self) -> Array:
         """An array whose library, device and dtype the products have."""
-        return next(iter(self.layers.values())).rows.like
+        [first, *_] = self.layers.values()
+        return first.rows.like
 
     def multiply(self, vectors: Parameters, /) -> Array:
         """Return ``J d``.

@@ -444,7 +444,8 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _scales(self, terms: Sequence[Any]) -> tuple[int, list[float]]:
         """Return R, and the root of R over the examples of each term."""
-        counts = [len(term) for term in terms] + [sum(term.numel() for term in terms)]
+        counts = [term.shape[0] for term in terms]
+        counts.append(sum([term.numel() for term in terms]))
         if self._processes is not None:
             of_process = torch.tensor(counts, dtype=torch.float64)
             counts = self._processes.all_reduce(of_process).wait().tolist()

@@ -430,7 +430,7 @@ def _part(call: Any, r: Any, scale: float, C: int) -> kc.Batch:
         # (C, N, ...) to (1, N C, ...): an example's outputs side by side.
         g, count = g.transpose(0, 1).flatten(0, 1)[None], g.shape[0]
         x, mask, bias = (_repeated(part, count) for part in (x, mask, bias))
-    elif len(x) > len(r):
+    elif x.shape[0] > r.shape[0]:
         g = g[:, _by_example(r)]
         x, mask, bias = (
             None if part is None else part[_by_example(r)] for part in (x, mask, bias)

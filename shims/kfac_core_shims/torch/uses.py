@@ -61,7 +61,7 @@ def find_examples(
             continue
         if sums_over_positions(block):
             of_block.setdefault(r.call.block, []).append(r)
-    N = len(like)
+    N = like.shape[0]
     for name, uses in of_block.items():
         derived = any(r.call.turned for r in uses)
         if len(uses) == 1 and not derived and uses[0].call.examples == N:
