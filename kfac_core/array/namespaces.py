@@ -407,6 +407,16 @@ def summed(x: Array, /, *, xp: Namespace) -> Array:
     return x.sum() if hasattr(x, "sum") else xp.sum(x)
 
 
+def ones(
+    shape: tuple[int, ...], dtype: object, /, *, like: Array, xp: Namespace
+) -> Array:
+    """Return ones on the device of another array."""
+    # Past the compatibility layer, which takes as long again.
+    if type(like) is np.ndarray:
+        return np.ones(shape, dtype)  # type: ignore[call-overload]
+    return xp.ones(shape, dtype=dtype, device=device_of(like))
+
+
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
     if isinstance(like, _OF_NUMPY) and isinstance(value, (*NUMBER, np.generic)):

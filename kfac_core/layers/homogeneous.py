@@ -35,7 +35,7 @@ def homogeneous_coordinate(
         The last column of the rows, as `HomogeneousRows` keeps it.
     """
     if mask is None:
-        return xp.ones(x.shape[:-1], dtype=dtype, device=ns.device_of(x))
+        return ns.ones(x.shape[:-1], dtype, like=x, xp=xp)
     # A masked row has no bias input either, or it would count in the last row of A.
     return xp.broadcast_to(ns.cast(xp, mask, dtype), x.shape[:-1])
 

@@ -155,8 +155,13 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     """
     # max diag(M) / min pivot^2 bounds the condition number from below, at no cost
     # beside the factorization.
-    smallest = finite.positive_or_one(xp.min(matrix_diagonal(lower, xp=xp), axis=-1))
-    largest = finite.positive_or_one(xp.max(diagonal, axis=-1))
+    pivots = matrix_diagonal(lower, xp=xp)
+    if pivots.ndim == 1 and hasattr(pivots, "min"):
+        smallest, largest = pivots.min(), diagonal.max()
+    else:
+        smallest, largest = xp.min(pivots, axis=-1), xp.max(diagonal, axis=-1)
+    smallest = finite.positive_or_one(smallest)
+    largest = finite.positive_or_one(largest)
     # Multiply by the roundoff first, since the squares of huge ratios overflow.
     ratio = xp.sqrt(largest) / smallest
     return ns.roundoff_of(lower.dtype, xp=xp) * ratio * ratio

@@ -473,7 +473,7 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the loss in float64, of all processes."""
         if of_likelihood is None:
             xp = kc.array.namespaces.own_namespace(r)
-            r = xp.astype(r, xp.float64)
+            r = kc.array.namespaces.cast(xp, r, xp.float64)
             return r @ r / (2 * len(r))
         nats, examples = of_likelihood.loss.double(), len(of_likelihood.root)
         if self._processes is not None:

@@ -603,7 +603,8 @@ def pull_back(
     like : torch.Tensor
         The outputs, whose dtype the vectors take.
     """
-    for v in vectors.to(like.dtype).unbind():
+    vectors = vectors if vectors.dtype == like.dtype else vectors.to(like.dtype)
+    for v in vectors.unbind():
         if hasattr(like, "placements"):
             v = _divided_as(v, like)
         for r, g in zip(reached, gradients_at(outputs, reached, v), strict=True):
