@@ -413,7 +413,7 @@ def ones(
     """Return ones on the device of another array."""
     # Past the compatibility layer, which takes as long again.
     if type(like) is np.ndarray:
-        return np.ones(shape, dtype)  # type: ignore[call-overload]
+        return np.ones(shape, dtype)
     return xp.ones(shape, dtype=dtype, device=device_of(like))
 
 
