@@ -502,3 +502,15 @@ def test_no_step_is_taken_at_a_minimum():
         assert torch.equal(value, before[name])
     moved = float(optimizer.step(lambda: net(x) - target - 0.1))
     assert optimizer.report().reached < moved
+
+
+def test_hooks_and_the_profiler_see_steps():
+    net, seen = mlp(2, 3, 1), []
+    optimizer, residuals = GaussNewton(net), of(lambda net, x: net(x))(net)
+    with torch.profiler.profile() as profile:
+        optimizer.step(residuals)
+    assert "Optimizer.step#GaussNewton.step" in {e.key for e in profile.events()}
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.step(residuals)
+    assert seen == ["before", "after"]

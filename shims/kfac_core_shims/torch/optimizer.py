@@ -20,11 +20,10 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
-from kfac_core_shims.torch import options, parallel
+from kfac_core_shims.torch import options, parallel, private
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.outputs import RandomState, pick
-from kfac_core_shims.torch.private import without_fused_kernels
 from kfac_core_shims.torch.saving import as_bytes, of_bytes
 
 _DEFAULTS = kc.integration.defaults
@@ -245,6 +244,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"{tuple(p.shape)} is none of its parameters."
                 )
 
+    @private.hooked
     def step(self, closure: Callable[[], Any] | None) -> torch.Tensor:
         """Compute the loss by `closure`, and change the parameters.
 
@@ -589,7 +589,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 _FORWARD_DERIVATIVES,
                 forward_ad.dual_level(),
                 sdpa_kernel(ATTENTION),
-                without_fused_kernels(),
+                private.without_fused_kernels(),
             ):
                 duals = {n: forward_ad.make_dual(theta[n], along[n]) for n in names}
                 returned = functional_call(

@@ -120,15 +120,11 @@ def hooked(step: Callable[P, R], /) -> Callable[P, R]:
     @wraps(step)
     def called(*arguments: P.args, **options: P.kwargs) -> R:
         own: Any = arguments[0]
-        if (
-            torch.autograd._profiler_enabled()
-            or own._optimizer_step_pre_hooks
-            or own._optimizer_step_post_hooks
-            or optimizer._global_optimizer_pre_hooks
-            or optimizer._global_optimizer_post_hooks
-        ):
-            return profiled(*arguments, **options)
-        return step(*arguments, **options)
+        hooks = own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
+        hooks = hooks or optimizer._global_optimizer_pre_hooks
+        hooks = hooks or optimizer._global_optimizer_post_hooks
+        plain = not (hooks or torch.autograd._profiler_enabled())
+        return (step if plain else profiled)(*arguments, **options)
 
     # Not to be wrapped again.
     called.hooked = True  # type: ignore[attr-defined]

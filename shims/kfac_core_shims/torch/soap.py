@@ -246,6 +246,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._recorder_clear()
         super().zero_grad(set_to_none)
 
+    @private.hooked
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, with the gradients in ``.grad``.
