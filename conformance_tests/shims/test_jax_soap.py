@@ -89,6 +89,21 @@ def test_steps_are_those_of_a_naive_program():
     assert all(float(r.max()) < 1 for pair in state.residual.values() for r in pair)
 
 
+def test_parameters_divided_among_transformations_take_the_same_steps():
+    """Also a weight and its bias; without a common share parameters are independent."""
+    params, data = problem()
+    network = network_of(params, data[0][0])
+    whole = soap(network, RATE, gain=None, gradient_bound=None)
+    parts = optax.partition(
+        {"weights": whole, "others": whole},
+        {"a": "weights", "b": "others", "c": "others"},
+    )
+    expected, _ = trained(whole, network, params, data)
+    got, _ = trained(parts, network, params, data)
+    for name, x in expected.items():
+        np.testing.assert_allclose(got[name], x, rtol=1e-12)
+
+
 def test_convolutions_and_embeddings_train():
     """Patches on both sides, and the output side of an embedding alone."""
     rng = np.random.default_rng(0)

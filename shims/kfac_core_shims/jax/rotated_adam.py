@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -237,7 +238,7 @@ class _Bases:
     def __init__(
         self, network: Network, block: int, decay: float, axis_name: Any
     ) -> None:
-        self._leaves, self._wiring = network.leaves, network.wiring
+        self._leaves, self._wiring = network.leaves, copy.copy(network.wiring)
         self._decay, self._axis = decay, axis_name
         self.layers: dict[str, Any] = {}
         self._sides: dict[str, tuple[Any, Any]] = {}
@@ -260,14 +261,20 @@ class _Bases:
                 sides = None, kc.roots.side_blocks(m, 1, block=block)
             if any(sides):
                 self.layers[name], self._sides[name] = layer, sides
+        # A mask may leave the bias to another transformation.
+        self._wiring.slots = {
+            name: {"weight": network.wiring.slots[name]["weight"]}
+            for name in self.layers
+        }
 
     def initial(self, params: Any) -> tuple[Sides, Sides, Sides]:
         """Return identities, as the factors and bases of before the first step."""
         vectors = self._leaves.vectors(params, self._wiring)
         bases: Sides = {}
         residual: Sides = {}
-        for name, sides in self._sides.items():
-            dtype = jnp.promote_types(vectors[name]["weight"].dtype, jnp.float32)
+        for name, vector in vectors.items():
+            sides = self._sides[name]
+            dtype = jnp.promote_types(vector["weight"].dtype, jnp.float32)
             eyes = [
                 None
                 if s is None
@@ -303,12 +310,12 @@ class _Bases:
         """Return the state with new factors and bases, and moments that follow them."""
         factors, bases, residual = {}, {}, {}
         first_time = state.steps == 0
-        for name, layer in self.layers.items():
+        for name in state.bases:
             new = [
                 self._side(
                     gram, first_time, state.factors[name][i], state.bases[name][i]
                 )
-                for i, gram in enumerate(self._grams(name, layer, batches))
+                for i, gram in enumerate(self._grams(name, batches))
             ]
             factors[name], bases[name], residual[name] = zip(*new, strict=True)
         old = state.bases
@@ -339,8 +346,9 @@ class _Bases:
         )
         return C, Q, residual
 
-    def _grams(self, name: str, layer: Any, batches: Any) -> list[Any]:
+    def _grams(self, name: str, batches: Any) -> list[Any]:
         """Return the diagonal blocks of the Gram matrices of both sides' rows."""
+        layer = self.layers[name]
         grams: list[Any] = [None, None]
         uses = batches[name]
         for batch in uses if isinstance(uses, tuple) else (uses,):
@@ -367,13 +375,11 @@ class _Bases:
 
     def _mapped(self, tree: Any, function: Any) -> Any:
         """Return a tree with a function of the name and the matrix of each weight."""
-        vectors = self._leaves.vectors(tree, self._wiring)
         changed = {}
-        for name, layer in self.layers.items():
-            if name in vectors:
-                V = layer.parameters_to_matrix({"weight": vectors[name]["weight"]})
-                weight = layer.matrix_to_parameters(function(name, V))["weight"]
-                changed[name] = {**vectors[name], "weight": weight.astype(V.dtype)}
+        for name, vector in self._leaves.vectors(tree, self._wiring).items():
+            V = self.layers[name].parameters_to_matrix(vector)
+            weight = self.layers[name].matrix_to_parameters(function(name, V))["weight"]
+            changed[name] = {"weight": weight.astype(V.dtype)}
         return self._leaves.replaced(tree, changed, self._wiring)
 
 
