@@ -231,9 +231,9 @@ def layer_weights(weights: list[Any], reached: Any, block: str) -> Any:
     Returns
     -------
     array, shape (N, ...)
-        Sum over the outputs.  A row has the weight of the row of outputs at its place, if
-        the layer has those places and nothing comes back to those of weight zero; else the
-        mean weight of its example.
+        Sum over the outputs, scaled so that a weight common to all rows drops out.  A row
+        has the weight of the row of outputs at its place, if the layer has those places
+        and nothing comes back to those of weight zero; else the mean weight of its example.
     """
     places = tuple(reached.shape)
     examples = weights[0].shape[0]
@@ -253,7 +253,11 @@ def layer_weights(weights: list[Any], reached: Any, block: str) -> Any:
             alone = ops.all((weight > 0) | ops.logical_not(reached))
             here = ops.where(alone, weight, here)
         total = total + here
-    return total
+    # The core takes the mean weight of an example for the number of its positions.
+    counted = ops.cast(total > 0, total.dtype)
+    weighted = ops.sum(ops.max(ops.reshape(counted, (examples, -1)), axis=1))
+    positions = ops.sum(counted) / ops.maximum(weighted, 1.0)
+    return total * (examples * positions / ops.maximum(ops.sum(total), 1e-30))
 
 
 def _output_loss(
