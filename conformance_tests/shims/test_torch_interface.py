@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
+from kfac_core_shims.torch import KFAC, SOAP, KFACOptimizer  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     OPTIONS,
@@ -482,6 +482,31 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
     same({n: p.grad for n, p in late.named_parameters()}, expected)
 
 
+@pytest.mark.parametrize("make", [SOAP, KFAC])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_of_a_whole_step_compiles_the_model_alone(make):
+    """And not the linear algebra, whose hundreds of graphs took minutes."""
+    torch._dynamo.reset()
+    model, x, y = Network(), torch.randn(9, 4), torch.randint(0, 3, (9,))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    kfac = make(model, lr=0.1)
+
+    @torch.compile(backend=backend)
+    def step():
+        model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+
+    step()
+    # Hooks break the graph at layers.
+    assert len(graphs) < 12
+
+
 def test_a_tied_weight_that_is_read_elsewhere_keeps_its_gradient():
     """Two modules share it, and a product outside of them reads it too."""
 
@@ -500,8 +525,9 @@ def test_a_tied_weight_that_is_read_elsewhere_keeps_its_gradient():
     kfac = KFAC(model, lr=0.1)
     fn.cross_entropy(model(ids), ids).backward()
     gradient = model.one.weight.grad.clone()
-    with pytest.warns(UserWarning, match="weight is also read elsewhere"):
+    with pytest.warns(UserWarning, match="weight is also read elsewhere") as warned:
         kfac.step()
+    assert warned[0].filename == __file__
     assert torch.equal(model.one.weight.grad, gradient)
 
 

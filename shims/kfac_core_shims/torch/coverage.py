@@ -157,7 +157,8 @@ class Coverage:
             reasons = sorted({others[name] for name in unasked})
             warn(
                 f"K-FAC leaves the gradients of {unasked} alone: {'; '.join(reasons)}.",
-                stacklevel=4,
+                # The caller of the constructor, or of `step`, which has a wrapper.
+                stacklevel=5 if steps else 4,
             )
 
     def nothing_seen(

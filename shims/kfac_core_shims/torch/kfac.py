@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import coverage, likelihoods, options, parallel
+from kfac_core_shims.torch import coverage, likelihoods, options, parallel, private
 from kfac_core_shims.torch.curvature import Curvature
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.observation import Observation
@@ -280,6 +280,7 @@ class KFAC(Curvature):
     def __deepcopy__(self, memo: Any) -> Any:
         self.__reduce__()
 
+    @private.outside_compilers
     def step(self) -> None:
         """Replace ``.grad`` of parameters in a block by the natural gradient.
 

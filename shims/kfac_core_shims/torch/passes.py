@@ -104,6 +104,7 @@ class Pass:
         if not torch.is_grad_enabled() and self.edge is not None:
             self.finish(gradients[self.edge.output_nr], passing=gradients)
 
+    @private.outside_compilers
     def finish(self, gradient: Any, passing: Any = None) -> None:
         """Observe the outputs, and release the graph unless it is kept.
 

@@ -247,6 +247,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         super().zero_grad(set_to_none)
 
     @private.hooked
+    @private.outside_compilers
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, with the gradients in ``.grad``.
@@ -683,7 +684,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             "the gradients. It sees rows when the model's modules are called after "
             "zero_grad(). For a compiled model pass the result of torch.compile: "
             "SOAP(compiled).",
-            stacklevel=6,
+            stacklevel=8,
         )
 
 
