@@ -200,6 +200,9 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
         For anything but a whole number of steps >= 1.
     """
     value: Any = interval(step) if callable(interval) else interval
+    # Hooks of each layer ask, and `isinstance` of an abstract class takes microseconds.
+    if type(value) is int and value > 0:
+        return value
     is_integer = isinstance(value, int | numbers.Integral) and not isinstance(
         value, bool
     )

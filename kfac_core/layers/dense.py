@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from kfac_core import constraints
@@ -80,7 +81,7 @@ class Dense:
         """The shape ``(in(+1), out)`` of the block's matrix."""
         return self.in_features + int(self.bias), self.out_features
 
-    @property
+    @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by name, in a framework's layout."""
         weight = (self.in_features, self.out_features)

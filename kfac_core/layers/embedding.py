@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from kfac_core import constraints
@@ -83,7 +84,7 @@ class Embedding:
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of the weight, by name."""
-        return self._as_dense().parameter_shapes
+        return self._as_dense.parameter_shapes
 
     def rows(self, batch: Batch, /) -> IdRows:
         """Turn ids and output gradients into rows.
@@ -131,12 +132,13 @@ class Embedding:
 
     def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
         """Turn the weight into the block's matrix; as `Dense.parameters_to_matrix`."""
-        return self._as_dense().parameters_to_matrix(parameters)
+        return self._as_dense.parameters_to_matrix(parameters)
 
     def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
         """Turn a block's matrix into the weight; as `Dense.matrix_to_parameters`."""
-        return self._as_dense().matrix_to_parameters(matrix)
+        return self._as_dense.matrix_to_parameters(matrix)
 
+    @cached_property
     def _as_dense(self) -> Dense:
         return Dense(
             in_features=self.num_embeddings,

@@ -9,6 +9,7 @@ one column: scale, then shift, flattened row-major.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Namespace
@@ -54,7 +55,7 @@ class ScaleShift(Flat):
                 object.__setattr__(self, name, tuple(shape))
         constraints.require_any("scale_shape` or `shift_shape", self.parameter_shapes)
 
-    @property
+    @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by name."""
         shapes = {"scale": self.scale_shape, "shift": self.shift_shape}

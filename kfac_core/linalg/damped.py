@@ -11,8 +11,9 @@ failure could not be reported.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, DType, Namespace, Scalar, finite, replaced
@@ -37,6 +38,12 @@ from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 T = TypeVar("T")
+
+_PREPARED: dict[tuple[bool, ...], frozenset[Factorization]] = {
+    there: frozenset(itertools.compress(get_args(Factorization), there))
+    for there in itertools.product((False, True), repeat=3)
+}
+"""Sets of factorizations, by whether each is there."""
 
 GONE = (
     "of this operator only the factorizations that were prepared are kept, and not the "
@@ -123,12 +130,9 @@ class DampedMatrix:
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        parts: dict[Factorization, Any] = {
-            "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
-            "cholesky": self.cholesky,
-            "eigenbasis": self.basis,
-        }
-        return frozenset(name for name, part in parts.items() if part is not None)
+        inverse = self.inverse if self.solving == "inverse" else self.cholesky
+        parts = inverse, self.cholesky, self.basis
+        return _PREPARED[tuple(part is not None for part in parts)]
 
     def factorized(self) -> DampedMatrix:
         """Return the inverse and the Cholesky factor alone, without A and its basis."""

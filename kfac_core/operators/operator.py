@@ -64,14 +64,12 @@ def products_without(*parts: object) -> Mapping[str, str]:
     mapping of str to str
         Products that need a matrix that was not kept, with the reason.
     """
-    factorized: list[DampedMatrix] = []
+    available: frozenset[Factorization] | None = None
     for part in parts:
         if isinstance(part, DampedMatrix) and part.kept_norm is not None:
-            factorized.append(part)
-    if not factorized:
-        return EVERY_PRODUCT
-    available = frozenset.intersection(*(part.factorizations for part in factorized))
-    return _products_lacking(available)
+            prepared = part.factorizations
+            available = prepared if available is None else available & prepared
+    return EVERY_PRODUCT if available is None else _products_lacking(available)
 
 
 @functools.cache

@@ -73,7 +73,11 @@ class Coverage:
         self._notes: dict[str, None] = {}
         self._preconditioned = len(sites)
         self._watches = watches
-        self._tree = _parameter_tree(model)
+        self._note_modules()
+
+    def _note_modules(self) -> None:
+        self._modules = [*self._model.modules()]
+        self._ids_then = private.ids_in(self._modules)
 
     def note(self, why: str, /) -> None:
         """Remember why a pass was not observed, for the error of a step without any."""
@@ -97,9 +101,9 @@ class Coverage:
         if not self._watches:
             return
         # A walk over the whole model takes ten times as long as this comparison.
-        if all(ids == private.ids_in(module) for module, ids in self._tree):
+        if self._ids_then == private.ids_in(self._modules):
             return
-        self._tree = _parameter_tree(self._model)
+        self._note_modules()
         now = dict(self._model.named_parameters())
         live = {id(p) for p in now.values()}
         for name, site in self._sites.items():
@@ -206,11 +210,6 @@ class Coverage:
 
     def _ids(self, blocks: Iterable[str]) -> set[int]:
         return {id(p) for name in blocks for p in self._sites[name].trained}
-
-
-def _parameter_tree(model: Any) -> list[tuple[Any, list[int]]]:
-    """Return each module of a model, with the ids of its children and parameters."""
-    return [(module, private.ids_in(module)) for module in model.modules()]
 
 
 def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:

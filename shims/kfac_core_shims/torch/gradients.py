@@ -132,7 +132,9 @@ class Gradients:
         if sharded:
             hooks = [p.register_post_accumulate_grad_hook(came) for p in self.trained]
         else:
-            hooks = [p.register_hook(came) for p in self.trained]
+            # One of each block, since the others come with it.
+            first = [p for site in self._sites.values() for p in site.trained[:1]]
+            hooks = [p.register_hook(came) for p in first if p.requires_grad]
         return [handle, *hooks]
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -232,17 +234,18 @@ class Gradients:
                 "optimizer.step(), which has then used plain gradients. Call kfac.step() "
                 "right after loss.backward(), and optimizer.step() after it."
             )
+        written = [(grad(), version) for grad, version in self._written]
+        if not written or any(
+            g is None or private.version(g) != version for g, version in written
+        ):
+            return
         current = {
             id(p.grad)
             for name, site in self._sites.items()
             if name not in self._replaced
             for p in site.trained
         }
-        written = [(grad(), version) for grad, version in self._written]
-        if written and all(
-            g is not None and id(g) in current and private.version(g) == version
-            for g, version in written
-        ):
+        if all(id(g) in current for g, _ in written):
             raise kc.NotReadyError(
                 "The gradients are what the last step wrote, and would be preconditioned "
                 "twice. Call kfac.step() once, between loss.backward() and "

@@ -260,13 +260,20 @@ def version(x: Any, /) -> int:
     return number
 
 
-def ids_in(module: torch.nn.Module, /) -> list[int]:
-    """Return the ids of a module's own children and parameters."""
-    return [*map(id, module._modules.values()), *map(id, module._parameters.values())]
+def ids_in(modules: Iterable[torch.nn.Module], /) -> list[int]:
+    """Return the ids of modules, each with those of its own children and parameters."""
+    return [
+        id(x)
+        for module in modules
+        for x in (module, *module._modules.values(), *module._parameters.values())
+    ]
 
 
 def multiply_each(tensors: Sequence[Any], factor: Any, /) -> None:
     """Multiply tensors in place by one number, in a few kernels."""
+    # On the CPU each of them would make a tensor of the number.
+    if tensors and tensors[0].is_cpu and not torch.is_tensor(factor):
+        factor = torch.tensor(factor, dtype=torch.float64)
     torch._foreach_mul_(tensors, factor)
 
 

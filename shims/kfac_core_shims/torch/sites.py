@@ -89,15 +89,11 @@ class Site:
         gradients: dict[str, Any] = {}
         for role, shape in self.layer.parameter_shapes.items():
             parameter = self.parameters[role]
-            if not parameter.requires_grad or (
-                not gradients and parameter.grad is None
-            ):
+            g = parameter.grad
+            if not parameter.requires_grad or (not gradients and g is None):
                 return None
             # A loss of derivatives alone does not read the last bias.
-            read = parameter.grad is not None
-            g = self._rows(
-                role, parameter.grad if read else torch.zeros_like(parameter)
-            )
+            g = self._rows(role, torch.zeros_like(parameter) if g is None else g)
             if g.shape != shape and g.numel() != math.prod(shape):
                 raise kc.UnsupportedError(
                     f"The {role} of layer {self.name!r} had {math.prod(shape)} numbers "
