@@ -186,3 +186,16 @@ def test_bad_options_raise(options, error):
     params, data = problem()
     with pytest.raises(error):
         soap(network_of(params, data[0][0]), **options)
+
+
+def test_weight_decay_wants_the_parameters():
+    """The transformations of optax may be called without."""
+    params, data = problem()
+    network = network_of(params, data[0][0])
+    optimizer = soap(network, weight_decay=0.1)
+    tree = jax.tree.map(jnp.asarray, params)
+    z, pull = network.vjp(tree, data[0][0])
+    gradients, captured = pull(z / len(z), reduction="mean")
+
+    with pytest.raises(kc.ArgumentError, match=r"got None.*state, params, captured"):
+        optimizer.update(gradients, optimizer.init(tree), captured=captured)

@@ -437,7 +437,8 @@ class Optimizer:
         single = z.ndim == 1 and not isinstance(self.loss, kc.losses.Categorical)
         if z.ndim < 2 and not single:
             raise kc.ShapeError(
-                f"Expected outputs of shape (N, ..., P), got {tuple(z.shape)}."
+                f"Expected outputs of shape (N, ..., P), got {tuple(z.shape)}. The "
+                "function returns the network's outputs, and `likelihood` says the loss."
             )
         return z[:, None] if single else z
 

@@ -182,6 +182,11 @@ def soap(
         **_: Any,
     ) -> tuple[Any, SOAPState]:
         _require_axis(axis_name)
+        if weight_decay and params is None:
+            raise kc.ArgumentError(
+                "Expected the parameters, which `weight_decay` multiplies, got None: call "
+                "update(updates, state, params, captured=captured)."
+            )
         if axis_name is not None:
             updates = averaged(updates, axis_name)
         step = state.steps + 1
