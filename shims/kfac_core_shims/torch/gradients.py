@@ -132,9 +132,11 @@ class Gradients:
         if sharded:
             hooks = [p.register_post_accumulate_grad_hook(came) for p in self.trained]
         else:
-            # One of each block, since the others come with it.
-            first = [p for site in self._sites.values() for p in site.trained[:1]]
-            hooks = [p.register_hook(came) for p in first if p.requires_grad]
+            hooks = []
+            for site in self._sites.values():
+                trained = [p for p in site.trained if p.requires_grad]
+                # One of each block, since the others come with it.
+                hooks += [p.register_hook(came) for p in trained[:1]]
         return [handle, *hooks]
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
