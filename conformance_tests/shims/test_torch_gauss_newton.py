@@ -469,12 +469,6 @@ def test_what_raises_changes_nothing():
         assert torch.equal(value, before[name])
 
 
-def test_copies_are_refused():
-    optimizer = GaussNewton(mlp(2, 3, 1))
-    with pytest.raises(kc.UnsupportedError, match="of the copy of the model"):
-        copy.deepcopy(optimizer)
-
-
 def test_parameters_frozen_later_are_refused():
     net = mlp(2, 3, 1)
     x = points(4)

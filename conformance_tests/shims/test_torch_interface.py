@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import KFAC, SOAP, KFACOptimizer  # noqa: E402
+from kfac_core_shims.torch import KFAC, SOAP, GaussNewton, KFACOptimizer  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     OPTIONS,
@@ -529,6 +530,17 @@ def test_a_tied_weight_that_is_read_elsewhere_keeps_its_gradient():
         kfac.step()
     assert warned[0].filename == __file__
     assert torch.equal(model.one.weight.grad, gradient)
+
+
+@pytest.mark.parametrize("make", [GaussNewton, KFAC, KFACOptimizer])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(make, copied):
+    """They would belong to the model of the original."""
+    options = {} if make is GaussNewton else {"likelihood": "categorical"}
+    if make is KFAC:
+        options["lr"] = 0.1
+    with pytest.raises(kc.UnsupportedError, match=f"{make.__name__} belongs to its"):
+        copied(make(Network(), **options))
 
 
 def test_overlap_changes_no_bit():

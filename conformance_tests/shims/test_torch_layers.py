@@ -172,6 +172,23 @@ def test_what_overrides_a_forward_is_the_layer_and_what_is_done_beside_it(
         assert not torch.allclose(plain[name], before[name])
 
 
+def test_what_else_a_subclass_holds_keeps_its_gradient():
+    """As adapters that are written as a frozen linear layer with more parameters."""
+
+    class Adapted(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.down = nn.Parameter(torch.randn(3, 1))
+            self.weight.requires_grad_(False)
+
+        def forward(self, x):
+            return super().forward(x) + x @ self.down @ self.down.T
+
+    with pytest.warns(UserWarning, match="a parameter of Adapted itself"):
+        kfac = attached(nn.Sequential(Adapted(), nn.Linear(3, 2)))
+    assert kfac.skipped.keys() == {"0.down", "0.bias"}
+
+
 def test_layers_of_other_libraries_are_registered_by_class_or_name():
     """`test_torch_zoo` trains those that are."""
 

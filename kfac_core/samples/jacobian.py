@@ -175,8 +175,7 @@ class Jacobian:
     @property
     def like(self) -> Array:
         """An array whose library, device and dtype the products have."""
-        [first, *_] = self.layers.values()
-        return first.rows.like
+        return next(iter(self.layers.values())).rows.like
 
     def multiply(self, vectors: Parameters, /) -> Array:
         """Return ``J d``.

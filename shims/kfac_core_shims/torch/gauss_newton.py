@@ -19,6 +19,7 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.jacobians import JacobianFinder, namespace, viewed
+from kfac_core_shims.torch.saving import OfOneModel
 
 Residuals: TypeAlias = Any
 """A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms; or outputs
@@ -93,7 +94,7 @@ _RANK = 200
 """Columns of the Nystrom approximation."""
 
 
-class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
+class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
     r"""Gauss-Newton with the exact curvature of the whole model, for least squares.
 
     .. math:: \theta \leftarrow \theta - d + \tfrac12 a, \qquad
@@ -211,16 +212,6 @@ class GaussNewton(torch.optim.Optimizer):  # type: ignore[misc]
         text = f"minibatch={self._options.minibatch}, {text}"
         last = "no steps yet" if self._report is None else str(self._report)
         return f"GaussNewton({text})\n{last}"
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self.__reduce__()
-
-    def __reduce__(self) -> Any:
-        raise kc.UnsupportedError(
-            "GaussNewton belongs to its model and cannot be copied or pickled. Save "
-            "optimizer.state_dict(), make an optimizer of the copy of the model, and load "
-            "it there."
-        )
 
     def report(self) -> GaussNewtonReport:
         """Return what the last step did; prints as a few lines.

@@ -46,7 +46,7 @@ class _CallHook(Inert):
             if not site.is_in(module):
                 continue
             values = (*a, *(k.values() if len(k) < 2 else _in_order(module, k)))
-            arguments = (*[x.detach() if _is_tensor(x) else x for x in values],)
+            arguments = tuple(x.detach() if _is_tensor(x) else x for x in values)
             examples = None
             if kfac.share is not None:
                 examples = len(arguments[0])

@@ -13,6 +13,7 @@ from kfac_core_shims.torch import coverage, likelihoods, options, parallel, priv
 from kfac_core_shims.torch.curvature import Curvature
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.observation import Observation
+from kfac_core_shims.torch.saving import OfOneModel
 
 _DEFAULTS = kc.integration.defaults
 
@@ -22,7 +23,7 @@ _OUTPUT = kc.constraints.either(
 )
 
 
-class KFAC(Curvature):
+class KFAC(OfOneModel, Curvature):
     r"""K-FAC for a PyTorch model: replaces gradients by natural gradients.
 
     Call `step` between ``loss.backward()`` and ``optimizer.step()``.  For a layer with
@@ -270,15 +271,6 @@ class KFAC(Curvature):
             updates=counts if state.share is None else None,
         )
         return f"KFAC({text}), {self.steps} steps\n{table}"
-
-    def __reduce__(self) -> Any:
-        raise kc.UnsupportedError(
-            "A KFAC object belongs to its model and cannot be copied or pickled. Save "
-            "kfac.state_dict(), create KFAC for the copy of the model, and load it there."
-        )
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self.__reduce__()
 
     @private.outside_compilers
     def step(self) -> None:

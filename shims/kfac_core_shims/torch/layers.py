@@ -226,7 +226,11 @@ def describe(module: torch.nn.Module, /, *, owns: Owns) -> Parts | str | None:
     if isinstance(parts, str):
         return parts
     # What another forward makes of the product or the lookup is seen in the graph.
-    return Parts(of={n: replace(part, read=None) for n, part in parts.of.items()})
+    read = {n: replace(part, read=None) for n, part in parts.of.items()}
+    why = f"it is a parameter of {type(module).__name__} itself, which is not known"
+    others = (n for n, _ in module.named_parameters(recurse=False))
+    reasons = {n: why for n in others if n not in ("weight", "bias")}
+    return Parts(of=read, reasons=reasons)
 
 
 def described_base(module: torch.nn.Module, /) -> type | None:

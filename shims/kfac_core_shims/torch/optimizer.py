@@ -24,7 +24,7 @@ from kfac_core_shims.torch import options, parallel, private
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.observation import Observation
 from kfac_core_shims.torch.outputs import RandomState, pick
-from kfac_core_shims.torch.saving import as_bytes, of_bytes
+from kfac_core_shims.torch.saving import OfOneModel, as_bytes, of_bytes
 
 _DEFAULTS = kc.integration.defaults
 
@@ -38,7 +38,7 @@ ATTENTION = SDPBackend.MATH
 """The only attention kernel with forward derivatives."""
 
 
-class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
     r"""K-FAC that chooses its learning rate, its momentum and its damping.
 
     Let g be the gradient of the batch's loss, F its exact Fisher matrix and
@@ -206,16 +206,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"KFACOptimizer(damping={self._damping:.3g})\n{self.kfac!r}"
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        self.__reduce__()
-
-    def __reduce__(self) -> Any:
-        raise kc.UnsupportedError(
-            "A KFACOptimizer belongs to its model and cannot be copied or pickled. Save "
-            "optimizer.state_dict(), make an optimizer of the copy of the model, and load "
-            "it there."
-        )
 
     @property
     def damping(self) -> float:

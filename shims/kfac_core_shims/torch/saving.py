@@ -1,4 +1,4 @@
-"""The state of `KFAC` as ``torch.distributed.checkpoint`` reads and writes it."""
+"""What is saved in the place of an optimizer, also by ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ def of_bytes(written: Any, device: torch.device, /) -> Any:
     if not isinstance(written, bytes):
         raise kc.StateError(f"Expected bytes, got a {type(written).__name__}.")
     return torch.load(io.BytesIO(written), map_location=device, weights_only=True)
+
+
+class OfOneModel:
+    """What belongs to its model: it is saved by its state, and not copied or pickled."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__reduce__()
+
+    def __reduce__(self) -> Any:
+        name = type(self).__name__
+        raise kc.UnsupportedError(
+            f"{name} belongs to its model and cannot be copied or pickled. Save its "
+            f"state_dict(), create {name} for the copied model, and load it there."
+        )
 
 
 class DistributedState:
