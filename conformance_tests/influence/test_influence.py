@@ -37,9 +37,11 @@ def influence_of(*cases, check="raise", **damping):
     )
 
 
-def precondition(influence, gradients, *, storage="float64", budget=PLENTY, loss="sum"):
+def precondition(
+    influence, gradients, *, storage="float64", budget=PLENTY, loss="sum", **options
+):
     return influence.precondition(
-        gradients, reduction=loss, storage=storage, max_elements=budget
+        gradients, reduction=loss, storage=storage, max_elements=budget, **options
     )
 
 
@@ -213,6 +215,25 @@ def test_narrow_storage_errs_as_stated(plain, storage, size):
     assert np.all(error <= 1.01 * roundoff * limit)
     if kept != xp.float32:
         assert np.max(error / limit) > 1e-3 * roundoff
+
+
+@pytest.mark.parametrize("storage", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_narrow_storage_of_low_rank_has_no_range(plain, storage, size):
+    """Both narrow matrices are rounded once, for gradients far outside float16 too."""
+    queries, examples, G_q, G_n = queries_and_examples(plain)
+    scaled = kc.array.replaced(queries, output_grads=queries.output_grads * size)
+    rank = min(plain.block.layer.matrix_shape)
+    influence = influence_of(plain)
+
+    stored = precondition(influence, {"0": scaled}, storage=storage, rank=rank)
+    got = plain.backend.to_numpy(scores(influence, stored, {"0": examples}))
+
+    roundoff = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[storage]
+    P = size * G_q @ dense_of(plain)
+    limit = np.linalg.norm(P, axis=1)[:, None] * np.linalg.norm(G_n, axis=1)
+    error = np.abs(got - P @ G_n.T)
+    assert np.all(error <= 1.01 * (1.0 + rank**0.5) * roundoff * limit)
 
 
 def test_sums_of_narrow_queries_are_wide(backend, dtype):

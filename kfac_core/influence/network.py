@@ -351,15 +351,15 @@ class Influence:
             else:
                 pieces.append(low_rank_queries(P, dtype, rank))
             del P
+        scales = [p.scale for p in pieces if p.scale is not None]
+        scale = joined(scales, (0,), F, axis=0) if scales else None
         if rank is not None:
             n, m = F.vector_shape
             rank = min(rank, n, m)
             left = joined([p.left for p in pieces], (0, n, rank), F, axis=0)
             right = joined([p.right for p in pieces], (0, rank, m), F, axis=0)
-            return LowRankQueries(left, right)
+            return LowRankQueries(left, right, scale)
         values = joined([p.values for p in pieces], (0, *F.vector_shape), F, axis=0)
-        scales = [p.scale for p in pieces if p.scale is not None]
-        scale = joined(scales, (0,), F, axis=0) if scales else None
         return StoredQueries(values, scale)
 
     def _scores(

@@ -5,7 +5,8 @@ In half precision each is divided by its largest entry first, so that float16 ne
 overflows nor underflows at once; it is brought back to the dtype of the sums before
 anything is multiplied with it.  With u the unit roundoff of the storage, ``2^-11`` for
 float16 and ``2^-8`` for bfloat16, a score is off by at most ``u |P_q| |g_n|`` (and, in
-float16, by ``2^-25`` of the largest entry for each entry below ``2^-14`` of it).
+float16, by ``2^-25`` of the largest entry for each entry below ``2^-14`` of it).  Of a
+product of two narrow matrices both are rounded, and its largest singular value divides.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ class StoredQueries:
         """Return some of them as they were, in the dtype of the sums."""
         xp = ns.own_namespace(self.values)
         P = ns.cast(xp, self.values[start:stop, ...], dtype)
-        if self.scale is None:
-            return P
-        return P * ns.cast(xp, self.scale[start:stop], dtype)[:, None, None]
+        return _rescaled(P, self.scale, start, stop)
 
 
 @structure()
@@ -56,13 +55,16 @@ class LowRankQueries:
     Attributes
     ----------
     left : array, shape (queries, in(+1), rank)
-        Left factors, with the singular values.
+        Left factors, with the singular values, divided by the scale.
     right : array, shape (queries, rank, out)
         Right factors, with orthonormal rows.
+    scale : array, shape (queries,), or None
+        The largest singular values; None where values are kept as they are.
     """
 
     left: Array
     right: Array
+    scale: Array | None = None
 
     @property
     def values(self) -> Array:
@@ -78,7 +80,8 @@ class LowRankQueries:
         """Return some of the matrices, in the dtype of the sums."""
         xp = ns.own_namespace(self.left)
         parts = (self.left[start:stop, ...], self.right[start:stop, ...])
-        return xp.matmul(*(ns.cast(xp, part, dtype) for part in parts))
+        P = xp.matmul(*(ns.cast(xp, part, dtype) for part in parts))
+        return _rescaled(P, self.scale, start, stop)
 
 
 @structure()
@@ -147,8 +150,7 @@ def stored_queries(P: Array, dtype: object, /) -> StoredQueries:
     if dtype in (xp.float32, xp.float64):
         return StoredQueries(ns.cast(xp, P, dtype), None)
     # In half precision, numbers of an inverse curvature would overflow or underflow.
-    largest = xp.max(xp.abs(P), axis=(1, 2))
-    scale = xp.where(largest > 0, largest, xp.ones_like(largest))
+    scale = _positive(xp.max(xp.abs(P), axis=(1, 2)), xp)
     return StoredQueries(xp.astype(P / scale[:, None, None], dtype), scale)
 
 
@@ -172,6 +174,22 @@ def low_rank_queries(P: Array, dtype: object, rank: int, /) -> LowRankQueries:
     xp = ns.own_namespace(P)
     # The best approximation of each query's matrix, by Eckart and Young.
     U, values, V = xp.linalg.svd(P, full_matrices=False)
+    scale = None
+    if dtype not in (xp.float32, xp.float64):
+        scale = _positive(values[:, 0], xp)
+        values = values / scale[:, None]
     left = U[..., :rank] * values[..., None, :rank]
     right = V[..., :rank, :]
-    return LowRankQueries(ns.cast(xp, left, dtype), ns.cast(xp, right, dtype))
+    return LowRankQueries(ns.cast(xp, left, dtype), ns.cast(xp, right, dtype), scale)
+
+
+def _positive(sizes: Array, xp: Namespace) -> Array:
+    """Return sizes to divide by, 1 for a query of zeros."""
+    return xp.where(sizes > 0, sizes, xp.ones_like(sizes))
+
+
+def _rescaled(P: Array, scale: Array | None, start: int, stop: int) -> Array:
+    """Return matrices of some of the queries, multiplied by their scales."""
+    if scale is None:
+        return P
+    return P * ns.cast(ns.own_namespace(P), scale[start:stop], P.dtype)[:, None, None]
