@@ -80,7 +80,7 @@ def updated_axes(
             statistics.averages[f"axis{i}"],
             unfolded,
             decay,
-            shares.scale * shares.gradient_scale,
+            shares.scale * shares.outer_product_scale,
             shares.example_weight,
             xp=xp,
         )

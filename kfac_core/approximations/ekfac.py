@@ -353,7 +353,7 @@ class EKFAC(Approximation[Rows]):
     ) -> Average:
         """Return E's average after the update."""
         shares = options.shares(rows, statistics.dtype, per="example")
-        xp, scale = options.xp, shares.scale * shares.gradient_scale
+        xp, scale = options.xp, shares.scale * shares.outer_product_scale
         old = statistics.averages["block"]
         Q_A, Q_G = (
             statistics.bases[side].eigenvectors if side in statistics.bases else None

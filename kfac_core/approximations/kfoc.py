@@ -150,7 +150,7 @@ class KFOC(Approximation[Rows]):
         fit = kronecker_fit.kronecker_fit(
             [
                 kronecker_fit.ProductTerm(old.input, old.output, decay),
-                _term(rows, shares.scale * shares.gradient_scale, statistics, xp),
+                _term(rows, shares.scale * shares.outer_product_scale, statistics, xp),
             ],
             past * old.input + (1.0 - past) * A,
             iterations=self.iterations,

@@ -105,7 +105,7 @@ class UpdateOptions:
             batch_N, batch_R = rows.batch_examples, rows.batch_rows
         if not isinstance(batch_R, int):
             batch_R = ns.cast(xp, batch_R, dtype)
-        gradient_scale = self.conventions.outer_product_scale(
+        outer_product_scale = self.conventions.outer_product_scale(
             examples=batch_N, rows=batch_R, sources=M
         )
         repeats = batch_R / batch_N
@@ -125,10 +125,10 @@ class UpdateOptions:
             row_scale, example_scale = row_weight / nonzero, row_weight / N
         if per == "row":
             return Shares(
-                row_scale, row_weight, gradient_scale, repeats, example_weight
+                row_scale, row_weight, outer_product_scale, repeats, example_weight
             )
         return Shares(
-            example_scale, example_weight, gradient_scale, 1.0, example_weight
+            example_scale, example_weight, outer_product_scale, 1.0, example_weight
         )
 
 

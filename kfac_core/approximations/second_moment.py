@@ -84,7 +84,7 @@ class Diagonal(Approximation[AnyRows]):
         """
         # D is summed over an example's positions before it is squared.
         shares = options.shares(rows, statistics.dtype, per="example")
-        xp, scale = options.xp, shares.scale * shares.gradient_scale
+        xp, scale = options.xp, shares.scale * shares.outer_product_scale
         squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))
         average = statistics.averages["block"].plus(
             squares, options.decay, scale, shares.example_weight
@@ -160,7 +160,7 @@ class Full(Approximation[AnyRows]):
         ``M N (n m)^2`` flops; the examples' gradients are formed.
         """
         shares = options.shares(rows, statistics.dtype, per="example")
-        xp, scale = options.xp, shares.scale * shares.gradient_scale
+        xp, scale = options.xp, shares.scale * shares.outer_product_scale
         # Examples' gradients, flattened: the only approximation that keeps all of F.
         v = rows.vectors(statistics.dtype, xp=xp)
         old, weight = statistics.averages["block"], shares.example_weight

@@ -169,7 +169,10 @@ class Series(Approximation[Rows]):
         old, averages = statistics.averages, dict(new.averages)
         x = rows.full_inputs(statistics.dtype, xp=xp)
         g = ns.cast(xp, rows.output_grads, statistics.dtype)
-        scales = {"input": shares.scale, "output": shares.scale * shares.gradient_scale}
+        scales = {
+            "input": shares.scale,
+            "output": shares.scale * shares.outer_product_scale,
+        }
         for side, v in (("input", x), ("output", g)):
             lagged, weight = old[f"lagged_{side}"], averages[side].weight
             averages[f"lagged_{side}"] = _LAG_1.updated(

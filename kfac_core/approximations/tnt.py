@@ -114,8 +114,9 @@ class TNT(Approximation[Rows | ExampleGradients]):
 
         Notes
         -----
-        ``M R (n^2 + m^2)`` flops for R gradients of one row each, which are not formed;
-        elsewhere the examples' gradients are: ``M N n m`` numbers.
+        ``R (n^2 + M m^2)`` flops for R examples of one row each, whose gradients are not
+        formed; elsewhere they are: ``M N n m`` numbers, in ``2 M R n m`` flops, and
+        ``M N n m (n + m)`` for their products.
         """
         xp, decay = options.xp, options.decay
         alone = self.positions == "independent" and layer.kind != "parameters"
@@ -127,7 +128,7 @@ class TNT(Approximation[Rows | ExampleGradients]):
         used = rows.per_position() if alone else rows
         columns, across = _gram_rows(used, statistics.dtype, xp)
         old, full = statistics.averages, FullFactor()
-        step = decay, shares.scale * shares.gradient_scale, shares.weight
+        step = decay, shares.scale * shares.outer_product_scale, shares.weight
         weight = shares.example_weight
         # A <- decay A + weight c / N sum D D^T, and G with D^T D
         averages = {

@@ -122,7 +122,10 @@ class BlockTridiagonal(Approximation[ChainRows]):
             new = _OF_A_LAYER.updated(old, part, single, options).averages
             averages |= {f"{i}-{key}": average for key, average in new.items()}
         shares = options.shares(rows, statistics.dtype)
-        scales = {"input": shares.scale, "output": shares.scale * shares.gradient_scale}
+        scales = {
+            "input": shares.scale,
+            "output": shares.scale * shares.outer_product_scale,
+        }
         for i, (part, following) in enumerate(itertools.pairwise(rows.layers)):
             moments = _moments_between(part, following, statistics.dtype, options.xp)
             for key, moment in moments.items():
@@ -150,7 +153,7 @@ class BlockTridiagonal(Approximation[ChainRows]):
 
         Notes
         -----
-        About ``14 (n^3 + m^3)`` flops a layer; in float32 with ``check="raise"`` once more
+        About ``25 (n^3 + m^3)`` flops a layer; in float32 with ``check="raise"`` once more
         in float64 where a residual is above its limit.
         """
         options.require_factored("A chain")

@@ -24,7 +24,7 @@ class Shares(NamedTuple):
         examples.
     weight : float or 0-d array
         Weight of these sums.
-    gradient_scale : float or 0-d array
+    outer_product_scale : float or 0-d array
         Factor on each ``g g^T``; see `Conventions`.
     repeats : float or 0-d array
         The mean number of rows that count in an example; 1 for sums over examples.
@@ -34,6 +34,6 @@ class Shares(NamedTuple):
 
     scale: Scalar
     weight: Scalar
-    gradient_scale: Scalar
+    outer_product_scale: Scalar
     repeats: Scalar
     example_weight: Scalar

@@ -23,8 +23,8 @@ class GradientBatch:
     Parameters
     ----------
     gradients : dict of str to array
-        The gradients of the loss, added up (or averaged, as `Conventions.loss` says)
-        over the batch; with a leading axis of length M where there are sources.
+        The gradients of the loss, added up (or averaged, as `Conventions.reduction`
+        says) over the batch; with a leading axis of length M where there are sources.
     batch_size : int
         Number of examples ``N``.
     sources : int, optional

@@ -95,7 +95,7 @@ def conditional(
 
     Notes
     -----
-    About ``13 n^3`` flops a side, and products with the moments; no value is read.
+    About ``23 n^3`` flops a side; no value is read.
     """
     Psi_A, K_A, D_A, s_A, clipped_A, flags_A = _side(input_root, next_input_root, xp)
     Psi_G, K_G, D_G, s_G, clipped_G, flags_G = _side(output_root, next_output_root, xp)

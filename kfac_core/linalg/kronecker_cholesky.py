@@ -16,8 +16,8 @@ triangular; an orthogonal factor for each makes them so:
     L = B blockdiag_i( Q diag(1 / c_i) Q^T T_i ),    T_i = chol(Q diag(c_i^2) Q^T),
 
 (n factors of size m).  That is the lower Cholesky factor, since it is unique: in
-``m n^3 / 3 + n m^3 / 3`` flops and ``m n^2 + n m^2`` numbers, where the dense one takes
-``(n m)^3 / 3`` and ``(n m)^2``.
+``7/3 (m n^3 + n m^3)`` flops, most of which make the M_k and the blocks, and
+``m n^2 + n m^2`` numbers, where the dense one takes ``(n m)^3 / 3`` and ``(n m)^2``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class KroneckerCholesky:
     fallback: Array
 
     def multiply(self, V: Array, /, *, transpose: bool) -> Array:
-        """Return ``L v`` or ``L^T v``, shape (n, m); ``2 n m (n + 2 m)`` flops."""
+        """Return ``L v`` or ``L^T v``, shape (n, m); ``2 n m (n + 3 m)`` flops."""
         xp = array_api_compat.array_namespace(V)
         Q, roots = self.basis, self._roots(xp)
         if transpose:
@@ -80,7 +80,7 @@ class KroneckerCholesky:
         return inner @ xp.matrix_transpose(Q)
 
     def solve(self, V: Array, /, *, transpose: bool) -> Array:
-        """Return ``L^-1 v`` or ``L^-T v``, shape (n, m); ``2 n m (n + 2 m)`` flops."""
+        """Return ``L^-1 v`` or ``L^-T v``, shape (n, m); ``n m (n + 5 m)`` flops."""
         xp = array_api_compat.array_namespace(V)
         Q, roots = self.basis, self._roots(xp)
         if transpose:

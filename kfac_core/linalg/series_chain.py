@@ -184,7 +184,7 @@ def symmetric_chain(
 
     Notes
     -----
-    About ``15 (n^3 + m^3)`` flops; no value is read.
+    About ``17 (n^3 + m^3)`` flops; no value is read.
     """
     (psi_A, K_A, D_A, clipped_A, flags_A), (psi_G, K_G, D_G, clipped_G, flags_G) = (
         _symmetric_side(side, xp) for side in (input_root, output_root)

@@ -155,7 +155,7 @@ def infinite_chain(
 
     Notes
     -----
-    About ``17 (n^3 + m^3)`` flops, and ``2 (n^3 + m^3)`` for each doubling.
+    About ``21 (n^3 + m^3)`` flops, and ``2 (n^3 + m^3)`` for each doubling.
     """
     (P, D_A, N_A, m_A, clipped_A, flags_A), (Q, D_G, N_G, m_G, clipped_G, flags_G) = (
         _infinite_side(side, xp) for side in (input_root, output_root)

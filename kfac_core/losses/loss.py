@@ -3,8 +3,8 @@
 Conventions.  ``z`` are a network's outputs, which parametrize a distribution
 ``p(y | z)`` of targets: ``natural``, of shape ``(N, ..., P)``, one *row* of P numbers for
 each example (and shared position).  The loss of a row is ``-log p(y | z)`` and that of a
-batch is their **sum**, so that gradients are those of ``Conventions(loss="sum")`` and
-never carry a ``1/N``.  With ``l = -log p``, for each row,
+batch is their **sum**, so that gradients are those of ``reduction="sum"`` and never carry
+a ``1/N``.  With ``l = -log p``, for each row,
 
     F   = E_{y ~ p(y|z)} [ (dl/dz) (dl/dz)^T ]     the Fisher matrix,
     H   = d^2 l / dz^2                             what Gauss-Newton (GGN) puts between

@@ -18,7 +18,7 @@ exact_GGN             the same with H                            I     sum      
 so that the sum or mean of ``v v^T`` over sources estimates a curvature that is linear in w,
 in *every* mode.  (For ``empirical`` this means that the vectors are not the gradient of
 the weighted loss, which would be ``w dl/dz`` and have a curvature quadratic in w.)
-Losses are sums over the batch: feed the result with ``loss="sum"``.
+Losses are sums over the batch: feed the result with ``reduction="sum"``.
 
 The exact modes use one index i for all rows at once.  With one row of loss for each
 example, ``natural`` of shape (N, P), that is exact for every statistic made of the outer

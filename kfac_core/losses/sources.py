@@ -2,8 +2,8 @@
 
 Conventions.  ``vectors`` has shape ``(M, N, ..., P)``: M sources, each a vector for every
 row of the network's outputs.  The sum or mean over sources of their outer products
-estimates the curvature of a loss that is a *sum* over the batch (``loss="sum"``), times
-the weight of the row.  Vectors are constants: nothing is differentiated through them.
+estimates the curvature of a loss that is a *sum* over the batch (``reduction="sum"``),
+times the weight of the row.  Vectors are constants: nothing is differentiated through them.
 """
 
 from __future__ import annotations

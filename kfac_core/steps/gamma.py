@@ -81,8 +81,8 @@ def gamma_candidates(
     present = detached_array(gamma)
     # The present value first, so that it wins a tie.
     tried = (present, factor * present, present / factor)
-    low, middle, high = (_bounded(g, minimum, maximum) for g in tried)
-    return low, middle, high
+    present, smaller, larger = (_bounded(g, minimum, maximum) for g in tried)
+    return present, smaller, larger
 
 
 def search_gamma(

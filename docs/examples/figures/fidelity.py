@@ -149,7 +149,7 @@ def flops(approximation: Any, seen: Seen) -> float:
             return 9.0 * cubes + PRODUCTS * 2.0 * product
         case kc.Series():
             # Roots, correlations and one eigendecomposition a side.
-            return 14.0 * cubes + PRODUCTS * 2.0 * product
+            return 20.0 * cubes + PRODUCTS * 2.0 * product
         case kc.Kronecker(input="diagonal"):
             return float(m**3) + PRODUCTS * (2.0 * n * m * m + n * m)
         case kc.Kronecker(input="uncorrelated"):
