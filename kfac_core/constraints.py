@@ -457,16 +457,13 @@ def require_names(
 def require_same(
     what: str,
     values: Mapping[str, Any],
-    hint: str = "",
     /,
     *,
     error: type[errors.KFACError] = errors.ShapeError,
 ) -> None:
     """Raise unless all values of a mapping are equal; `what` names them in the message."""
     if len(set(values.values())) > 1:
-        raise error(
-            f"Expected one and the same {what}, got {values}.{' ' * bool(hint)}{hint}"
-        )
+        raise error(f"Expected one and the same {what}, got {values}.")
 
 
 def require_ordered(**numbers: float) -> None:

@@ -137,16 +137,14 @@ def levenberg_marquardt(
     /,
     *,
     decay: float,
-    lower: float = 0.25,
-    upper: float = 0.75,
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> Scalar:
     r"""Adapt the damping by the Levenberg-Marquardt rule.
 
     .. math:: \lambda \leftarrow \begin{cases}
-        \omega \lambda & \rho > \text{upper} \\
-        \lambda / \omega & \rho < \text{lower}
+        \omega \lambda & \rho > 3/4 \\
+        \lambda / \omega & \rho < 1/4
         \end{cases}
 
     with the decay :math:`\omega`, and unchanged in between.
@@ -159,10 +157,8 @@ def levenberg_marquardt(
         rho, the change of the loss divided by the change that the quadratic model
         predicted; see `kfac_core.steps.reduction_ratio`.  NaN increases the damping.
     decay : float
-        Factor in (0, 1] by which lam is multiplied (``rho > upper``) or divided
-        (``rho < lower``); in the paper ``(19/20)**T`` for a rule applied every T steps.
-    lower, upper : float
-        Thresholds of rho.
+        Factor in (0, 1] by which lam is multiplied (``rho > 3/4``) or divided
+        (``rho < 1/4``); in the paper ``(19/20)**T`` for a rule applied every T steps.
     minimum, maximum : float
         Bounds of lam.
 
@@ -176,9 +172,7 @@ def levenberg_marquardt(
     ------
     DampingError
         For a damping that is negative or not finite, a ratio that is no number, a decay
-        outside (0, 1], or bounds or thresholds in the wrong order.
-    ConventionError
-        For a threshold that is negative or not finite.
+        outside (0, 1], or bounds in the wrong order.
 
     References
     ----------
@@ -199,24 +193,23 @@ def levenberg_marquardt(
     constraints.require_range("decay", decay, _FACTOR_DOWN)
     constraints.require_range("minimum", minimum, constraints.DAMPING)
     constraints.require_ordered(minimum=minimum, maximum=maximum)
-    constraints.require_ordered(lower=lower, upper=upper)
     scalars = damping, reduction_ratio
     arrays = [x for x in scalars if not isinstance(x, ns.NUMBER)]
     if arrays:
         xp = array_api_compat.array_namespace(*arrays)
         lam, rho = (ns.full_of(xp, x, arrays[0]) for x in scalars)
-        # Written as `rho >= lower` and not `rho < lower`, so that a ratio of NaN raises
+        # Written as `rho >= 0.25` and not `rho < 0.25`, so that a ratio of NaN raises
         # the damping.
-        raised = xp.where(rho >= lower, lam, lam / decay)
-        adapted = xp.where(rho > upper, lam * decay, raised)
+        raised = xp.where(rho >= 0.25, lam, lam / decay)
+        adapted = xp.where(rho > 0.75, lam * decay, raised)
         least, most = (xp.full_like(lam, bound) for bound in (minimum, maximum))
         adapted = xp.where(adapted > least, adapted, least)
         # `where` and not `clip`: libraries differ in what they do with NaN.
         return xp.where(adapted < most, adapted, most)
-    if reduction_ratio > upper:
+    if reduction_ratio > 0.75:
         damping = damping * decay
     # Not `<`: a ratio of NaN means that the step failed.
-    elif not reduction_ratio >= lower:
+    elif not reduction_ratio >= 0.25:
         damping = damping / decay
     return min(max(damping, minimum), maximum)
 

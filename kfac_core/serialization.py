@@ -444,16 +444,7 @@ class _Values:
         _require(n is not None, path, "a packed triangle", f"shape {packed.shape}")
         row_major = self.choice(_below(path, "row_major"), (True, False))
         both_triangles = self.choice(_below(path, "full_storage"), (True, False))
-        xp = ns.own_namespace(packed)
-        full = packing.unpack_triangle(packed, n, xp=xp)
-        if row_major:
-            return SymmetricMatrix(
-                full if both_triangles else xp.tril(full), both_triangles
-            )
-        return SymmetricMatrix(
-            xp.matrix_transpose(full if both_triangles else xp.triu(full)),
-            both_triangles,
-        )
+        return packing.PackedMatrix(packed, n, both_triangles, row_major).unpacked()
 
     def _array(self, path: str, like: Array, shape: tuple[int, ...] | None) -> Array:
         """Read a copy of an array with the shape and the kind of another."""

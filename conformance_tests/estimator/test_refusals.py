@@ -118,7 +118,6 @@ def test_bad_numbers_are_named():
     cases = [
         (lambda: estimator(weight=0.0), "`weight` to be a finite number > 0"),
         (lambda: estimator(factorizations=("lu",)), "`factorizations`.*'inverse'"),
-        (lambda: kc.levenberg_marquardt(1.0, 1.0, decay=0.5, lower=0.8), "`lower`"),
         (lambda: kc.steps.add_l2(VECTOR, VECTOR, weight_decay=math.nan), "`weight_d"),
         (lambda: kc.distributed.connect(timeout=0.0), "`timeout`"),
         (lambda: kc.steps.gamma_candidates(1.0, factor=1.0), "`factor`"),

@@ -24,8 +24,11 @@ def step(theta, grad, direction, before, products, losses, damping):
     )
     directions = [kc.steps.linear_combination([-clip.scale], [direction]), before]
     options = {"weight_decay": 0.01, "only": lambda block, name: name != "bias"}
+    products = [
+        kc.steps.add_l2(product, d, **options)
+        for product, d in zip(products, directions, strict=True)
+    ]
     curvature = kc.steps.curvature_of_products(directions, products)
-    curvature = curvature + kc.steps.l2_curvature(directions, **options)
 
     def attempt(lam):
         model = kc.steps.quadratic_model(
@@ -51,7 +54,6 @@ def step(theta, grad, direction, before, products, losses, damping):
         "velocity": velocity,
         "gamma": best.gamma,
         "rho": kc.steps.reduction_ratio(*losses, predicted=best.change),
-        "penalty": kc.steps.l2_penalty(after, **options),
         "status": best.step["status"],
     }
 

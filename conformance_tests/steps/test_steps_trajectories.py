@@ -16,11 +16,11 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.steps import (
+    add_l2,
     curvature_of_outputs,
     curvature_of_products,
     decay_decoupled,
     kl_clip,
-    l2_curvature,
     linear_combination,
     quadratic_model,
     reduction_ratio,
@@ -191,8 +191,8 @@ def library(
                 velocity = linear_combination([s.momentum, -s.rate], [velocity, pg])
                 delta = velocity
             product = on(problem.blocks(here) @ off(delta))
+            product = add_l2(product, delta, weight_decay=s.l2)
             C = curvature_of_products([delta], [product])
-            C = C + l2_curvature([delta], weight_decay=s.l2)
             model = quadratic_model(g, [delta], curvature=C, damping=lam)
             predicted = model.change([1.0], damped=False)
         elif s.kind == "adam":
@@ -212,7 +212,7 @@ def library(
                 [backend.asarray(p * (1.0 - p) * x, dtype) for x in changes],
                 examples=len(p),
             )
-            C = C + l2_curvature(directions, weight_decay=s.l2)
+            C = C + s.l2 * curvature_of_products(directions, directions)
             model = quadratic_model(g, directions, curvature=C, damping=lam)
             fixed = (None, s.momentum) if s.kind == "qmodel_fixedmu" else None
             c = model.minimize(fixed=fixed).coefficients

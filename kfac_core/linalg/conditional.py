@@ -69,7 +69,7 @@ def conditional(
     next_output_root: Root,
     /,
     *,
-    stored: float = 0.0,
+    stored: float,
     xp: Namespace,
 ) -> tuple[Link, WeightedRoots]:
     """Return Psi and Sigma of layer i, given layer i + 1.

@@ -134,14 +134,6 @@ class DampedDiagonal:
         xp = self._xp()
         return xp.eye(self.size, dtype=self.dtype, device=ns.device_of(self.shift))
 
-    def to_basis(self, v: Array, /) -> Array:
-        """Return v; the eigenbasis is the coordinate basis."""
-        return v
-
-    def from_basis(self, v: Array, /) -> Array:
-        """Return v; the eigenbasis is the coordinate basis."""
-        return v
-
     def dense(self, *, shifted: bool) -> Array:
         """Return M, or diag(a), shape (..., n, n)."""
         return self.eigenvectors() * self._entries(shifted)[..., None]

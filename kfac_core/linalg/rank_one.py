@@ -172,18 +172,6 @@ class DampedRankOne:
         """Return the eigenvalues, ascending, from the dense matrix."""
         return self._dense_matrix().eigenvalues(shifted=shifted)
 
-    def eigenvectors(self) -> Array:
-        """Return the eigenvectors, from the dense matrix."""
-        return self._dense_matrix().eigenvectors()
-
-    def to_basis(self, v: Array, /) -> Array:
-        """Return ``Q^T v``, from the dense matrix."""
-        return self._dense_matrix().to_basis(v)
-
-    def from_basis(self, v: Array, /) -> Array:
-        """Return ``Q v``, from the dense matrix."""
-        return self._dense_matrix().from_basis(v)
-
     def dense(self, *, shifted: bool) -> Array:
         """Return the matrix, shape (n, n)."""
         xp = self._xp()

@@ -239,9 +239,7 @@ def excess_correlation(largest: Array, xp: Namespace) -> tuple[Array, Array]:
     return clipped, ns.status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
 
 
-def positive_flags(
-    values: Array, unit: Array, xp: Namespace, *, known: Array | None = None
-) -> Array:
+def positive_flags(values: Array, unit: Array, xp: Namespace, *, known: Array) -> Array:
     """Return the flags of numbers to be divided by, known up to roundoff of a unit.
 
     Parameters
@@ -250,7 +248,7 @@ def positive_flags(
         Numbers, and the unit of their error.
     xp : namespace
         Array API namespace of the arrays.
-    known : array, 0-d, optional
+    known : array, 0-d
         The smallest number in that unit that is known in spite of how the moments were
         stored; see `kfac_core.linalg.certificate.smallest_known`.
 
@@ -263,9 +261,7 @@ def positive_flags(
     # Weights are differences of numbers of size `unit`; those near its roundoff have no
     # digit that is right.
     digits = 10.0 * ns.roundoff_of(values.dtype, xp=xp) / RESIDUAL_LIMIT
-    accurate = smallest > digits * unit
-    if known is not None:
-        accurate = accurate & (smallest >= known * unit)
+    accurate = (smallest > digits * unit) & (smallest >= known * unit)
     accurate = accurate | xp.logical_not(smallest > 0)
     return ns.status_unless(xp, smallest > 0, Status.NOT_POSITIVE) | ns.status_unless(
         xp, accurate, Status.INACCURATE

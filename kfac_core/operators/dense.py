@@ -96,11 +96,6 @@ class DenseOperator(CurvatureOperator):
         """Return ``log det (F + lam I)``, 0-d."""
         return self.block.logdet()
 
-    def frobenius_norm(self, *, damped: bool = True) -> Array:
-        """Return the Frobenius norm, 0-d, of the matrix itself."""
-        dense = self.to_dense(damped=damped)
-        return ns.own_namespace(dense).linalg.vector_norm(dense)
-
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""
         return self.block.eigenvalues(shifted=damped)

@@ -267,8 +267,8 @@ class CurvatureOperator(LinearMap):
 
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm ``sqrt(sum_ij F_ij^2)`` of F_damped, or of F, 0-d."""
-        w = self.eigenvalues(damped=damped)
-        return ns.own_namespace(w).linalg.vector_norm(w)
+        dense = self.to_dense(damped=damped)
+        return ns.own_namespace(dense).linalg.vector_norm(dense)
 
     @abc.abstractmethod
     def eigenvalues(self, *, damped: bool = True) -> Array:

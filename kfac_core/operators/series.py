@@ -166,11 +166,6 @@ class SeriesOperator(CurvatureOperator):
         logdets = m * self.input.logdet() + n * self.output.logdet()
         return logdets + self.chain.logdet(xp=ns.own_namespace(self.scale))
 
-    def frobenius_norm(self, *, damped: bool = True) -> Array:
-        """Return the Frobenius norm, 0-d, of the dense matrix."""
-        dense = self.to_dense(damped=damped)
-        return ns.own_namespace(dense).linalg.vector_norm(dense)
-
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of the dense matrix, ascending."""
         return self._dense_matrix(damped=damped).eigenvalues()

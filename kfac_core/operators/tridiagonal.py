@@ -125,11 +125,6 @@ class TridiagonalOperator(CurvatureOperator):
             total = total + self.layers[place].logdet() + reduction
         return total
 
-    def frobenius_norm(self, *, damped: bool = True) -> Array:
-        """Return the Frobenius norm, 0-d, of the dense matrix."""
-        dense = self.to_dense(damped=damped)
-        return ns.own_namespace(dense).linalg.vector_norm(dense)
-
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Raise `UnsupportedError`: they are not products of eigenvalues of factors."""
         raise errors.UnsupportedError(

@@ -21,8 +21,6 @@ from kfac_core.steps.vectors import inner_product, linear_combination
 from kfac_core.steps.weight_decay import (
     add_l2,
     decay_decoupled,
-    l2_curvature,
-    l2_penalty,
 )
 
 __all__ = [
@@ -35,8 +33,6 @@ __all__ = [
     "curvature_of_products",
     "add_l2",
     "decay_decoupled",
-    "l2_curvature",
-    "l2_penalty",
     "kl_clip",
     "TrustRegion",
     "reduction_ratio",

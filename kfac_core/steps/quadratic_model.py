@@ -14,7 +14,7 @@ and, after the first step, the step before, ``delta_0``.  The coefficients are t
 paper's: alpha, the learning rate, and mu, the momentum.
 
 An l2 term of the objective belongs to the gradient and to F; see
-`kfac_core.steps.add_l2` and `kfac_core.steps.l2_curvature`.
+`kfac_core.steps.add_l2`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ left behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kfac_core import constraints, errors
@@ -184,34 +184,19 @@ def entered(**vectors: Vector) -> tuple[Namespace, list[dict[str, dict[str, Arra
     ]
 
 
-def dot(
-    left: Vector,
-    right: Vector,
-    /,
-    *,
-    dtype: object,
-    xp: Namespace,
-    only: Callable[[str, str], bool] | None = None,
-) -> Array:
-    """Return `inner_product` of vectors that were `entered`, in a dtype.
-
-    Where `only` is given it says which parameters, by block and name, are summed over.
-    """
+def dot(left: Vector, right: Vector, /, *, dtype: object, xp: Namespace) -> Array:
+    """Return `inner_product` of vectors that were `entered`, in a dtype."""
     total: Array | None = None
     for block, parameters in left.items():
         for name, x in parameters.items():
-            if only is None or only(block, name):
-                y = right[block][name]
-                if x.dtype != dtype or y.dtype != dtype:
-                    wide = ns.wide_dtype(xp, xp.result_type(x, y))
-                    x, y = ns.cast(xp, x, wide), ns.cast(xp, y, wide)
-                # Each array sums in its own width, and only the scalars are joined in
-                # the widest.
-                part = ns.cast(xp, ns.summed(x * y, xp=xp), dtype)
-                total = part if total is None else total + part
-    if total is None:
-        example = next(x for arrays in left.values() for x in arrays.values())
-        return xp.zeros((), dtype=dtype, device=ns.device_of(example))
+            y = right[block][name]
+            if x.dtype != dtype or y.dtype != dtype:
+                wide = ns.wide_dtype(xp, xp.result_type(x, y))
+                x, y = ns.cast(xp, x, wide), ns.cast(xp, y, wide)
+            # Each array sums in its own width, and only the scalars are joined in the
+            # widest.
+            part = ns.cast(xp, ns.summed(x * y, xp=xp), dtype)
+            total = part if total is None else total + part
     return total
 
 

@@ -15,48 +15,17 @@ parameter's names; by default all do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 from kfac_core import constraints
 from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
-from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
+from kfac_core.steps.vectors import Vector, entered
 
 Decayed: TypeAlias = Callable[[str, str], bool]
 """Takes the names of a block and of a parameter; says whether that decays."""
-
-
-def l2_penalty(
-    parameters: Vector, /, *, weight_decay: Scalar, only: Decayed | None = None
-) -> Array:
-    """Return ``eta/2 |theta|^2``, to be added to the loss.
-
-    Parameters
-    ----------
-    parameters : mapping of str to mapping of str to array
-        Parameters ``theta``.
-    weight_decay : float or 0-d array
-        Coefficient ``eta``.
-    only : callable, optional
-        Whether a parameter, by the names of block and parameter, decays.
-
-    Returns
-    -------
-    array, 0-d
-        Result in the widest dtype among the arrays, float32 at least.
-
-    Raises
-    ------
-    ShapeError, DtypeError, MixedArraysError, UnsupportedError
-        For invalid arrays, by name.
-    """
-    constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
-    xp, (theta,) = entered(parameters=parameters)
-    dtype = widest(theta, xp=xp)
-    eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
-    return 0.5 * eta * dot(theta, theta, dtype=dtype, xp=xp, only=only)
 
 
 def add_l2(
@@ -112,48 +81,6 @@ def add_l2(
         }
         for block, arrays in v.items()
     }
-
-
-def l2_curvature(
-    directions: Sequence[Vector],
-    /,
-    *,
-    weight_decay: Scalar,
-    only: Decayed | None = None,
-) -> Array:
-    """Return ``eta d_i . d_j`` over the parameters that decay.
-
-    To be added to ``d_i . F d_j`` if F is the curvature of the loss alone.
-
-    Parameters
-    ----------
-    directions : sequence of mapping of str to mapping of str to array
-        The d_i, k of them.
-    weight_decay : float or 0-d array
-        Coefficient ``eta``.
-    only : callable, optional
-        Whether a parameter, by the names of block and parameter, decays.
-
-    Returns
-    -------
-    array, shape (k, k)
-        Result in the widest dtype among the arrays, float32 at least.
-
-    Raises
-    ------
-    ShapeError, DtypeError, MixedArraysError, UnsupportedError
-        For vectors that do not go together, naming the array.
-    """
-    constraints.require_range("weight_decay", weight_decay, constraints.FINITE_SCALAR)
-    constraints.require_any("directions", directions)
-    xp, entering = entered(**{f"directions[{i}]": d for i, d in enumerate(directions)})
-    dtype = widest(*entering, xp=xp)
-    eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
-    rows = [
-        xp.stack([dot(a, b, dtype=dtype, xp=xp, only=only) for b in entering])
-        for a in entering
-    ]
-    return eta * xp.stack(rows)
 
 
 def decay_decoupled(
