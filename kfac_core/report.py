@@ -10,6 +10,7 @@ were not kept has the product of their conditions, and the sum of their residual
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import array_api_compat
@@ -111,16 +112,18 @@ class Report(dict[str, BlockReport]):
             cells = ["" if x is None else f"{x:.1e}" for x in numbers]
             kind = f"{block.layer}, {block.approximation}"
             rows.append((name, kind, str(block.updates), str(block.age), *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(
-                cell.ljust(w) for cell, w in zip(row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        )
-        return "\n".join(lines)
+        return "\n".join(aligned(rows))
 
     __repr__ = __str__
+
+
+def aligned(rows: Sequence[tuple[str, ...]], /) -> list[str]:
+    """Return the lines of a table, with each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def report_of(block: Block, state: BlockState, /) -> BlockReport:

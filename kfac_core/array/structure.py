@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import numpy as np
 
@@ -216,6 +216,62 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
         if type(part) not in _PLAIN:
             fields[name] = function(part)
     return new
+
+
+Known = dict[int, tuple[Any, Any]]
+"""Objects by their id, which they keep from being reused, and their replacements."""
+
+
+class Mapped:
+    """A function of arrays, applied to all arrays of structures, dicts and tuples.
+
+    What stands in several places is mapped once, and does so afterwards.
+
+    Parameters
+    ----------
+    function : callable
+        Function of one array.
+    known : dict, optional
+        Objects whose replacements are known.
+    passed : tuple of class
+        Classes of objects without arrays, besides numbers, strings and None.
+    """
+
+    _arrays: ClassVar[set[type[Any]]] = set()
+    """The classes of all arrays so far."""
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        known: Known | None = None,
+        *,
+        passed: tuple[type[Any], ...] = (),
+    ) -> None:
+        self._function, self._known = function, {} if known is None else known
+        self._passed = passed
+
+    def __call__(self, value: Tree) -> Tree:
+        """Return the value with the function of each array in its place."""
+        # Blocks share their options, and factorizations their zeros.
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        cls = type(value)
+        if cls in self._arrays:
+            mapped = self._function(value)
+        elif is_structure(value):
+            mapped = rebuilt(value, self)
+        elif isinstance(value, dict):
+            return {name: self(part) for name, part in value.items()}
+        elif is_plain(value) or isinstance(value, self._passed):
+            return value
+        elif isinstance(value, (tuple, list)):
+            return tuple(map(self, value))
+        else:
+            mapped = self._function(value)
+            self._arrays.add(cls)
+        self._known[id(value)] = value, mapped
+        return mapped
 
 
 def static_fields(value: object, /) -> dict[str, Any]:

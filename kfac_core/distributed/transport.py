@@ -18,6 +18,7 @@ from kfac_core import errors
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import (
+    Mapped,
     fields_of,
     is_plain,
     is_structure,
@@ -378,30 +379,11 @@ def rounded(value: Tree, dtype: str, /) -> Tree:
     structure, dict, tuple, array, number or None
         In the dtypes of the value.  What stood in several places still does.
     """
-    return _Rounding(dtype).of(value)
 
+    def arriving(x: Array) -> Array:
+        name = dtype_name(x)
+        wire = narrower(name, dtype)
+        return x if wire == name else in_dtype(in_dtype(x, wire), name)
 
-# A rank keeps what it sent as others receive it, or replicas would differ by roundoff.
-class _Rounding:
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
-        self._seen: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, value: Tree) -> Tree:
-        if is_plain(value):
-            return value
-        if isinstance(value, (tuple, list)):
-            return tuple([self.of(part) for part in value])
-        if isinstance(value, dict):
-            return {name: self.of(part) for name, part in value.items()}
-        if id(value) not in self._seen:
-            narrow = (
-                rebuilt(value, self.of) if is_structure(value) else self._array(value)
-            )
-            self._seen[id(value)] = value, narrow
-        return self._seen[id(value)][1]
-
-    def _array(self, value: Array) -> Array:
-        name = dtype_name(value)
-        wire = narrower(name, self._dtype)
-        return value if wire == name else in_dtype(in_dtype(value, wire), name)
+    # A rank keeps what it sent as others receive it, or replicas would differ by roundoff.
+    return Mapped(arriving)(value)

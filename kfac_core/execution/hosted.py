@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kfac_core.array import Array, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.structure import deferred, is_plain, is_structure, rebuilt
+from kfac_core.array.structure import Known, Mapped, deferred, is_structure
 from kfac_core.array.types import Tree
 from kfac_core.factors.statistics import Statistics
 
@@ -95,13 +95,9 @@ def viewed_on_host(value: Tree, /, *, xp: Namespace) -> Tree:
     compute, `host_computes` says.
     """
     try:
-        return _Mapped(_viewed_by(xp, {}))(value)
+        return _mapped(_viewed_by(xp, {}))(value)
     except _ElsewhereError:
         return None
-
-
-Known = dict[int, tuple[Any, Any]]
-"""Objects by their id, which they keep from being reused, and their replacements."""
 
 
 class Hosted(stages.Executor):
@@ -138,7 +134,7 @@ class Hosted(stages.Executor):
             return self._inner(stage, tasks)
         # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
-        as_views = _Mapped(_viewed_by(xp, owners))
+        as_views = _mapped(_viewed_by(xp, owners))
         hosted: dict[str, stages.Task] = {}
         for name, (block, first, *others) in tasks.items():
             if stage.is_product:
@@ -162,7 +158,7 @@ class Hosted(stages.Executor):
         results: dict[str, Any] = self._inner(stage, elsewhere) if elsewhere else {}
         if hosted:
             to_library = partial(_native("from_host", from_host, xp), xp=xp)
-            returned = _Mapped(to_library, owners)
+            returned = _mapped(to_library, owners)
             for name, result in self._inner(stage, hosted).items():
                 if isinstance(result, Statistics):
                     results[name] = _statistics_of_library(result, to_library)
@@ -181,54 +177,11 @@ class Hosted(stages.Executor):
 
 
 _WITHOUT_ARRAYS = (Exception, stages.ProductCall)
+_mapped = partial(Mapped, passed=_WITHOUT_ARRAYS)
 
 
 class _ElsewhereError(Exception):
     """An array whose memory NumPy cannot access."""
-
-
-class _Mapped:
-    """A function of arrays, applied to all arrays of structures.
-
-    Parameters
-    ----------
-    function : callable
-        Function of one array.
-    known : dict, optional
-        Objects whose replacements are known.
-    """
-
-    _arrays: ClassVar[set[type[Any]]] = set()
-    """The classes of all arrays so far."""
-
-    def __init__(
-        self, function: Callable[[Any], Any], known: Known | None = None
-    ) -> None:
-        self._function, self._known = function, {} if known is None else known
-
-    def __call__(self, value: Tree) -> Tree:
-        # Blocks share their options, and factorizations their zeros.
-        known = self._known.get(id(value))
-        if known is not None:
-            return known[1]
-        cls = type(value)
-        if cls in self._arrays:
-            mapped = self._function(value)
-            self._known[id(value)] = value, mapped
-            return mapped
-        if is_structure(value):
-            mapped = rebuilt(value, self)
-            self._known[id(value)] = value, mapped
-            return mapped
-        if isinstance(value, dict):
-            return {name: self(part) for name, part in value.items()}
-        if is_plain(value) or isinstance(value, _WITHOUT_ARRAYS):
-            return value
-        if isinstance(value, tuple):
-            return tuple(map(self, value))
-        mapped = self._function(value)
-        self._arrays.add(cls)
-        return mapped
 
 
 def _statistics_of_library(
@@ -239,7 +192,7 @@ def _statistics_of_library(
     The next update recognizes them unread.
     """
     known = {"status": function(view.status)}
-    return deferred(Statistics, known, partial(_Mapped(function), view))
+    return deferred(Statistics, known, partial(_mapped(function), view))
 
 
 def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:

@@ -17,7 +17,6 @@ from kfac_core.linalg.gram import HomogeneousRows
 class DiagonalFactor:
     """A factor of n numbers; see `kfac_core.factors.factor.Factor`."""
 
-    kind = "diagonal"
     damped = staticmethod(damped_diagonal)
 
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:

@@ -42,10 +42,6 @@ class Factor(Protocol[V]):
     ``rows`` have the shape ``(..., R, n)``; V is the class of averages.
     """
 
-    @property
-    def kind(self) -> str:
-        """The name of the kind."""
-
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for rows of n numbers; shape is (..., n)."""
 

@@ -16,7 +16,6 @@ from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 class FullFactor:
     """A factor of n x n numbers; see `kfac_core.factors.factor.Factor`."""
 
-    kind = "full"
     damped = staticmethod(damped_matrix)
 
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:

@@ -31,8 +31,6 @@ class LaggedFactor:
     neither damped nor factorized, and its weight is the weight of the moment of lag 0.
     """
 
-    kind = "lagged"
-
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for rows of n numbers: ``shape=(n,)``."""
         return Average(place.zeros(*shape, shape[-1]), place.zeros())

@@ -61,8 +61,6 @@ class UncorrelatedFactor:
     copies: int
     bias: int
 
-    kind = "uncorrelated"
-
     def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for a factor of n rows; shape is (n,)."""
         c = (shape[-1] - self.bias) // self.copies

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias, get_args
 from kfac_core import constraints, errors
 from kfac_core.array import Array, Check, Scalar, Status
 from kfac_core.array import namespaces as ns
-from kfac_core.array.precision import Precision
 from kfac_core.block import Block
 from kfac_core.conventions import LossReduction
 from kfac_core.factors.statistics import Statistics
@@ -43,8 +42,6 @@ from kfac_core.posterior.spectra import spectral_blocks
 Gradients: TypeAlias = Mapping[str, Mapping[str, Array] | Batch | Sequence[Batch]]
 """For each block, batches with gradients of each example's own loss, or parameter-shaped
 gradients with a first axis of examples."""
-
-_FULL_PRECISION = Precision()
 
 
 @dataclass(frozen=True)
@@ -93,15 +90,13 @@ class Influence:
         *,
         damping: Scalar | Mapping[str, Scalar] | None = None,
         damping_fraction: Scalar | None = None,
-        debias: bool = True,
-        precision: Precision = _FULL_PRECISION,
         check: Check = "raise",
     ) -> Influence:
         """Decompose the curvature of each block and choose its damping.
 
         Parameters
         ----------
-        blocks, statistics, debias, precision, check
+        blocks, statistics, check
             See `kfac_core.posterior.spectral_blocks`.
         damping : float, 0-d array, or mapping of str to these
             Damping ``lam`` of all blocks, or of each.
@@ -126,9 +121,7 @@ class Influence:
         KFACError
             See `spectral_blocks`.
         """
-        curvatures = spectral_blocks(
-            blocks, statistics, debias=debias, precision=precision, check=check
-        )
+        curvatures = spectral_blocks(blocks, statistics, check=check)
         if (damping is None) == (damping_fraction is None):
             raise errors.ConventionError(
                 "Expected exactly one of `damping` and `damping_fraction`, got "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kfac_core.block import Block
+from kfac_core.report import aligned
 
 
 def coverage_table(
@@ -40,11 +41,7 @@ def coverage_table(
         note = "no rows yet" if started and not updates[name] else ""
         kind, approximation = block.layer.kind, repr(block.approximation)
         rows.append((name or "(model)", kind, sizes, approximation, note))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = [f"  {line}" for line in aligned(rows)]
     if skipped:
         lines.append("left alone, with their gradients as they are:")
         lines += [f"  {name}: {reason}" for name, reason in skipped.items()]

@@ -128,12 +128,7 @@ class LayerCall:
 
 
 def batches_of_calls(
-    calls: Iterable[LayerCall],
-    /,
-    *,
-    rows: Scalar,
-    scale: Scalar = 1.0,
-    examples: Mapping[str, float] | None = None,
+    calls: Iterable[LayerCall], /, *, rows: Scalar
 ) -> dict[str, Batch]:
     """Return one batch per block from its recorded calls.
 
@@ -144,11 +139,6 @@ def batches_of_calls(
         others, as in exact estimation with heads of different sizes, get zeros.
     rows : float
         R, the rows of the network's outputs, or the sum of their weights.
-    scale : float
-        Further factor on the output gradients.
-    examples : mapping of str to float, optional
-        N of each block, where other processes have calls too; `rows` is then R of all of
-        them.
 
     Returns
     -------
@@ -160,7 +150,7 @@ def batches_of_calls(
     UnsupportedError
         For calls of one block with unlike numbers of positions; see `batches_in_parts`.
     """
-    first, *others = batches_in_parts(calls, rows=rows, scale=scale, examples=examples)
+    first, *others = batches_in_parts(calls, rows=rows)
     for other in others:
         raise errors.UnsupportedError(
             f"Calls of layers {[*other]} have inputs of unlike shapes, as of sequences of "
@@ -185,8 +175,13 @@ def batches_in_parts(
 
     Parameters
     ----------
-    calls, rows, scale, examples
+    calls, rows
         As of `batches_of_calls`.
+    scale : float
+        Further factor on the output gradients.
+    examples : mapping of str to float, optional
+        N of each block, where other processes have calls too; `rows` is then R of all of
+        them.
 
     Returns
     -------

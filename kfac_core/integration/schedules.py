@@ -215,7 +215,7 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
 
 
 def require_positive(
-    name: str, schedule: Schedule, step: int = 0, /, *, optional: bool = False
+    name: str, schedule: Schedule, /, *, optional: bool = False
 ) -> None:
     """Raise `ConventionError` unless a schedule says a finite number > 0.
 
@@ -225,12 +225,10 @@ def require_positive(
         Name of the option, for the message.
     schedule : number, 0-d array, or callable of int
         The schedule; the value of an array is not read.
-    step : int
-        Number of steps taken so far.
     optional : bool
         Whether None is allowed.
     """
-    value = value_at(schedule, step)
+    value = value_at(schedule, 0)
     if value is None and optional:
         return
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)

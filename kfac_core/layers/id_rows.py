@@ -165,15 +165,12 @@ class IdRows(OfOutputs):
         """Return the entry of x that each id sets or adds to, shape of the ids."""
         if self.bag and self.binary:
             return self._once(dtype, xp)
-        ones = self._ones(dtype, xp)
+        ones = xp.ones_like(self.ids, dtype=dtype)
         return ones if self.mask is None else ones * self._counted(dtype, xp)
 
     def _counted(self, dtype: object, xp: Namespace) -> Array:
         """Return 1 for rows that count, and 0 for others."""
         return ns.cast(xp, counted_rows(self.mask, xp=xp), dtype)
-
-    def _ones(self, dtype: object, xp: Namespace) -> Array:
-        return xp.ones_like(self.ids, dtype=dtype)
 
     def _standing(self, dtype: object, xp: Namespace) -> Array:
         """Return how often each id occurs in its example, shape of the ids."""

@@ -43,10 +43,6 @@ class GaussianLearnedVariance(Loss):
 
     noise_distribution: ClassVar[NoiseDistribution] = "normal"
 
-    def output_size(self, target_size: int, /) -> int:
-        """Return twice the number of targets."""
-        return 2 * target_size
-
     def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
         """Return ``(N, ..., D)``: one standard normal number a target."""
         return (*natural.shape[:-1], natural.shape[-1] // 2)

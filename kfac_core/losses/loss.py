@@ -48,21 +48,6 @@ class Loss(Protocol):
 
     noise_distribution: ClassVar[NoiseDistribution]
 
-    def output_size(self, target_size: int, /) -> int:
-        """Return P, the number of outputs that a target needs: by default its own size.
-
-        Parameters
-        ----------
-        target_size : int
-            The number of classes, or of numbers in a target.
-
-        Returns
-        -------
-        int
-            The width of the network's last layer.
-        """
-        return target_size
-
     def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
         """Return the shape ``(N, ..., I)`` of the space that factors map from.
 

@@ -17,14 +17,12 @@ from typing import Any, TypeAlias
 from kfac_core import constraints
 from kfac_core.array import Array, Check, Scalar
 from kfac_core.array import namespaces as ns
-from kfac_core.array.precision import Precision
 from kfac_core.block import Block
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import AnyRows, Layer
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core.layers.rows import Batch
 from kfac_core.layers.whole_rows import whole_rows
-from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.block import BlockPosterior, block_posterior
 from kfac_core.posterior.evidence import Evidence
 from kfac_core.posterior.functional import (
@@ -42,8 +40,6 @@ Jacobians: TypeAlias = Mapping[str, Mapping[str, Array] | Batch | Sequence[Batch
 """For each block: parameter-shaped derivatives with the axes (examples, outputs) in
 front, or a `Batch` of the layer's inputs and of the derivatives of the outputs with
 respect to the layer's output, one source for each output."""
-
-_FULL_PRECISION = Precision()
 
 
 @dataclass(frozen=True)
@@ -99,15 +95,13 @@ class Posterior:
         *,
         examples: Scalar,
         prior_precision: Scalar | Mapping[str, Scalar],
-        debias: bool = True,
-        precision: Precision = _FULL_PRECISION,
         check: Check = "raise",
     ) -> Posterior:
         """Decompose the curvature of each block and add the prior.
 
         Parameters
         ----------
-        blocks, statistics, debias, precision, check
+        blocks, statistics, check
             See `kfac_core.posterior.spectral_blocks`.
         examples : float or 0-d array
             N; see `block_posterior`.
@@ -124,9 +118,7 @@ class Posterior:
         KFACError
             As `spectral_blocks` and `block_posterior`.
         """
-        spectra: dict[str, SpectralOperator] = spectral_blocks(
-            blocks, statistics, debias=debias, precision=precision, check=check
-        )
+        spectra = spectral_blocks(blocks, statistics, check=check)
         taus = _by_block(prior_precision, spectra)
         posteriors = {
             name: block_posterior(

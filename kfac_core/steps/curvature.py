@@ -24,7 +24,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import (
     Vector,
-    dot,
+    dots,
     entered,
     scalar_of,
     sums_of_products,
@@ -63,13 +63,8 @@ def curvature_of_products(
     named |= {f"products[{i}]": d for i, d in enumerate(products)}
     xp, vectors = entered(**named)
     dtype = widest(*vectors, xp=xp)
-    rows = [
-        xp.stack(
-            [dot(vectors[i], vectors[k + j], dtype=dtype, xp=xp) for j in range(k)]
-        )
-        for i in range(k)
-    ]
-    return xp.stack(rows)
+    pairs = [(d, product) for d in vectors[:k] for product in vectors[k:]]
+    return xp.reshape(dots(pairs, dtype=dtype, xp=xp), (k, k))
 
 
 def curvature_of_outputs(
