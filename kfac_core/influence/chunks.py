@@ -63,9 +63,7 @@ def score_chunks(
         # x^T P g of each row needs room for every pair of a query and a row.  Several
         # of both take the gradients of examples instead.
         by_rows = gradients.is_rows and (gradients.rows_each == 1 or q == 1)
-        each = _rows(gradients) + (
-            _bilinear(gradients, q) if by_rows else _matrix(gradients)
-        )
+        each = _rows(gradients) + (_bilinear(gradients, q) if by_rows else 2 * size)
         room = max_elements - 2 * q * size
         if room >= each:
             return Chunks(q, min(room // each, max(1, gradients.examples)), by_rows)
@@ -142,11 +140,6 @@ def _bilinear(gradients: LayerGradients, queries: int) -> int:
     n, m = gradients.layer.matrix_shape
     narrow = gradients.layer.groups * min(n, m // gradients.layer.groups)
     return queries * gradients.rows_each * (2 * narrow + 1)
-
-
-def _matrix(gradients: LayerGradients) -> int:
-    """Return the elements of the gradient of one example, twice."""
-    return 2 * _size(gradients.layer)
 
 
 def _too_small(needed: int, budget: int, what: str) -> errors.ShapeError:

@@ -525,11 +525,9 @@ def _two_probes(n: int, dtype: object, device: object, xp: Namespace) -> Array:
     return xp.reshape(values, (n, 2))
 
 
-def _probe(n: int, dtype: object, device: object, xp: Namespace) -> Array:
+@functools.lru_cache(maxsize=64)
+def _kept_probe(n: int, dtype: object, device: object, xp: Namespace) -> Array:
     return probe(n, dtype=dtype, device=device, xp=xp)
-
-
-_kept_probe = functools.lru_cache(maxsize=64)(_probe)
 
 
 @dispatched

@@ -16,25 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from kfac_core import constraints
 from kfac_core.array import Array, DType, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import SymmetricMatrix, first_layout
 
 _PIECE = 2**14
 """Numbers of a rectangle that are packed at a time where it is not kept."""
 
 
-def _first_layout(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-    """Return the static fields of a sum, with the layout of the first."""
-    full = all(fields["full_storage"] for fields in (first, *others))
-    return {**first, "full_storage": full}
-
-
-@structure(static=("size", "full_storage", "row_major"), meet=_first_layout)
+@structure(static=("size", "full_storage", "row_major"), meet=first_layout)
 class PackedMatrix:
     """A symmetric matrix, or a stack of them, of which one triangle is kept.
 
@@ -196,23 +189,12 @@ def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:
         A, upper_C = top[..., 1:, :], top[..., :-1, :]
     else:
         A, upper_C = top, top[..., :-1, 1:]
-    A = _mirrored(A, xp)
-    C = _mirrored(xp.matrix_transpose(upper_C), xp)
+    A = _mirrored(A)
+    C = _mirrored(xp.matrix_transpose(upper_C))
     above = xp.concat([A, xp.matrix_transpose(B)], axis=-1)
     return xp.concat([above, xp.concat([B, C], axis=-1)], axis=-2)
 
 
-def _mirrored(lower: Array, xp: Namespace) -> Array:
+def _mirrored(lower: Array) -> Array:
     """Return the symmetric matrix of a lower triangle."""
-    return xp.where(_on_or_below(lower, xp), lower, xp.matrix_transpose(lower))
-
-
-def _on_or_below(x: Array, xp: Namespace) -> Array:
-    rows, columns = _indices(x, xp)
-    return rows >= columns
-
-
-def _indices(x: Array, xp: Namespace) -> tuple[Array, Array]:
-    device = ns.device_of(x)
-    rows = xp.arange(x.shape[-2], device=device)[:, None]
-    return rows, xp.arange(x.shape[-1], device=device)[None, :]
+    return SymmetricMatrix(lower, full_storage=False).full()

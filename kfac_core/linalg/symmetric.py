@@ -14,12 +14,13 @@ from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import structure
 
 
-def _full_if_all_are(*fields: dict[str, Any]) -> dict[str, Any]:
+def first_layout(first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
     """Return the static fields of a sum: only the lower triangle of all is sure."""
-    return {"full_storage": all(field["full_storage"] for field in fields)}
+    full = all(fields["full_storage"] for fields in (first, *others))
+    return {**first, "full_storage": full}
 
 
-@structure(static=("full_storage",), meet=_full_if_all_are)
+@structure(static=("full_storage",), meet=first_layout)
 class SymmetricMatrix:
     """A symmetric matrix, or a stack of them.
 
