@@ -254,41 +254,6 @@ def test_sigma_point_labels_give_the_fisher_of_identical_data(backend, rng, loss
     network.assert_all_close(learned, network.ggn_blocks(net, x, "mse"))
 
 
-@losses
-@pytest.mark.parametrize("rule", ["factored", "exact"])
-def test_one_undamped_step_solves_linear_regression(backend, rng, loss, rule):
-    """B16: from any start, one undamped step on the mean loss is the least squares fit."""
-    N, n, m = 12, 3, 2
-    x, y = rng.normal(size=(N, n)), rng.normal(size=(N, m))
-    W = rng.normal(size=(n + 1, m))
-    net = network.Network((W,), "identity")
-    x1 = np.concatenate([x, np.ones((N, 1))], axis=1)
-    gradient = x1.T @ (x1 @ W - y) / N
-    vectors = network.reduced(type2(net, x, "mse"), loss, net.outputs(x))
-    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="oi")
-    estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        decay=0.0,
-        damping=0.0,
-        damping_rule=rule,
-        reduction=loss,
-    )
-    (batch,) = network.batches(backend, net, x, vectors)
-    estimator.update({"fc": batch})
-    estimator.refresh()
-    parameters = {
-        "weight": backend.asarray(gradient[:-1].T),
-        "bias": backend.asarray(gradient[-1]),
-    }
-
-    step = estimator.precondition({"fc": parameters})["fc"]
-
-    expected = np.linalg.lstsq(x1, y, rcond=None)[0]
-    weight, bias = backend.to_numpy(step["weight"]), backend.to_numpy(step["bias"])
-    assert_close(W[:-1] - weight.T, expected[:-1], "inverse", "float64")
-    assert_close(W[-1] - bias, expected[-1], "inverse", "float64")
-
-
 def linear_network(rng, **options):
     """Return a deep linear network."""
     return network.random_network(rng, DEEP, "identity", **options)

@@ -110,18 +110,25 @@ def regression(rng):
     return x, y, np.linalg.lstsq(X, y, rcond=None)[0]
 
 
-def test_linear_regression_takes_one_step(backend, dtype, regression, rng):
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+@pytest.mark.parametrize("rule", ["factored", "exact"])
+def test_linear_regression_takes_one_step(backend, dtype, regression, rng, loss, rule):
     """B16: without damping, one step of K-FAC is least squares, and alpha is one."""
     x, y, solution = regression
     layer = dense_layer(3, 2)
     estimator = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())}, decay=0.0, damping=0.0, reduction="sum"
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.0,
+        damping=0.0,
+        damping_rule=rule,
+        reduction=loss,
     )
     W = rng.normal(size=(4, 2))
     residual = np.concatenate([x, np.ones((20, 1))], axis=1) @ W - y
     inputs = backend.asarray(x, dtype)
     # The Hessian of the squared error is I: its root's columns are the unit vectors.
     vectors = np.broadcast_to(np.eye(2)[:, None, :], (2, 20, 2))
+    vectors = vectors / 20 if loss == "mean" else vectors
     batch = kc.Batch(inputs, backend.asarray(vectors, dtype), sources=2)
     estimator.update({"fc": batch})
     estimator.refresh()
