@@ -117,9 +117,6 @@ def _updated_in_chunks(
     """Return the statistics after a batch that is read in chunks, and its flags."""
     chunks = block.row_parts(batch, max_patch_elements=options.max_patch_elements)
     total, flags = _sum_of_chunks(block, statistics.emptied(), chunks, options)
-    # Without a weight the sums are those of a larger batch's part, and simply add up.
-    if options.weight is None:
-        return statistics.merged(total), flags
     approximation = block.approximation
     new = statistics.absorbed(
         total, decay=options.decay, weight=options.weight, decays=approximation.decays

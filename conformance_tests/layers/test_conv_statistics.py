@@ -35,6 +35,7 @@ def values_of(backend, statistics):
     return found
 
 
+@pytest.mark.parametrize("weight", [2.0, None])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def values_of(backend, statistics):
     [kc.Kronecker(), kc.Kronecker(sharing="reduce"), kc.Diagonal(), kc.TNT()],
 )
 def test_chunks_give_what_the_whole_batch_gives(
-    backend, rng, approximation, loss, masked
+    backend, rng, approximation, loss, masked, weight
 ):
     """A budget changes when patches are made, never a statistic, whatever the loss."""
     groups = 2
@@ -54,7 +55,7 @@ def test_chunks_give_what_the_whole_batch_gives(
     options = {
         "conventions": kc.Conventions(reduction=loss, sources="sum"),
         "decay": 0.7,
-        "weight": 2.0,
+        "weight": weight,
     }
     start = kc.update_block(block, start, batch, kc.UpdateOptions(**options))
 
@@ -67,6 +68,34 @@ def test_chunks_give_what_the_whole_batch_gives(
     expected = values_of(backend, whole)
     for name, got in values_of(backend, parts).items():
         assert_close(got, expected[name], "gram", "float64")
+
+
+def test_centered_moments_of_parts_merge_into_those_of_the_whole(backend, dtype, rng):
+    """The means of parts differ, which the covariance of all their pixels holds."""
+    x = rng.normal(size=(6, 3, 3, 2)) + np.arange(6.0)[:, None, None, None]
+    g = rng.normal(size=(6, 3, 3, 4))
+    block = kc.Block(make_conv(), kc.Kronecker(input="uncorrelated"))
+    conventions = kc.Conventions(reduction="sum", sources="sum")
+
+    parts = [
+        kc.batch_moments(
+            block,
+            kc.Batch(*(backend.asarray(a[part], dtype) for a in (x, g))),
+            conventions=conventions,
+        )
+        for part in (slice(0, 1), slice(1, 3), slice(3, None))
+    ]
+    merged = parts[0].merged(parts[1]).merged(parts[2])
+
+    moments = merged.averages["input"].value(debias=True)
+    pixels = x.reshape(-1, 2)
+    assert_close(backend.to_numpy(moments.mean), pixels.mean(0), "gram", dtype)
+    covariance = np.cov(pixels.T, bias=True)
+    assert_close(backend.to_numpy(moments.covariance.full()), covariance, "gram", dtype)
+    # An empty part, such as a process may have, changes nothing.
+    again = merged.merged(block.initial(backend.asarray(x, dtype)))
+    got = again.averages["input"].value(debias=True).covariance.full()
+    assert_close(backend.to_numpy(got), covariance, "gram", dtype)
 
 
 def test_an_estimator_keeps_to_its_budget(rng):

@@ -31,8 +31,8 @@ class Average:
     Attributes
     ----------
     sum : array, SymmetricMatrix, or another structure of arrays
-        The weighted sum.  One of bounded size, such as `WindowSum`, has ``scaled(c)``, and
-        ``joined(other)`` by which it is added to and cut down.
+        The weighted sum.  One of centered moments has ``pooled``, since those of two data
+        sets together are not a sum.
     weight : 0-d array
         The sum of weights, of the same dtype.
     rows : 0-d array or None
@@ -66,8 +66,6 @@ class Average:
         factor = self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
-        if _is_compressed(total):
-            return total.scaled(factor)
         return map_structure(lambda x: x * _beside(factor, x), total)
 
     def factor(self, *, debias: bool) -> Array:
@@ -78,8 +76,9 @@ class Average:
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
-        if _is_compressed(self.sum):
-            return Average(self.sum.joined(other.sum), self.weight + other.weight)
+        if hasattr(self.sum, "pooled"):
+            total = self.sum.pooled(other.sum, self.weight, other.weight)
+            return Average(total, self.weight + other.weight)
         return map_structure(lambda a, b: a + b, self, other)
 
     def following(
@@ -126,7 +125,7 @@ class Average:
         /,
         *,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         total: float | None = None,
     ) -> Average:
         """Return the average after one update with the (debiased) value of another.
@@ -136,7 +135,7 @@ class Average:
         other : Average
             Average of one batch, or of this process's part of it.
         decay, weight : float or 0-d array
-            Coefficients of the update.
+            Coefficients of the update; without a weight that of `other`.
         total : float, optional
             Weight of the whole batch that `other` is a part of.
 
@@ -146,10 +145,7 @@ class Average:
             Added up over the parts of a batch, the average after one update with all of it.
         """
         scale, share = share_of(other.weight, weight, total)
-        if _is_compressed(self.sum):
-            new = self.sum.scaled(decay).joined(other.sum.scaled(scale))
-        else:
-            new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
+        new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
         return self.following(new, other.rows, decay, share)
 
 
@@ -159,11 +155,6 @@ def _decayed(total: Array, decay: Scalar, term: Scalar, /) -> Array:
         # NumPy's scalars take a tenth of the time of its 0-d arrays.
         return np.asarray(total[()] * decay + term)
     return total * decay + term
-
-
-def _is_compressed(total: object, /) -> bool:
-    """Whether a sum of bounded size is added to by `joined`, and not elementwise."""
-    return is_structure(total) and hasattr(total, "joined")
 
 
 def _beside(weight: Array, x: Array, /) -> Array:
@@ -204,7 +195,7 @@ def coefficient_flags(
 
 
 def share_of(
-    part: Array, weight: Scalar, total: float | None, /
+    part: Array, weight: Scalar | None, total: float | None, /
 ) -> tuple[Scalar, Array]:
     """Return the factor on a part's sum, and the part's share of the weight.
 
@@ -212,8 +203,8 @@ def share_of(
     ----------
     part : array, 0-d
         Weight of the part.
-    weight : float or 0-d array
-        Weight of the update.
+    weight : float, 0-d array or None
+        Weight of the update; None is that of the part.
     total : float or None
         Weight of the whole batch; None where the part is all of it.
 
@@ -224,6 +215,8 @@ def share_of(
     share : 0-d array
         ``weight * part / total``.
     """
+    if weight is None:
+        return 1.0, part
     xp = ns.own_namespace(part)
     if total is None:
         share = xp.astype(part > 0, part.dtype) * weight

@@ -79,7 +79,7 @@ class RunningProduct:
         /,
         *,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         total: float | None = None,
     ) -> NoReturn:
         """Raise `UnsupportedError`; see `merged`."""

@@ -97,12 +97,13 @@ class Statistics:
         /,
         *,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         decays: Mapping[str, Scalar] = _ALL_ALIKE,
     ) -> Statistics:
         """Return the statistics after one update with the averages of others.
 
-        If the status of `other` is not zero, the statistics are unchanged.
+        If the status of `other` is not zero, the statistics are unchanged.  Without a
+        weight its averages keep their own.
         `decays` holds the decays of averages that do not follow `decay`.
 
         Raises

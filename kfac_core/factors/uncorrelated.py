@@ -7,7 +7,8 @@ Conventions.  For a convolution with K kernel positions and c channels,
 with mu the mean and Sigma the centered covariance of the channels over all pixels of the
 inputs (so that padding, strides and cropping are ignored); kernel positions before
 channels, as in the weight, and the last entry for a bias.  mu and Sigma are what is
-averaged over updates.
+averaged over updates.  Parts of one batch are merged to the moments of all its pixels, each
+part with its weight: the number of its rows that count.
 
 References
 ----------
@@ -44,6 +45,26 @@ class ChannelMoments:
 
     mean: Array
     covariance: SymmetricMatrix
+
+    def pooled(
+        self, other: ChannelMoments, weight: Array, other_weight: Array, /
+    ) -> ChannelMoments:
+        """Return the weighted sums of the moments of two data sets together.
+
+        With weights w and w', Sigma is the mean of both and
+        ``w w' / (w + w')^2 (mu - mu') (mu - mu')^T``.
+        """
+        xp = array_api_compat.array_namespace(self.mean)
+        w, v, total = (
+            xp.where(x > 0, x, xp.ones_like(x))
+            for x in (weight, other_weight, weight + other_weight)
+        )
+        d = self.mean / w - other.mean / v
+        between = (weight * other_weight / total) * d[:, None] * d[None, :]
+        covariance = self.covariance.full() + other.covariance.full() + between
+        return ChannelMoments(
+            self.mean + other.mean, SymmetricMatrix(covariance, full_storage=True)
+        )
 
 
 @dataclass(frozen=True)
