@@ -418,10 +418,9 @@ def refresh_block(
     try:
         with finite.quiet(check, xp=xp):
             if options.damping_scaling == "mean_eigenvalue":
-                # The mean eigenvalue needs the undamped block, without factorizations.
-                bare = made_with._replace(
-                    damping=0.0, factorizations=(), keep_matrices=True
-                )
+                # The trace without damping is the same for any, and the moments of a
+                # series may be singular without.
+                bare = made_with._replace(factorizations=(), keep_matrices=True)
                 undamped = approximation.operator(statistics, layer, bare)
                 # Relative damping: trace / dimension is the mean eigenvalue, which
                 # scales as the loss does.

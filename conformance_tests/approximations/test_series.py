@@ -117,6 +117,14 @@ def test_without_damping_moments_may_be_singular(backend, rng, variant):
     F = symmetric_block(stats, lengths) if F is None else F
     assert_close(dense[1:, :, 1:].reshape(len(F), -1), F, "identity", "float64")
     assert not np.any(dense[0])
+    # A damping in units of the mean eigenvalue is that of the same matrix.
+    relative = made(
+        backend, "float64", variant, x, g, damping_scaling="mean_eigenvalue"
+    )
+    absolute = DAMPING * np.trace(F) / (n * m)
+    expected = dense_of(variant, x, g, damping=absolute)
+    got = backend.to_numpy(relative.to_dense())
+    assert_close(got, expected, "product", "float64")
 
 
 @pytest.mark.parametrize("variant", ["symmetric", "infinite"])
