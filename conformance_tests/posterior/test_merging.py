@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.operators import kronecker_operator
+from kfac_core.operators import kronecker_operator, spectral_operator
 from kfac_core.posterior import merged_weight
 
 
@@ -38,6 +38,21 @@ def test_it_is_the_minimum_of_the_sum_of_quadratics(backend, rng):
     )
     assert merged.residual <= 2e-6
     np.testing.assert_allclose(backend.to_numpy(merged.weight), expected, atol=1e-3)
+
+
+def test_without_any_curvature_it_is_the_mean(backend, rng):
+    """And nothing is divided by zero."""
+    nothing = spectral_operator(
+        backend.asarray(np.zeros((4, 3))), damping=0.0, factorizations=()
+    )
+    weights = [rng.normal(size=(4, 3)) for _ in range(3)]
+    merged = merged_weight(
+        [nothing] * 3, [backend.asarray(W) for W in weights], examples=[1.0, 2.0, 3.0]
+    )
+    assert merged.residual == merged.iterations == 0
+    np.testing.assert_allclose(
+        backend.to_numpy(merged.weight), np.mean(weights, axis=0)
+    )
 
 
 def test_lists_of_other_lengths_are_refused(rng):

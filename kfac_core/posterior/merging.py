@@ -134,18 +134,19 @@ def merged_weight(
     b = sum((product(k, W[k], lambda s: s + lam / K) for k in range(K)), 0.0 * W[0])
     x = sum(W, 0.0 * W[0]) / K
     size = float(xp.linalg.vector_norm(b)) or 1.0
-    r = b - system(x)
-    z = inverse(r)
-    p, rz, iterations = z, float(xp.sum(r * z)), 0
-    while iterations < max_iterations and rz > 0.0:
+    r, p, rz, iterations = b - system(x), 0.0 * x, 1.0, 0
+    # Without any curvature the mean is the solution, and there is nothing to divide by.
+    while iterations < max_iterations:
         if float(xp.linalg.vector_norm(r)) <= tolerance * size:
             break
+        z = inverse(r)
+        new = float(xp.sum(r * z))
+        if not new > 0.0:
+            break
+        p, rz = z + (new / rz) * p, new
         image = system(p)
         alpha = rz / float(xp.sum(p * image))
         x, r = x + alpha * p, r - alpha * image
-        z = inverse(r)
-        new = float(xp.sum(r * z))
-        p, rz = z + (new / rz) * p, new
         iterations += 1
     residual = float(xp.linalg.vector_norm(b - system(x))) / size
     return MergedWeight(ns.cast(xp, x, weights[0].dtype), residual, iterations)
