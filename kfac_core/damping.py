@@ -203,9 +203,10 @@ def levenberg_marquardt(
         raised = xp.where(rho >= 0.25, lam, lam / decay)
         adapted = xp.where(rho > 0.75, lam * decay, raised)
         least, most = (xp.full_like(lam, bound) for bound in (minimum, maximum))
-        adapted = xp.where(adapted > least, adapted, least)
-        # `where` and not `clip`: libraries differ in what they do with NaN.
-        return xp.where(adapted < most, adapted, most)
+        # Not `clip`, where libraries differ: a damping of NaN stays one, for the refresh
+        # to flag.
+        adapted = xp.where(adapted < least, least, adapted)
+        return xp.where(adapted > most, most, adapted)
     if reduction_ratio > 0.75:
         damping = damping * decay
     # Not `<`: a ratio of NaN means that the step failed.

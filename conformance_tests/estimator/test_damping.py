@@ -186,6 +186,17 @@ def test_arrays_are_adapted_as_numbers_are(backend, dtype, rho, bounds):
         assert float(got) == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_damping_that_is_nan_stays_so(backend, dtype):
+    """It is not read, and is no minimum: the refresh flags it."""
+    lam = backend.asarray(math.nan, dtype)
+
+    for rho in (1.0, 0.5, 0.1):
+        got = kc.levenberg_marquardt(lam, rho, decay=0.5, minimum=0.1, maximum=2.0)
+        assert math.isnan(float(got))
+    for got in kc.steps.gamma_candidates(lam, factor=0.5, minimum=0.1, maximum=2.0):
+        assert math.isnan(float(got))
+
+
 @pytest.mark.parametrize("value", [-0.1, math.inf, math.nan])
 @pytest.mark.parametrize("of_a_block", [False, True])
 def test_an_invalid_damping_in_an_array_is_refused(backend, rng, value, of_a_block):

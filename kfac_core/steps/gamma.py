@@ -134,8 +134,8 @@ def _bounded(gamma: Scalar, minimum: float, maximum: float) -> Scalar:
     if not hasattr(gamma, "dtype"):
         return min(max(gamma, minimum), maximum)
     xp = array_api_compat.array_namespace(gamma)
-    low = xp.where(gamma > minimum, gamma, xp.full_like(gamma, minimum))
-    return xp.where(low < maximum, low, xp.full_like(gamma, maximum))
+    low = xp.where(gamma < minimum, xp.full_like(gamma, minimum), gamma)
+    return xp.where(low > maximum, xp.full_like(gamma, maximum), low)
 
 
 def _best(trials: Sequence[Trial[Any]]) -> Trial[Any]:

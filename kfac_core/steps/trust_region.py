@@ -39,7 +39,7 @@ class TrustRegion:
     scale : array, 0-d
         nu; finite.
     size : array, 0-d
-        Measured length ``lr^2 grad . P grad``.
+        Measured squared length ``lr^2 grad . P grad``.
     status : array, 0-d int32
         ``Status.NOT_POSITIVE`` for a size below zero, and for a bound that is not
         positive (the scale is zero then); ``Status.MATRIX_NOT_FINITE`` for a
