@@ -79,6 +79,32 @@ def test_scores_are_those_of_the_dense_inverse(case):
         assert_close(case.backend.to_numpy(found), expected, "inverse", case.dtype)
 
 
+@pytest.mark.parametrize("budget", [PLENTY, 200])
+def test_examples_without_the_bias_have_none_in_parts(backend, rng, budget):
+    """Each part has its own examples' flags, of each use of a tied weight."""
+    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    block = kc.Block(layer, kc.Kronecker())
+    x, g = rng.normal(size=(6, 3)), rng.normal(size=(6, 2))
+    has = np.asarray([True, False, True, True, False, True])
+    batch = kc.Batch(*map(backend.asarray, (x, g)), bias=backend.asarray(has))
+    conventions = kc.Conventions(reduction="sum", sources="sum")
+    statistics = kc.batch_moments(block, batch, conventions=conventions)
+    influence = kc.Influence.of_statistics(
+        {"0": block}, {"0": statistics}, damping=DAMPING
+    )
+
+    queries = precondition(influence, {"0": batch}, budget=budget)
+    got = scores(influence, queries, {"0": batch}, budget=budget)
+
+    x1 = np.column_stack([x, has])
+    F = np.kron(x1.T @ x1, g.T @ g) / 36 + DAMPING * np.eye(8)
+    D = np.einsum("ni,nj->nij", x1, g).reshape(6, 8)
+    expected = D @ np.linalg.solve(F, D.T)
+    assert_close(backend.to_numpy(got), expected, "inverse", "float64")
+    alone = influence.self_scores({"0": batch}, reduction="sum", max_elements=budget)
+    assert_close(backend.to_numpy(alone), np.diag(expected), "inverse", "float64")
+
+
 def test_self_scores_are_the_diagonal(case):
     """``<g_n, (F + lam I)^-1 g_n>``, from rows and from gradients alike."""
     _, examples, _, G = queries_and_examples(case)

@@ -25,6 +25,9 @@ from kfac_core.layers.whole_rows import whole_rows
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.operators.spectral_rows import row_coordinates, row_squares
 
+_ARRAYS = ("inputs", "output_grads", "mask", "bias")
+"""The arrays of a batch, all with a first axis of examples."""
+
 
 class LayerGradients:
     """The gradients of N examples for one layer.
@@ -75,7 +78,7 @@ class LayerGradients:
             arrays = {
                 f"{name}[{i}]": x
                 for i, use in enumerate(uses)
-                for name in ("inputs", "output_grads", "mask")
+                for name in _ARRAYS
                 if (x := getattr(use, name)) is not None
             }
         lengths = {
@@ -205,9 +208,6 @@ def _bilinear(P: Array, rows: Rows, xp: Namespace) -> Array:
 
 def _taken(use: Batch, start: int, stop: int) -> Batch:
     """Return a batch of some of the examples."""
-    return replaced(
-        use,
-        inputs=use.inputs[start:stop, ...],
-        output_grads=use.output_grads[start:stop, ...],
-        mask=None if use.mask is None else use.mask[start:stop, ...],
-    )
+    arrays = {name: getattr(use, name) for name in _ARRAYS}
+    parts = {k: x[start:stop, ...] for k, x in arrays.items() if x is not None}
+    return replaced(use, **parts)

@@ -191,7 +191,7 @@ class Conv:
         ShapeError
             For a wrong number of channels, axes, positions or examples, or no examples.
         DtypeError
-            For integers, and for a mask that is not boolean.
+            For integers, in a mask too.
         MixedArraysError
             For arrays of several libraries or devices.
 

@@ -110,7 +110,7 @@ class Dense:
         ShapeError
             For a wrong number of features, shared axes or examples, or no examples.
         DtypeError
-            For integers, and for a mask that is not boolean.
+            For integers, in a mask too.
         MixedArraysError
             For arrays of several libraries or devices.
         """

@@ -34,7 +34,8 @@ class CholeskyFactor:
     status : array of int32, shape (...)
         `Status` flags.
     residual : array, shape (...)
-        ``|L L^T z - M z| / |M z|`` for a fixed vector z.
+        ``|L L^T z - M z| / |M z|`` for a fixed vector z, or the error of solving as
+        `kfac_core.linalg.certificate.pivot_error` estimates it, where that is larger.
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude.
     fallback : array of int32, shape (...)
