@@ -137,7 +137,7 @@ def test_bad_steps_raise_and_change_nothing(backend, rng):
     before = frozen(driver.state_dict())
 
     with pytest.raises(kc.NotReadyError, match="observe"):
-        driver.directions(good, [call_of(x, g)], rows=0)
+        driver.directions(good, [], rows=None)
     with pytest.raises(kc.NotReadyError, match="observe"):
         driver.directions(good, [call_of(x)], rows=6)
     with pytest.raises(kc.NotFiniteError, match=r"'one' \(weight\)"):

@@ -497,6 +497,81 @@ def test_output_selects_outputs_of_a_model(name, fisher):
     assert_factors(kfac, dense(model, x, labels=y if fisher == "empirical" else None))
 
 
+NOTHING = {
+    "ignored labels": lambda model, x: fn.cross_entropy(
+        model(x), torch.full((8,), IGNORED), reduction="sum"
+    ),
+    "no active example": lambda model, x: fn.relu(model(x) - 1e3).sum(),
+    "no rows": lambda model, x: model(x[:0]).sum(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, SUM, {"overlap": True}], ids=str)
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_batch_in_which_no_row_counts_leaves_the_factors(name, fisher, options):
+    """Its step is that of its gradient, here of a penalty; also as the first batch."""
+    if fisher == "empirical" and "overlap" in options:
+        pytest.skip("an empirical pass ends after the step has begun")
+    model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    settings = {"damping": 0.1, "damping_rule": "exact", **CATEGORICAL, **EACH_STEP}
+    kfac = KFAC(model, fisher=fisher, **settings | options | {"update_every": 4})
+    reduction = options.get("reduction", "mean")
+
+    def step_of(loss):
+        model.zero_grad()
+        loss.backward()
+        # As added to `.grad` itself, also where the loss has begun the step.
+        (0.5 * sum(p.square().sum() for p in model.parameters())).backward()
+        kfac.step()
+        layers = model[0], model[2]
+        return [torch.cat([m.weight.grad, m.bias.grad[:, None]], 1) for m in layers]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = step_of(NOTHING[name](model, x))
+    values = [torch.cat([m.weight, m.bias[:, None]], 1) for m in (model[0], model[2])]
+    torch.testing.assert_close(plain, values)
+    step_of(fn.cross_entropy(model(x), y, reduction=reduction))
+    expected = dense(model, x, labels=y if fisher == "empirical" else None)
+    assert_factors(kfac, expected)
+    for _ in range(3):
+        directions = step_of(NOTHING[name](model, x))
+    assert_factors(kfac, expected)
+    for (A, G), V, P in zip(expected.values(), values, directions, strict=True):
+        F = torch.kron(G, A) + 0.1 * torch.eye(V.numel())
+        solved = torch.linalg.solve(F, V.reshape(-1)).view_as(V)
+        torch.testing.assert_close(P, solved.detach(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_part_in_which_no_row_counts_is_none(fisher):
+    """Among the parts of a step, and of an update without one."""
+    model, x, y = Network(), torch.randn(8, 5), torch.randint(0, 4, (8,))
+    expected = dense(model, x, labels=y if fisher == "empirical" else None)
+
+    def parts():
+        for loss in (*NOTHING.values(), None, NOTHING["no active example"]):
+            if loss is None:
+                train(model, x, y)
+            else:
+                loss(model, x).backward()
+            yield
+
+    for updates in (False, True):
+        kfac = KFAC(model, fisher=fisher, **CATEGORICAL, **EACH_STEP)
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if updates and fisher == "empirical":
+                kfac.update(parts())
+            else:
+                [*parts()]
+                kfac.update() if updates else kfac.step()
+        assert_factors(kfac, expected)
+        kfac.remove()
+
+
 # Programs that end with an error.
 
 
@@ -563,11 +638,6 @@ def squares(model, kfac, x, y):
 
 def second_axis(model, kfac, x, y):
     fn.cross_entropy(model(x).T, y[:4]).backward()
-
-
-def all_ignored(model, kfac, x, y):
-    train(model, x, torch.full((8,), IGNORED), reduction="sum")
-    kfac.step()
 
 
 def assigned_unseen(model, kfac, x, y):
@@ -651,7 +721,6 @@ REFUSED = {
     "other rows": (parts_that_read_other_rows, {}, UNSUPPORTED, "first did not"),
     "squares": (squares, {}, CONVENTION, "likelihood=nn.MSELoss"),
     "classes on the second axis": (second_axis, {}, CONVENTION, "movedim"),
-    "all ignored": (all_ignored, {}, NOT_READY, "all labels are ignored"),
     "assigned, not observed": (assigned_unseen, {}, NOT_READY, "given to observe"),
     "assigned, empirical": (
         lambda m, k, x, y: (assigned(m, k, x, y), k.step()),

@@ -247,6 +247,29 @@ def test_rows_that_the_loss_ignores_have_no_curvature():
         assert_minimum(delta, gradient, every, [natural])
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_batch_in_which_no_row_counts_has_no_curvature(decay):
+    """Its step minimizes the penalty, which is quadratic, as the first one and later."""
+    model, (x, y) = network(), batch()
+    optimizer = optimizer_of(model, weight_decay=decay, adapt_every=1000)
+    ignored = torch.full_like(y, -100)
+    for labels in (ignored, y, ignored, y):
+        theta = parameters(model)
+        loss = optimizer.step(
+            lambda labels=labels: (
+                fn.cross_entropy(model(x), labels, reduction="sum") / 7
+            )
+        )
+        if labels is y:
+            assert fn.cross_entropy(model(x), y) < loss
+        elif optimizer.kfac.steps == 1 or not decay:
+            torch.testing.assert_close(
+                parameters(model), theta * DAMPING / (DAMPING + decay)
+            )
+        else:
+            assert parameters(model).norm() < theta.norm()
+
+
 def test_parameters_without_a_block_have_a_rate_of_their_own():
     """A scale that no module holds moves along its gradient."""
 

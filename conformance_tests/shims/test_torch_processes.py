@@ -60,7 +60,7 @@ def loss_of(z, y, reduction, total, processes, weight=None):
     """Return what one of several processes differentiates."""
     options = {"reduction": "sum", "ignore_index": IGNORED, "weight": weight}
     loss = fn.cross_entropy(z, y, **options)
-    return loss if reduction == "sum" else loss * (processes / total)
+    return loss if reduction == "sum" else loss * (processes / max(total, 1))
 
 
 def trained(
@@ -93,7 +93,7 @@ def trained(
         if communicator is not None:
             averaged(model, communicator)
         kfac.step()
-        clips.append(kfac.metrics()["clip"])
+        clips.append(kfac.metrics().get("clip", 1.0))
         with torch.no_grad():
             for p in model.parameters():
                 p -= RATE * p.grad
@@ -345,7 +345,19 @@ def test_each_rank_draws_labels_of_its_own():
         assert not torch.allclose(one[block], other[block])
 
 
-def test_no_row_on_any_rank_is_an_error_on_all():
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_step_without_a_row_that_counts_on_any_rank(fisher, reduction):
+    """As the first, and later: statistics stay as they are, on one process and on three."""
+
+    def labels(step, y):
+        return torch.full_like(y, IGNORED) if step in (0, 3) else y
+
+    options = {"fisher": fisher, "reduction": reduction}
+    assert_ranks_are_one(network(), labels=labels, **options)
+
+
+def test_no_batch_on_any_rank_is_an_error_on_all():
     """And one that is not finite on one rank; nothing has changed then."""
     first, (x, y) = network(), data(0)
 
@@ -355,9 +367,9 @@ def test_no_row_on_any_rank_is_an_error_on_all():
         said = []
         for bad in (None, 1):
             model.zero_grad()
-            rows = slice(0, 0 if bad is None else 3)
-            loss = fn.cross_entropy(model(x[rows]), y[rows], reduction="sum")
-            (loss / 3).backward()
+            if bad is not None:
+                loss = fn.cross_entropy(model(x[:3]), y[:3], reduction="sum")
+                (loss / 3).backward()
             if communicator.rank == bad:
                 model[6].weight.grad[0, 0] = torch.inf
             with pytest.raises(kc.KFACError) as error:

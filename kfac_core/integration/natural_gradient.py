@@ -132,9 +132,9 @@ class NaturalGradient(ScheduledSteps):
         self.communicator, self.refresh_lag = communicator, refresh_lag
         self._begun: _Begun | None = None
         # A refresh in the background, and the steps whose statistics it and the
-        # operators are of.
+        # operators are of; -1 as long as no row has counted.
         self._running: tuple[BackgroundRefresh, int] | None = None
-        self._refreshed_at = 0
+        self._refreshed_at = -1
         self._shares_differ = False
         if communicator is not None:
             require_same(communicator, self._compared())
@@ -157,7 +157,17 @@ class NaturalGradient(ScheduledSteps):
     @property
     def operator_age(self) -> int:
         """Steps since the step whose statistics the operators are of."""
-        return self.steps - self._refreshed_at
+        return self.steps - max(self._refreshed_at, 0)
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether the next step needs calls with output gradients."""
+        return self._refreshed_at < 0 or super().wants_statistics
+
+    @property
+    def wants_refresh(self) -> bool:
+        """Whether the next step makes new operators."""
+        return self._refreshed_at < 0 or super().wants_refresh
 
     def directions(
         self,
@@ -165,7 +175,7 @@ class NaturalGradient(ScheduledSteps):
         calls: Iterable[LayerCall],
         /,
         *,
-        rows: Scalar,
+        rows: Scalar | None,
         loss_factor: Scalar | None = None,
     ) -> dict[str, dict[str, Array]]:
         """Take a step: update and refresh if due, precondition, and clip.
@@ -177,8 +187,9 @@ class NaturalGradient(ScheduledSteps):
         calls : iterable of LayerCall
             Inputs of the layers, and output gradients, which a call drops as soon as they
             are in the statistics.
-        rows : float
-            R, or the sum of the rows' weights, of this process's calls; 0 without any.
+        rows : float or None
+            R, or the sum of the rows' weights, of this process's calls; None if there was
+            no batch.  Where no row counts on any process, statistics stay as they are.
             After `begin`, calls and rows are not read.
         loss_factor : float, optional
             c of the rows, which gradients are divided by: `RowLoss.multiple`.  None for
@@ -193,8 +204,8 @@ class NaturalGradient(ScheduledSteps):
         Raises
         ------
         NotReadyError
-            If no output gradient came back when statistics are due, or the number of rows
-            is needed and not known.
+            If there was no batch, or no output gradient came back, when statistics are due
+            or the number of rows is needed.
         NotFiniteError
             For a gradient or a row that is not finite.
         ConventionError
@@ -211,7 +222,7 @@ class NaturalGradient(ScheduledSteps):
         if self._begun is None:
             self._take(gradients, calls, rows, loss_factor, background=False)
         else:
-            self._agreed(gradients, (), 0.0)
+            self._agreed(gradients, (), None)
         begun, self._begun = self._begun, None
         assert begun is not None
         try:
@@ -233,7 +244,7 @@ class NaturalGradient(ScheduledSteps):
             raise
         if begun.is_lagging and begun.refresh is not None:
             self._running = begun.refresh, self.steps
-        elif self.wants_refresh:
+        elif self._refreshes(begun.examples):
             self._refreshed_at = self.steps
         self.steps += 1
         return vectors
@@ -288,7 +299,7 @@ class NaturalGradient(ScheduledSteps):
         calls: Iterable[LayerCall],
         /,
         *,
-        rows: Scalar,
+        rows: Scalar | None,
         loss_factor: Scalar | None = None,
     ) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.
@@ -362,9 +373,9 @@ class NaturalGradient(ScheduledSteps):
             rows, examples = self._updated(gradients, calls, rows, background)
             updated = estimator.state
             with self._announced(gradients):
-                lagging = self.wants_refresh and self.refresh_lag > 0
-                lagging = lagging and not self._lacks_operators()
-                if self.wants_refresh and (background or lagging):
+                due = self._refreshes(examples)
+                lagging = due and self.refresh_lag > 0 and not self._lacks_operators()
+                if due and (background or lagging):
                     self._rebase()
                     refresh = estimator.start_refresh()
                 else:
@@ -376,11 +387,16 @@ class NaturalGradient(ScheduledSteps):
 
     def _refresh(self, examples: Mapping[str, float]) -> None:
         """Make the operators that are due, or the first ones of blocks with examples."""
-        if self.wants_refresh:
+        if self._refreshes(examples):
             self._rebase()
             self.estimator.refresh()
         elif any(examples.values()):
             self._refresh_new(name for name, N in examples.items() if N)
+
+    def _refreshes(self, examples: Mapping[str, float]) -> bool:
+        """Return whether operators are due, and there are statistics to make them of."""
+        is_known = self._refreshed_at >= 0 or any(examples.values())
+        return self.wants_refresh and is_known
 
     def _install_running(self) -> None:
         """Wait for the refresh in the background, if there is one; use its operators."""
@@ -476,6 +492,9 @@ class NaturalGradient(ScheduledSteps):
         agreed = self._read(total, examples)
         self._require_same_gradients(total, numbers)
         self._require_rows(*agreed)
+        if not agreed[0]:
+            self._restore(before)
+            return agreed
         has_weights = self._has_weights(further)
         # The digests of all processes add up to p equal ones, or the ratios differ.
         if has_weights or not are_equal(total[4:8], total[3]):
@@ -506,8 +525,10 @@ class NaturalGradient(ScheduledSteps):
         self.estimator.absorb(moments)
 
     def _require_rows(self, rows: Scalar, examples: Mapping[str, float]) -> None:
-        missing = self.wants_statistics and not (rows and any(examples.values()))
-        if missing or (not rows and self.reduction == "sum"):
+        missing = rows is None and self.reduction == "sum"
+        if self.wants_statistics:
+            missing = rows is None or (bool(rows) and not any(examples.values()))
+        if missing:
             raise errors.NotReadyError(_NOTHING_SEEN)
 
     @contextmanager
@@ -542,7 +563,8 @@ class NaturalGradient(ScheduledSteps):
         if self.reduction == "sum":
             # Curvature is of the mean over rows, so a summed gradient is divided by the
             # rows of all; averaging over processes has divided it by their number once.
-            divisor = divisor * rows / self._processes
+            # A gradient of no row is at most that of a penalty, as beside one row.
+            divisor = divisor * (rows or 1.0) / self._processes
         if not (isinstance(divisor, float) and divisor == 1.0):
             ready = {
                 n: {k: x / divisor for k, x in g.items()} for n, g in ready.items()
@@ -573,7 +595,7 @@ class NaturalGradient(ScheduledSteps):
         if self.communicator is None:
             if error is not None:
                 raise error
-            return rows, examples
+            return rows, examples if rows else dict.fromkeys(examples, 0.0)
         numbers = np.zeros(0)
         try:
             numbers = self._numbers(gradients, rows, examples)
@@ -627,7 +649,7 @@ class NaturalGradient(ScheduledSteps):
         common = self._common(gradients)
         if norm and common is not gradients:
             norm = _norm(common)
-        rows = float(rows)
+        is_given, rows = float(rows is not None), float(rows or 0.0)
         # A part that is masked as a whole has examples and no rows.
         shares = [
             (name, N / rows if rows else np.inf) for name, N in examples.items() if N
@@ -637,15 +659,16 @@ class NaturalGradient(ScheduledSteps):
         # One vector for one all-reduce: sums of these give the mean and variance of the
         # norm, all rows, and the loss factor and outputs weighted by rows.
         head = norm, norm * norm, rows, float(bool(shares)), *digest
-        return np.asarray([*head, *of_loss, *examples.values()])
+        return np.asarray([*head, *of_loss, is_given, *examples.values()])
 
     def _read(
         self, total: np.ndarray[Any, Any], examples: Mapping[str, float]
-    ) -> tuple[float, dict[str, float]]:
-        if total[2]:
-            self.loss_factor, self.outputs = (total[8:10] / total[2]).tolist()
-        counts = total[10:].tolist()
-        return float(total[2]), dict(zip(examples, counts, strict=True))
+    ) -> tuple[float | None, dict[str, float]]:
+        rows = float(total[2]) if total[10] else None
+        if not rows:
+            return rows, dict.fromkeys(examples, 0.0)
+        self.loss_factor, self.outputs = (total[8:10] / rows).tolist()
+        return rows, dict(zip(examples, total[11:].tolist(), strict=True))
 
     def _require_same_gradients(
         self, total: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]

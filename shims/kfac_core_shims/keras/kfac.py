@@ -166,7 +166,7 @@ class KFAC(kc.integration.NaturalGradient):
             kl_clip=kl_clip,
         )
         self._calls: list[kc.integration.LayerCall] = []
-        self._rows: Any = 0
+        self._rows: Any = None
         self._factor: float | None = None
         self._is_resumed = False
         self._attach()
@@ -225,6 +225,9 @@ class KFAC(kc.integration.NaturalGradient):
         self._calls, self._rows, self._factor = self._captured(
             x, y, sample_weight, state, self.steps
         )
+        weights = keras.tree.flatten(sample_weight)
+        if not any(w is None or ops.convert_to_numpy(w).any() for w in weights):
+            self._rows = 0
 
     def precondition(self, gradients: Sequence[Any], /) -> list[Any]:
         """Return natural gradients of ``model.trainable_variables``; counts a step.
@@ -251,7 +254,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "The first step after `load` has to know the outputs: call `observe`."
             )
         calls, rows, factor = self._calls, self._rows, self._factor
-        self._calls, self._rows, self._factor = [], 0, None
+        self._calls, self._rows, self._factor = [], None, None
         directions = self.directions(
             self._vector(gradients), calls, rows=rows, loss_factor=factor
         )
@@ -280,6 +283,7 @@ class KFAC(kc.integration.NaturalGradient):
         """Read the curvature from a file, and the steps from the model's optimizer."""
         kc.load_checkpoint(path, self._estimator, backend=keras.backend.backend())
         self._steps = int(self.model.optimizer.iterations)
+        self._refreshed_at = self._steps or -1
         self._is_resumed = True
         self._push()
 

@@ -297,16 +297,17 @@ class Curvature(kc.integration.NaturalGradient):
         finally:
             self._collects = False
             self._forget()
+        count = float(statistics is not None)
         if self.communicator is not None:
             agreement = kc.distributed.Agreement(self.communicator)
-            count = [float(statistics is not None)]
-            if not agreement.vote("update without a step", count, error=error)[0]:
-                raise kc.NotReadyError(
-                    "No process observed a row. Give the outputs of passes with rows, or "
-                    "differentiate a loss before."
-                )
+            count = agreement.vote("update without a step", [count], error=error)[0]
         elif error is not None:
             raise error
+        if not count:
+            raise kc.NotReadyError(
+                "No process observed a row. Give the outputs of passes with rows, or "
+                "differentiate a loss before."
+            )
         self.estimator.absorb(statistics or {})
 
     def batches(
@@ -359,11 +360,12 @@ class Curvature(kc.integration.NaturalGradient):
             self.balance()
             calls = self._passes.calls_of(parts)
             rows = sum(o.rows for o in parts)
-            if calls:
+            if calls and rows:
                 # Averages over examples are averages over rows only where all parts
                 # have equally many rows an example.
                 shares.append(rows / max(call.examples for call in calls))
-            if rows or self.communicator is None:
+            # What has no graph was not observed, and is refused.
+            if rows or (self.communicator is None and not parts):
                 with torch.no_grad():
                     statistics = self.moments(calls, rows=rows, before=statistics)
             self._forget()
@@ -434,11 +436,8 @@ class Curvature(kc.integration.NaturalGradient):
             vote=vote,
         )
 
-    def begin_with(self, observation: Observation | None) -> None:
-        """Take the statistics of the step, whose only pass is being differentiated.
-
-        None is a pass without rows, where other processes have some.
-        """
+    def begin_with(self, observation: Observation) -> None:
+        """Take the statistics of the step, whose only pass is being differentiated."""
         if self._begun is not None:
             raise kc.ConventionError(
                 "This step has already begun: with `overlap` a step has one pass, "
@@ -448,12 +447,13 @@ class Curvature(kc.integration.NaturalGradient):
         self._is_balanced = False
         if not self._agrees_at_once:
             self.balance()
-        calls = [] if observation is None else observation.calls
-        rows = 0.0 if observation is None else observation.rows
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            factor = None if observation is None else observation.loss_factor
-            self.begin(calls, rows=rows, loss_factor=factor)
+            self.begin(
+                observation.calls,
+                rows=observation.rows,
+                loss_factor=observation.loss_factor,
+            )
 
     def discard(self) -> None:
         """Forget the passes since the last step, as for a batch that is left out.

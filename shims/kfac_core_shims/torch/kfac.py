@@ -339,7 +339,7 @@ class KFAC(OfOneModel, Curvature):
                 directions = self.directions(
                     gradients,
                     calls(),
-                    rows=sum(o.rows for o in passes),
+                    rows=sum(o.rows for o in passes) if passes else None,
                     loss_factor=self._passes.loss_factor,
                 )
             except kc.NotReadyError as error:
@@ -362,7 +362,9 @@ class KFAC(OfOneModel, Curvature):
         replaced = [p for name in directions for p in self.sites[name].trained]
         self.preconditioned = frozenset(map(id, replaced))
         self._gradients.note_written(replaced)
-        self._coverage.warn_of_others(directions, refreshed=refreshes)
+        # There is none before the first batch with a row that counts.
+        if directions:
+            self._coverage.warn_of_others(directions, refreshed=refreshes)
 
     def _block_gradients(self) -> dict[str, dict[str, Any]]:
         """Return the gradients by block, in the layers' layout."""

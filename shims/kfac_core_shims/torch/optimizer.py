@@ -441,23 +441,25 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
 
     def _batch(self, passes: Sequence[Observation], loss: Any, lr: float) -> _Batch:
         """Return the rows and the loss of some passes, of all processes."""
-        rows, loss, of_loss = self._summed(
+        count, rows, loss, of_loss = self._summed(
             f"loss for a learning rate of {lr:.6g}",
             [
+                len(passes),
                 sum(o.rows for o in passes),
                 float(loss),
                 sum(o.rows * o.loss_factor for o in passes),
             ],
         )
-        if not rows:
+        if not count:
             self.kfac.discard()
             raise kc.NotReadyError(
                 "The closure differentiated no loss of the model's outputs. Compute the "
                 "loss from model(inputs) within the closure."
             )
-        factor = divisor = of_loss / rows
+        # Without a row that counts only the penalty is left.
+        factor = divisor = of_loss / rows if rows else 1.0
         if self.kfac.reduction == "sum":
-            divisor *= rows / self.kfac.processes
+            divisor *= (rows or 1.0) / self.kfac.processes
         # Gradients are averages over processes, and so are losses here.
         return _Batch(rows, factor, divisor, loss / self.kfac.processes / divisor)
 
@@ -528,7 +530,7 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         error: Exception | None = None
         products = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
         try:
-            for observed in passes:
+            for observed in passes if examples else ():
                 changes = [
                     self._output_change(observed, trained, direction)
                     for direction in directions

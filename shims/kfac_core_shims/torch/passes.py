@@ -317,25 +317,21 @@ class PassRecorder:
             return None
         _require_rows(z)
         outputs, z, gradient = z, graph.whole(z), graph.whole(gradient)
-        if not z.numel():
-            self.coverage.note(
-                "the outputs had no rows; leave such a batch out, without a step"
-            )
-            if not kfac.is_divided:
-                if kfac.overlap:
-                    kfac.begin_with(None)
-                return None
-        reached, uncovered = self._reached(edge)
-        weights = self.loss.look(z, gradient) if z.numel() else RowWeights()
+        weights, counts = RowWeights(), bool(z.numel())
+        if counts:
+            weights = self.loss.look(z, gradient)
+            # Other processes may have rows that count, where this one has none.
+            counts = weights.unread is None or not bool(weights.unread.all())
+            counts = counts or kfac.processes > 1
+        reached: list[Reached] = []
+        uncovered = frozenset[str]()
+        # With fully_shard all processes go back through all layers.
+        if counts or kfac.is_divided:
+            reached, uncovered = self._reached(edge)
         observation = self._record(edge, outputs, reached, weights)
         observation.uncovered, observation.replay = uncovered, replay
         observation.is_unscaled = weights.scale is None and bool(observation.rows)
-        observation.is_differentiated = observation.rows > 0 or kfac.processes > 1
-        if not observation.rows:
-            self.coverage.note(
-                "the loss read no row of the outputs, as where all labels are ignored; "
-                "leave such a batch out, without a step"
-            )
+        observation.is_differentiated = True
         if self.mode == "empirical":
             for r in reached:
                 if passing is not None and r.edge.node is edge.node:
@@ -366,7 +362,6 @@ class PassRecorder:
             token=self.token,
             sites=kfac.sites,
             share=kfac.share,
-            # With fully_shard all processes go back through all layers.
             keep_empty=kfac.is_divided,
         )
         for name, reason in reasons.items():
