@@ -144,11 +144,13 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
     run = fresh()
     steps(run, 4)
     torch.save([part.state_dict() for part in run], tmp_path / "run.pt")
+    age = run[-1].metrics()["operator_age"]
     steps(run, 5)
     again = fresh()
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     for part, state in zip(again, saved, strict=True):
         part.load_state_dict(state)
+    assert again[-1].metrics()["operator_age"] == age == 1
     steps(again, 5)
 
     for p, q in zip(run[0].parameters(), again[0].parameters(), strict=True):

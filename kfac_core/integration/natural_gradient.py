@@ -341,14 +341,21 @@ class NaturalGradient(ScheduledSteps):
         A refresh that runs in the background is installed before.
         """
         self._install_running()
-        return super().state_dict(owned=owned)
+        state = super().state_dict(owned=owned)
+        return {**state, "refreshed_at": self._refreshed_at}
 
     def load_state_dict(
         self, state: Mapping[str, Any], /, *, owned: bool = False
     ) -> None:
         """Restore a state that `state_dict` returned; see `ScheduledSteps`."""
+        refreshed_at = state.get("refreshed_at") if isinstance(state, Mapping) else -1
+        if type(refreshed_at) is not int or refreshed_at < -1:
+            raise errors.StateError(
+                "Expected the step of the last refresh in the state, `refreshed_at`, got "
+                f"{refreshed_at!r}."
+            )
         super().load_state_dict(state, owned=owned)
-        self._running, self._refreshed_at = None, self.steps
+        self._running, self._refreshed_at = None, refreshed_at
 
     def _take(
         self,
