@@ -527,11 +527,13 @@ def test_sample_weights_and_reductions(reduction):
     V = np.concatenate([host(given[2]), host(given[3])[None]])
     V = V / 6 if reduction == "sum" else V
     close(np.concatenate([made[2], made[3][None]]), damped_inverse(A, G, V))
-    # A batch of weight 0 takes its step and leaves the statistics, also as the first.
+    # A batch of weight 0, or of no rows, takes its step and leaves the statistics, also as
+    # the first.
     kfac.remove()
     twin = KFAC(model, fisher="exact", kl_clip=None, update_every=2, **options)
-    for weight in (0 * w, w, 0 * w, w, 0 * w):
-        twin.observe(x, None, weight.astype("float32"))
+    for rows, weight in ((6, 0 * w), (6, w), (0, w), (6, w), (6, 0 * w), (0, w)):
+        weights = None if rows == 0 else weight.astype("float32")
+        twin.observe(x[:rows], None, weights)
         step = [host(g) for g in twin.precondition(given)]
         if twin.steps == 1:
             assert all(map(np.array_equal, step, map(host, given)))

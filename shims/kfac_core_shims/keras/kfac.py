@@ -373,6 +373,8 @@ class KFAC(kc.integration.NaturalGradient):
         ]
         self.outputs = max(z.shape[-1] for z in outputs)
         factor = max(factors)
+        if 0 in outputs[0].shape:
+            return [], 0, factor
         # Outputs with fewer rows, or a smaller loss, weigh less beside the others.
         vectors = [
             self._vectors(
