@@ -1,7 +1,5 @@
 """Approximations and layers without a Kronecker product: blocks from the definition."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from kfac_core.operators import kronecker_operator
 from ..builders import reference
 from ..builders.dense_functions import assert_functions_are
 from ..builders.layers import dense_layer
+from ..builders.memory import PeakMemory
 from ..builders.one_block import learn, operator_for
 from ..builders.tolerances import assert_close
 
@@ -135,12 +134,10 @@ def test_counting_holds_nothing_but_counts(rng):
     start = block.initial(batch.like)
     learn(block, batch, start, decay=0.5)
 
-    tracemalloc.start()
-    learn(block, batch, start, decay=0.5)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    with PeakMemory() as memory:
+        learn(block, batch, start, decay=0.5)
 
-    assert peak < 8 * 8 * size
+    assert memory.peak < 8 * 8 * size
 
 
 @pytest.mark.parametrize("bad", [-1, 6])

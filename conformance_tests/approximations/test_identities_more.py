@@ -104,59 +104,31 @@ def rotation(rng, values):
     return R
 
 
-def test_a_rotation_in_an_eigenspace_changes_no_product(backend, rng):
-    """C5: repeated eigenvalues leave the basis open; neither block depends on it."""
-    x, g = equal_eigenvalues(rng)
+@pytest.mark.parametrize("eigenvalues", ["repeated", "distinct"])
+def test_ekfac_does_not_depend_on_the_choice_of_eigenvectors(backend, rng, eigenvalues):
+    """C5: rotations in an eigenspace, and signs and order of eigenvectors."""
+    repeated = eigenvalues == "repeated"
+    x, g = (equal_eigenvalues if repeated else correlated_rows)(rng)
     V = backend.asarray(rng.normal(size=(IN, OUT)))
     statistics = eigen_bases(backend, x, g)
-    basis = statistics.bases["input"]
-    R = rotation(rng, backend.to_numpy(basis.eigenvalues))
-    bases = statistics.bases | {"input": rotated_basis(backend, basis, R)}
-    block = kc.Block(LAYER, kc.Kronecker())
-    kfac = operator_for(
-        block,
-        update(backend, block, x, g),
-        damping=0.1,
-        rule="exact",
-        factorizations=("eigenbasis",),
-    )
-    own = kfac.input
-    R = rotation(rng, backend.to_numpy(own.eigenvalues))
-    own = rotated_basis(backend, own, R)
-
-    ekfac = [
-        eigen_operator(backend, replaced(statistics, bases=some), x, g)
-        for some in (statistics.bases, bases)
-    ]
-    first, second = (backend.to_numpy(e.multiply_inverse(V)) for e in ekfac)
-    plain, rotated = (
-        backend.to_numpy(made.multiply_inverse(V))
-        for made in (kfac, replaced(kfac, input=own))
-    )
-
-    assert_close(second, first, "inverse", "float64")
-    assert_close(rotated, plain, "inverse", "float64")
-    traces = [float(e.trace(damped=False)) for e in ekfac]
-    assert_close(traces, [np.trace(exact_block(x, g))] * 2, "identity", "float64")
-
-
-def test_signs_and_order_of_eigenvectors_do_not_change_ekfac(backend, rng):
-    """C5: what a library may choose at distinct eigenvalues changes no product."""
-    x, g = correlated_rows(rng)
-    V = backend.asarray(rng.normal(size=(IN, OUT)))
-    statistics = eigen_bases(backend, x, g)
+    own, other = statistics.bases["input"], statistics.bases["output"]
     R = np.eye(IN)[:, [2, 0, 3, 1]] * np.array([1.0, -1.0, -1.0, 1.0])
-    bases = statistics.bases | {
-        "input": rotated_basis(backend, statistics.bases["input"], R),
-        "output": rotated_basis(backend, statistics.bases["output"], -np.eye(OUT)),
+    if repeated:
+        R = rotation(rng, backend.to_numpy(own.eigenvalues))
+    bases = {
+        "input": rotated_basis(backend, own, R),
+        "output": rotated_basis(backend, other, -np.eye(OUT)),
     }
 
-    first, second = (
-        backend.to_numpy(eigen_operator(backend, some, x, g).multiply_inverse(V))
-        for some in (statistics, replaced(statistics, bases=bases))
-    )
+    operators = [
+        eigen_operator(backend, some, x, g)
+        for some in (statistics, replaced(statistics, bases=statistics.bases | bases))
+    ]
 
+    first, second = (backend.to_numpy(F.multiply_inverse(V)) for F in operators)
     assert_close(second, first, "inverse", "float64")
+    traces = [float(F.trace(damped=False)) for F in operators]
+    assert_close(traces, [np.trace(exact_block(x, g))] * 2, "identity", "float64")
 
 
 def reparametrized_rows(rng):

@@ -15,18 +15,9 @@ import pytest
 
 import kfac_core as kc
 
-from ..builders.estimators import make_estimator
-from ..builders.one_block import learn, operator_for
+from ..builders.every_product import KINDS, N, block, every_product, m, n
 
-N, n, m = 6, 4, 3
 RULES = ["factored", "factored_unit_pi", "exact"]
-EVERYTHING = ("inverse", "cholesky", "eigenbasis")
-KINDS = {
-    "full": kc.Kronecker(),
-    "reduce": kc.Kronecker(sharing="reduce"),
-    "diagonal": kc.Kronecker(input="diagonal", output="diagonal"),
-    "half": kc.Kronecker(output="diagonal"),
-}
 
 
 @pytest.fixture
@@ -102,21 +93,14 @@ def batch(torch, dtype, *, masked=False):
     return kc.Batch(x, g, mask), torch.ones(n + 1, m, **place)
 
 
-def block(kind="full"):
-    """Return a block of the kind."""
-    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="oi")
-    return kc.Block(layer, KINDS[kind])
-
-
-def estimator(rule="factored", **options):
+def estimator(rule="factored"):
     """Return an estimator of one block."""
-    return make_estimator(
+    return kc.Estimator(
         {"fc": block()},
         decay=0.9,
         damping=0.1,
         damping_rule=rule,
         reduction="mean_rows",
-        **options,
     )
 
 
@@ -127,35 +111,11 @@ def test_pure_functions_stay_on_the_device(torch, dtype, rule, kind, masked):
     """Statistics, operator and every product stay on the device, and nothing waits."""
     with fake_cuda(torch):
         rows, V = batch(torch, dtype, masked=masked)
-        start = block(kind).initial(rows.inputs)
-        statistics = learn(block(kind), rows, start, decay=0.9, check="status")
-        op = operator_for(
-            block(kind),
-            statistics,
-            damping=0.1,
-            rule=rule,
-            factorizations=EVERYTHING,
-            check="status",
-        )
-        found = [
-            op.multiply(V),
-            op.multiply(V, damped=False),
-            op.multiply_inverse(V),
-            op.multiply_matpower(V, -0.25),
-            op.multiply_cholesky(V),
-            op.multiply_cholesky(V, transpose=True),
-            op.multiply_cholesky_inverse(V),
-            op.multiply_cholesky_inverse(V, transpose=True),
-            op.sample(V),
-            op.trace(),
-            op.logdet(),
-            op.eigenvalues(),
-            op.to_dense(),
-        ]
-        status = op.status() | statistics.status
+        found = every_product(kind, rule, rows, V)
 
-    assert {x.device.type for x in (*found, status)} == {"cuda"}
-    assert {x.dtype for x in found} == {V.dtype}
+    status = found.pop("status")
+    assert {x.device.type for x in (*found.values(), status)} == {"cuda"}
+    assert {x.dtype for x in found.values()} == {V.dtype}
     assert not status.shape
 
 

@@ -15,17 +15,19 @@ from kfac_core.linalg.damped import damped_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import fake_cupy
-from ..builders.one_block import learn, operator_for
+from ..builders.every_product import (
+    EVERYTHING,
+    KINDS,
+    N,
+    block,
+    every_product,
+    m,
+    n,
+)
+from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close
 
-N, n, m = 12, 4, 3
 RULES = ["factored", "exact"]
-EVERYTHING = ("inverse", "cholesky", "eigenbasis")
-KINDS = {
-    "full": kc.Kronecker(),
-    "reduce": kc.Kronecker(sharing="reduce"),
-    "diagonal": kc.Kronecker(input="diagonal"),
-}
 
 
 @pytest.fixture
@@ -41,12 +43,6 @@ def to_cupy(cupy):
     return lambda values: cupy.array(np.asarray(values))
 
 
-def block(kind):
-    """Return a block of the kind."""
-    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="oi")
-    return kc.Block(layer, KINDS[kind])
-
-
 def arrays(rng, dtype):
     """Return inputs and output gradients with a shared axis, a mask and a vector."""
     x = rng.normal(size=(N, 2, n)).astype(dtype)
@@ -55,52 +51,19 @@ def arrays(rng, dtype):
     return x, g, mask, rng.normal(size=(n + 1, m)).astype(dtype)
 
 
-def products(kind, rule, x, g, mask, V):
-    """Return every product after one update, without looking at a value."""
-    statistics = learn(
-        block(kind),
-        kc.Batch(x, g, mask),
-        block(kind).initial(x),
-        conventions=kc.Conventions(reduction="mean", sources="sum"),
-        decay=0.9,
-        check="status",
-    )
-    op = operator_for(
-        block(kind),
-        statistics,
-        damping=0.1,
-        rule=rule,
-        factorizations=EVERYTHING,
-        check="status",
-    )
-    return {
-        "status": op.status() | statistics.status,
-        "multiply": op.multiply(V),
-        "inverse": op.multiply_inverse(V),
-        "matpower": op.multiply_matpower(V, -0.5),
-        "cholesky": op.multiply_cholesky(V),
-        "cholesky_inverse": op.multiply_cholesky_inverse(V, transpose=True),
-        "sample": op.sample(V),
-        "trace": op.trace(),
-        "logdet": op.logdet(),
-        "eigenvalues": op.eigenvalues(),
-        "dense": op.to_dense(),
-    }
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_product_is_that_of_numpy(to_cupy, rng, dtype, kind, rule, masked):
     """The backend gives NumPy's results, in the dtype given, and never synchronizes."""
-    given = arrays(rng, dtype)
-    x, g, mask, V = map(to_cupy, given)
+    x, g, mask, V = arrays(rng, dtype)
+    given = (x, g, mask, V) if masked else (x, g, V)
+    *rows, vector = map(to_cupy, given)
 
-    got = products(kind, rule, x, g, mask if masked else None, V)
+    got = every_product(kind, rule, kc.Batch(*rows), vector)
 
     assert fake_cupy.SYNCHRONIZATIONS == []
-    x, g, mask, V = given
-    expected = products(kind, rule, x, g, mask if masked else None, V)
+    expected = every_product(kind, rule, kc.Batch(*given[:-1]), V)
     assert int(got.pop("status")) == int(expected.pop("status")) == 0
     for product, value in expected.items():
         assert got[product].dtype == dtype, product

@@ -21,20 +21,6 @@ def fed(block, batch):
     return learn(block, batch, decay=0.9, weight=1.0)
 
 
-def small_conv(**options):
-    """Return a 2 x 2 convolution, 2 channels to 2."""
-    settings = {
-        "in_channels": 2,
-        "out_channels": 2,
-        "kernel_size": (2, 2),
-        "padding": "valid",
-        "bias": False,
-        "weight_layout": "spatial_io",
-        "data_layout": "channels_last",
-    }
-    return kc.Conv(**(settings | options))
-
-
 def conv_batch(backend, rng, out=2, channels=2, **options):
     """Return a batch of 3 images of 4 x 4."""
     x = rng.normal(size=(3, 4, 4, channels))

@@ -10,6 +10,7 @@ import numpy as np
 import kfac_core as kc
 
 from .layers import conv_layer, dense_layer
+from .tolerances import tolerance
 
 POSITIONS = 4
 CONV = conv_layer(2, 3, (2,))
@@ -152,3 +153,13 @@ def largest_difference(found: list[Any], expected: list[Any]) -> tuple[float, st
                 if not error <= worst[0]:
                     worst = (float(error), f"{name}/{key} at step {step}")
     return worst
+
+
+def require_same(
+    found: list[list[Any]], expected: list[Any], limit: float | None = None
+) -> None:
+    """Require the directions of every rank to be the expected ones."""
+    limit = tolerance("inverse", "float64") if limit is None else limit
+    for rank, directions in enumerate(found):
+        error, where = largest_difference(directions, expected)
+        assert error <= limit, f"rank {rank}: {where}: {error:.1e}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from kfac_core.cli import main
 
 from ..builders.block_kinds import PAIRS, fed
 from ..builders.estimators import make_estimator
+from ..builders.memory import PeakMemory
 from ..builders.states import differences, frozen, wholes
 from ..builders.tolerances import assert_close
 
@@ -207,10 +207,6 @@ def test_collecting_by_parts_has_one_part_in_memory(tmp_path):
         )
 
     run({"layer0": blocks["layer0"]}, "first")  # Imports what is imported when needed.
-    tracemalloc.start()
-    try:
+    with PeakMemory() as memory:
         run(blocks, "all")
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 2 * 5 * w * w * 8
+    assert memory.peak < 2 * 5 * w * w * 8

@@ -10,7 +10,6 @@ import copy
 import json
 import pickle
 import struct
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,8 @@ safetensors_numpy = pytest.importorskip("safetensors.numpy")
 pytest.importorskip("msgspec")
 
 from kfac_core_conformance.records import read_record  # noqa: E402
+
+from ..builders.memory import PeakMemory  # noqa: E402
 
 KEY = "kfac_core_record"
 CHECK = {"block": "fc", "op": "multiply_inverse", "vector": "v", "expected": "r0"}
@@ -335,13 +336,11 @@ def test_a_small_file_gets_no_large_arrays(tmp_path, layer, approximation):
     good.document["blocks"]["fc"]["approximation"] = approximation
     path = write(tmp_path, "large", good.bytes())
 
-    tracemalloc.start()
-    message = refused(path)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    with PeakMemory() as memory:
+        message = refused(path)
 
     assert "memory limit" in message
-    assert peak < 8 * path.stat().st_size + 2**20
+    assert memory.peak < 8 * path.stat().st_size + 2**20
 
 
 @pytest.mark.parametrize(

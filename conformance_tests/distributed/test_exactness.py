@@ -20,16 +20,16 @@ from conformance_tests.builders.shards import (
     every_block,
     gradients_of,
     largest_difference,
+    require_same,
     schedule_of,
     shard,
 )
-from conformance_tests.builders.tolerances import relative_error, tolerance
+from conformance_tests.builders.tolerances import relative_error
 from kfac_core.array.structure import leaves
 from kfac_core.distributed import Distributed, run_ranks
 from kfac_core.distributed.placement import divisors
 
 HOST = types.SimpleNamespace(asarray=np.asarray, to_numpy=np.asarray)
-LIMIT = tolerance("inverse", "float64")
 # Primes, squares and products, whose ranks are divided in every way.
 SIZES = (1, 2, 3, 5, 6, 8, 12, 16)
 
@@ -82,8 +82,7 @@ def test_a_block_on_every_library(backend):
         *(backend, rng, blocks, 2), options={"holders": 1}, schedule=schedule
     )
 
-    for directions in found:
-        assert largest_difference(directions, alone)[0] < LIMIT
+    require_same(found, alone)
 
 
 def _require_exact(backend, size, steps=4):
@@ -104,9 +103,7 @@ def _require_exact(backend, size, steps=4):
         averaging=averaging,
     )
 
-    for rank, directions in enumerate(found):
-        error, where = largest_difference(directions, alone)
-        assert error < LIMIT, f"rank {rank}: {where}: {error:.1e}"
+    require_same(found, alone)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +119,7 @@ def test_every_strategy_gives_the_same(holders, reduce):
 
     alone, found = both(backend, rng, blocks, 6, options=options)
 
-    for directions in found:
-        error, where = largest_difference(directions, alone)
-        assert error < LIMIT, where
+    require_same(found, alone)
 
 
 @pytest.mark.parametrize("size", [1, 3, 6, 8])
@@ -159,12 +154,9 @@ def test_the_placement_changes_no_bit(size):
 
     found = [directions for made in run_ranks(size, run) for directions in made]
 
-    for directions in found:
-        error, where = largest_difference(directions, found[0])
-        assert error == 0.0, where
+    require_same(found, found[0], 0.0)
     alone = schedule.run(backend, estimator_of(blocks), None, gradients)
-    error, where = largest_difference(found[0], alone)
-    assert error < LIMIT, where
+    require_same(found[:1], alone)
 
 
 @pytest.mark.parametrize("reduce", ["refresh", "owner"])
@@ -195,12 +187,9 @@ def test_directions_of_a_large_block_are_divided(reduce):
 
     for found, (first, *others), products, workers in run_ranks(9, run):
         assert workers == {"wide": (3, 4, 5, 6), "tall": (7, 8)}
-        error, where = largest_difference(found, alone)
-        assert error < LIMIT, where
-        for directions in others:
-            assert largest_difference([directions], [first])[0] == 0.0
-        error, where = largest_difference([products], [gradients])
-        assert error < LIMIT, where
+        require_same([found], alone)
+        require_same([[directions] for directions in others], [first], 0.0)
+        require_same([[products]], [gradients])
 
 
 def test_shards_without_the_whole_count_are_wrong():
@@ -270,9 +259,7 @@ def test_gradients_of_a_mean_are_scaled(reduction, loss):
         ),
     )
 
-    for directions in found:
-        error, where = largest_difference(directions, alone)
-        assert error < LIMIT, where
+    require_same(found, alone)
 
 
 @pytest.mark.parametrize("size", [1, 3, 6, 8])
@@ -310,10 +297,8 @@ def test_sharing_and_chains(size):
             coupling=coupling,
         )
         first = first or found[0]
-        for directions in found:
-            error, where = largest_difference(directions, alone)
-            assert error < LIMIT, where
-            assert largest_difference(directions, first)[0] == 0.0
+        require_same(found, alone)
+        require_same(found, first, 0.0)
 
 
 @pytest.mark.parametrize("loaded_by", [1, 2, 3])
@@ -360,9 +345,7 @@ def test_a_state_of_p_processes_loads_on_q(loaded_by, reduce):
 
     for state in states:
         assert _described(state) == _described(saved)
-    for directions in found:
-        error, where = largest_difference(directions, expected)
-        assert error < LIMIT, where
+    require_same(found, expected)
 
 
 @pytest.mark.parametrize("kinds", ["operators", "directions", "all"])
@@ -381,8 +364,7 @@ def test_messages_in_float32(kinds, reduce):
     error, where = largest_difference(found[0], alone)
     # Of rounding to float32, times a condition of the damped factors.
     assert 1e-10 < error < 1e-5, where
-    for directions in found:
-        assert largest_difference(directions, found[0])[0] == 0.0
+    require_same(found, found[0], 0.0)
     sent = [x for step in found[1] for own in step.values() for x in own.values()]
     rounded = [np.array_equal(x, x.astype(np.float32)) for x in sent]
     assert all(rounded) if "directions" in kinds else not any(rounded)
@@ -416,8 +398,7 @@ def test_unsent_values_are_not_rounded():
     wider = run(1, directions_dtype="float64")
 
     for found in (everybody, owners, wider):
-        for directions in found:
-            assert largest_difference(directions, run(1)[0])[0] == 0.0
+        require_same(found, run(1)[0], 0.0)
 
     def saved(communicator):
         options = {"holders": 1, "directions_dtype": "float32"}
@@ -519,9 +500,7 @@ def test_parts_of_a_batch_and_flags_with_statistics_at_owners():
         2, lambda c: run(estimator_of(blocks, c, options=options), c.rank, 2)
     )
 
-    for directions in found:
-        error, where = largest_difference(directions, expected)
-        assert error < LIMIT, where
+    require_same(found, expected)
 
 
 def test_statistics_that_cannot_be_reduced_raise():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from conformance_tests.builders.shards import dense
+from conformance_tests.builders.shards import dense, require_same
 from kfac_core.distributed import Agreement, Distributed, run_ranks
 from kfac_core.errors import (
     CommunicationError,
@@ -108,12 +108,7 @@ def test_a_step_has_one_vote_and_is_that_of_one_process(positions, votes, where)
     ]
     for directions, calls in run_ranks(3, run):
         assert calls == votes
-        for step, own in enumerate(directions):
-            for name, parameters in own.items():
-                for key, x in parameters.items():
-                    reference = expected[step][name][key]
-                    error = np.linalg.norm(x - reference)
-                    assert error <= 1e-13 * np.linalg.norm(reference), (step, name)
+        require_same([directions], expected, 1e-13)
 
 
 @pytest.mark.parametrize("where", [{}, {"holders": 1, "reduce": "owner"}])
@@ -145,13 +140,7 @@ def test_parts_of_unlike_shapes_on_one_rank(where):
         parts = [(0, 1), (), ()][communicator.rank] if communicator else (0, 1)
         return [step(kfac, number, parts) for number in range(2)]
 
-    alone = run()
-    for directions in run_ranks(3, run):
-        for own, expected in zip(directions, alone, strict=True):
-            for name, parameters in expected.items():
-                for key, x in parameters.items():
-                    error = np.linalg.norm(own[name][key] - x)
-                    assert error <= 1e-13 * np.linalg.norm(x), (name, key)
+    require_same(run_ranks(3, run), run(), 1e-13)
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])
@@ -235,11 +224,7 @@ def test_a_refresh_in_the_background_takes_over_after_its_lag(size, where):
             waiting.refresh()
     for directions, ages in run_ranks(size, run):
         assert ages == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 3]
-        for step, own in enumerate(directions):
-            for name, parameters in own.items():
-                for key, x in parameters.items():
-                    error = np.linalg.norm(x - expected[step][name][key])
-                    assert error <= 1e-13 * np.linalg.norm(x), (step, name)
+        require_same([directions], expected, 1e-13)
 
 
 def test_a_difference_between_ranks_is_named_alone():

@@ -249,15 +249,13 @@ def test_a_network_of_a_chain_is_compiled(requires_backend, rng):
     import jax
 
     renamed = dict(zip(["c", "a", "b"], LAYERS.values(), strict=True))
-    network = kc.Network(
-        {name: kc.Block(layer, kc.Kronecker()) for name, layer in renamed.items()},
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        coupling=kc.Coupling(chains={"chain": tuple(renamed)}),
-    )
-    same = kc.Network(
-        {name: kc.Block(layer, kc.Kronecker()) for name, layer in renamed.items()},
-        conventions=kc.Conventions(reduction="sum", sources="sum"),
-        coupling=kc.Coupling(chains={"chain": list(renamed)}),
+    network, same = (
+        kc.Network(
+            {name: kc.Block(layer, kc.Kronecker()) for name, layer in renamed.items()},
+            conventions=kc.Conventions(reduction="sum", sources="sum"),
+            coupling=kc.Coupling(chains={"chain": names}),
+        )
+        for names in (tuple(renamed), list(renamed))
     )
     assert network == same
     assert hash(network) == hash(same)

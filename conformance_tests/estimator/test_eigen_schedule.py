@@ -1,7 +1,5 @@
 """EKFAC over time: bases on a schedule of their own, moments in between."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
@@ -10,6 +8,7 @@ import kfac_core as kc
 from ..builders import reference
 from ..builders.estimators import make_estimator
 from ..builders.layers import conv_layer, dense_layer
+from ..builders.memory import PeakMemory
 from ..builders.one_block import learn
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -295,12 +294,10 @@ def test_gradients_of_the_examples_are_never_all_formed():
     batch = kc.Batch(x, g)
     statistics = block.initial(x)
     learn(block, batch, statistics)
-    tracemalloc.start()
-    learn(block, batch, statistics)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    with PeakMemory() as memory:
+        learn(block, batch, statistics)
 
-    assert peak < 64 * n * m * 8 / 4
+    assert memory.peak < 64 * n * m * 8 / 4
 
 
 def test_parts_of_a_batch_have_their_moments_in_the_bases(backend, rng):

@@ -13,7 +13,8 @@ import kfac_core as kc
 from kfac_core.operators import kronecker_operator
 
 from ..builders import reference
-from ..builders.defect_cases import conv_batch, dense_block, dense_data, fed, small_conv
+from ..builders.defect_cases import conv_batch, dense_block, dense_data, fed
+from ..builders.layers import conv_layer
 from ..builders.one_block import operator_for
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -21,7 +22,9 @@ from ..builders.tolerances import assert_close, assert_differs
 @pytest.mark.parametrize("bias", [False, True])
 def test_tfkfac_9_2_uncorrelated_input_is_in_the_weights_order(backend, rng, bias):
     """The factor stands in the order of the weight: kernel positions, then channels."""
-    block = kc.Block(small_conv(bias=bias), kc.Kronecker(input="uncorrelated"))
+    block = kc.Block(
+        conv_layer(2, 2, (2, 2), bias=bias), kc.Kronecker(input="uncorrelated")
+    )
     x, g, batch = conv_batch(backend, rng)
 
     operator = operator_for(
@@ -54,7 +57,7 @@ def test_tfkfac_9_2_uncorrelated_input_is_in_the_weights_order(backend, rng, bia
 def test_tfkfac_9_4_a_mask_of_patches_reaches_the_diagonal(backend, rng):
     """Masked positions of a convolution count as absent in its diagonal too."""
     mask = rng.random((3, 3, 3)) > 0.4
-    block = kc.Block(small_conv(), kc.Diagonal())
+    block = kc.Block(conv_layer(2, 2, (2, 2), bias=False), kc.Diagonal())
     x, g, batch = conv_batch(backend, rng, mask=backend.asarray(mask))
 
     statistics = fed(block, batch)
@@ -133,7 +136,7 @@ def test_tfkfac_9_18_clipping_does_not_depend_on_other_factorizations(backend):
 @pytest.mark.parametrize("rule", ["factored", "exact"])
 def test_tfkfac_9_20_depthwise_powers_are_consistent(backend, rng, rule):
     """The inverse of a depthwise block undoes its product, and squares its root."""
-    layer = small_conv(in_channels=3, out_channels=6, groups=3, bias=True)
+    layer = conv_layer(3, 6, (2, 2), groups=3)
     block = kc.Block(layer, kc.Kronecker())
     _, _, batch = conv_batch(backend, rng, out=6, channels=3)
     operator = operator_for(block, fed(block, batch), damping=0.3, rule=rule)

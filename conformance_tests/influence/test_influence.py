@@ -1,13 +1,13 @@
 """Influence scores against dense matrices, in any amount of memory and any storage."""
 
 import re
-import tracemalloc
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
 
+from ..builders.memory import PeakMemory
 from ..builders.one_block import learn
 from ..builders.spectral_cases import EXAMPLES, KINDS, case_of, make_case
 from ..builders.tolerances import assert_close, assert_differs
@@ -188,11 +188,9 @@ def test_the_budget_is_kept(requires_backend, rng, positions, storage):
     whole = scores(influence, queries, {"0": batch})
 
     def peak_of(function):
-        tracemalloc.start()
-        kept = function()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return kept, peak
+        with PeakMemory() as memory:
+            kept = function()
+        return kept, memory.peak
 
     limited, peak = peak_of(
         lambda: scores(influence, queries, {"0": batch}, budget=budget)

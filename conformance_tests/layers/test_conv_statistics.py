@@ -1,27 +1,16 @@
 """Statistics of convolutions: chunks within a budget."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 import kfac_core as kc
 
+from ..builders.layers import conv_layer
+from ..builders.memory import PeakMemory
 from ..builders.one_block import learn
 from ..builders.tolerances import assert_close
 
-
-def make_conv(**options):
-    settings = {
-        "in_channels": 2,
-        "out_channels": 4,
-        "kernel_size": (2, 2),
-        "padding": "same",
-        "bias": True,
-        "weight_layout": "spatial_io",
-        "data_layout": "channels_last",
-    }
-    return kc.Conv(**(settings | options))
+CONV = conv_layer(2, 4, (2, 2), padding="same")
 
 
 def values_of(backend, statistics):
@@ -46,10 +35,9 @@ def test_chunks_give_what_the_whole_batch_gives(
     backend, rng, approximation, loss, masked, weight
 ):
     """A budget changes when patches are made, never a statistic, whatever the loss."""
-    groups = 2
     x, g = rng.normal(size=(5, 3, 3, 2)), rng.normal(size=(5, 3, 3, 4))
     mask = backend.asarray(rng.random((5, 3, 3)) > 0.4) if masked else None
-    block = kc.Block(make_conv(groups=groups), approximation)
+    block = kc.Block(conv_layer(2, 4, (2, 2), padding="same", groups=2), approximation)
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), mask=mask)
     start = block.initial(batch.like)
     options = {
@@ -74,7 +62,7 @@ def test_centered_moments_of_parts_merge_into_those_of_the_whole(backend, dtype,
     """The means of parts differ, which the covariance of all their pixels holds."""
     x = rng.normal(size=(6, 3, 3, 2)) + np.arange(6.0)[:, None, None, None]
     g = rng.normal(size=(6, 3, 3, 4))
-    block = kc.Block(make_conv(), kc.Kronecker(input="uncorrelated"))
+    block = kc.Block(CONV, kc.Kronecker(input="uncorrelated"))
     conventions = kc.Conventions(reduction="sum", sources="sum")
 
     parts = [
@@ -100,7 +88,7 @@ def test_centered_moments_of_parts_merge_into_those_of_the_whole(backend, dtype,
 
 def test_an_estimator_keeps_to_its_budget(rng):
     """The estimator never holds many more patches than it was allowed."""
-    conv = make_conv(in_channels=4, kernel_size=(5, 5))
+    conv = conv_layer(4, 4, (5, 5), padding="same")
     x, g = rng.normal(size=(64, 16, 16, 4)), rng.normal(size=(64, 16, 16, 4))
     patches = 64 * 16 * 16 * 25 * 4
     peaks = {}
@@ -113,10 +101,9 @@ def test_an_estimator_keeps_to_its_budget(rng):
             execution=kc.Execution(max_patch_elements=budget),
         )
         estimator.update({"conv": kc.Batch(x[:1], g[:1])})
-        tracemalloc.start()
-        estimator.update({"conv": kc.Batch(x, g)})
-        peaks[budget] = tracemalloc.get_traced_memory()[1] / (8 * patches)
-        tracemalloc.stop()
+        with PeakMemory() as memory:
+            estimator.update({"conv": kc.Batch(x, g)})
+        peaks[budget] = memory.peak / (8 * patches)
 
     assert peaks[None] > 1.0
     assert peaks[patches // 16] < 0.3
@@ -124,7 +111,7 @@ def test_an_estimator_keeps_to_its_budget(rng):
 
 def test_a_budget_below_one_example_is_refused(backend, rng):
     """An example that does not fit the budget names the argument and what it needs."""
-    block = kc.Block(make_conv(), kc.Kronecker())
+    block = kc.Block(CONV, kc.Kronecker())
     batch = kc.Batch(
         backend.asarray(rng.normal(size=(2, 3, 3, 2))),
         backend.asarray(rng.normal(size=(2, 3, 3, 4))),
@@ -137,6 +124,6 @@ def test_a_budget_below_one_example_is_refused(backend, rng):
 def test_gradients_of_examples_have_no_patches_to_bound():
     """The error says which option to leave out."""
     batch = kc.GradientBatch({"weight": np.ones((2, 3))}, batch_size=2)
-    parts = kc.Block(make_conv(), kc.Kronecker()).row_parts(batch, max_patch_elements=9)
+    parts = kc.Block(CONV, kc.Kronecker()).row_parts(batch, max_patch_elements=9)
     with pytest.raises(kc.ArgumentError, match="`max_patch_elements` to be None"):
         next(parts)

@@ -3,8 +3,6 @@
 Backends switch at sizes of their own; 520 rows are above all of them.
 """
 
-import tracemalloc
-
 import array_api_compat.numpy
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from kfac_core.linalg.gram import HomogeneousRows, updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
 from ..builders import reference
+from ..builders.memory import PeakMemory
 from ..builders.tolerances import assert_close
 
 N = 520
@@ -89,12 +88,10 @@ def test_an_update_makes_nothing_larger_than_the_factor(requires_adapters, rng):
         return updated_gram(old, x, 0.9, 0.1, xp=array_api_compat.numpy)
 
     update()
-    tracemalloc.start()
-    update()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    with PeakMemory() as memory:
+        update()
 
-    assert peak < 1.5 * old.array.nbytes
+    assert memory.peak < 1.5 * old.array.nbytes
 
 
 @pytest.mark.parametrize("with_tail", [False, True])

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import tracemalloc
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,6 +13,7 @@ from kfac_core.errors import ShapeError
 from kfac_core.linalg.patches import extract_patches, output_size, resolve_padding
 
 from ..builders import conv_reference as reference
+from ..builders.memory import PeakMemory
 from ..builders.tolerances import assert_close, assert_differs
 from ..builders.tracing import compiled
 
@@ -116,10 +116,8 @@ def test_little_is_made_beside_the_result(padding, rng):
     geometry = Geometry((5, 5), (1, 1), padding, (1, 1))
     extract(x, geometry)
 
-    tracemalloc.start()
-    got = extract(x, geometry)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    with PeakMemory() as memory:
+        got = extract(x, geometry)
 
     # With "same", the rows of the image that is padded are 44 and not 40.
-    assert peak < got.nbytes + 1.1 * got.nbytes / 5 + 2**16
+    assert memory.peak < got.nbytes + 1.1 * got.nbytes / 5 + 2**16

@@ -173,17 +173,20 @@ def as_matrices(backend, product, natural, shape, dtype):
 
 @every_case
 @leading_axes
-def test_log_probability_is_that_of_the_likelihood(backend, dtype, rng, case, lead):
-    """Each row's log-probability is normalized, and summed over its targets."""
+@pytest.mark.parametrize("what", ["log_probability", "gradient"])
+def test_values_and_gradients_are_those_of_the_likelihood(
+    backend, dtype, rng, case, lead, what
+):
+    """Each row's log-probability is normalized; gradients agree with complex steps."""
     z = rounded(case.natural(rng, *lead), dtype)
     y = case.random_targets(rng, z)
     y = y if y.dtype.kind == "i" else rounded(y, dtype)
 
-    got = case.loss.log_probability(
+    got = getattr(case.loss, what)(
         backend.asarray(z, dtype), targets_array(backend, case, y, dtype)
     )
 
-    expected = in_rows(case.log_probability, (z, 1), (y, y.ndim - len(lead)))
+    expected = in_rows(getattr(case, what), (z, 1), (y, y.ndim - len(lead)))
     assert_close(backend.to_numpy(got), expected, "roundoff", dtype)
 
 
@@ -207,24 +210,6 @@ def test_references_are_those_of_scipy(rng):
     expected = scipy.stats.norm.logpdf(y[:2], z[:2], np.exp(0.5 * bits[:2])).sum()
     both = np.concatenate([z[:2], bits[:2]])
     assert np.isclose(learned.log_probability(both, y[:2]), expected)
-
-
-@every_case
-@leading_axes
-def test_gradient_is_that_of_the_negative_log_probability(
-    backend, dtype, rng, case, lead
-):
-    """The gradient agrees with complex steps through the likelihood."""
-    z = rounded(case.natural(rng, *lead), dtype)
-    y = case.random_targets(rng, z)
-    y = y if y.dtype.kind == "i" else rounded(y, dtype)
-
-    got = case.loss.gradient(
-        backend.asarray(z, dtype), targets_array(backend, case, y, dtype)
-    )
-
-    expected = in_rows(case.gradient, (z, 1), (y, y.ndim - len(lead)))
-    assert_close(backend.to_numpy(got), expected, "roundoff", dtype)
 
 
 @every_case

@@ -1,7 +1,5 @@
 """The space of samples against the dense Jacobian, for layers of every kind."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from kfac_core.samples import (
     sample_gram,
 )
 
+from ..builders.memory import PeakMemory
 from ..builders.spectral_cases import EXAMPLES, OUTPUTS, case_of, make_case
 from ..builders.tolerances import assert_close, assert_differs
 
@@ -345,10 +344,8 @@ def test_no_second_array_of_the_size_of_the_gram_matrix(
     )
     x, g, r = rng.normal(size=(R, width)), rng.normal(size=(R, width)), np.ones(R)
     J = Jacobian.of({"a": layer}, {"a": kc.Batch(x, g)})
-    tracemalloc.start()
-    F = sample_curvature(J, damping=1e-3, centered=centered)
-    F.direction(r)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    with PeakMemory() as memory:
+        F = sample_curvature(J, damping=1e-3, centered=centered)
+        F.direction(r)
 
-    assert peak < 1.3 * r.itemsize * R * R
+    assert memory.peak < 1.3 * r.itemsize * R * R

@@ -85,9 +85,20 @@ def directions(model, x, *, fisher="exact", y=None, **options):
     return kfac, [host(g) for g in given], [host(g) for g in made]
 
 
-def close(actual, expected):
+def close(actual, expected, atol=2e-4):
     scale = np.abs(expected).max()
-    np.testing.assert_allclose(actual / scale, expected / scale, atol=2e-4)
+    np.testing.assert_allclose(actual / scale, expected / scale, atol=atol)
+
+
+def matrix(arrays, first=0):
+    """Return the weight and the bias of a layer as one matrix."""
+    return np.concatenate([arrays[first], arrays[first + 1][None]])
+
+
+def moment(x):
+    """Return the mean of ``x x^T`` over rows with a last entry of one."""
+    rows = with_ones(x)
+    return rows.T @ rows / len(rows)
 
 
 def with_ones(x):
@@ -106,12 +117,9 @@ def test_dense_layers_are_those_of_a_dense_computation():
     g2 = roots_of_fisher(h @ W + b)
     g1 = (g2 @ W.T) * (1 - h**2)
     for i, (inputs, g) in enumerate(((x, g1), (h, g2))):
-        x1 = with_ones(inputs)
-        A = x1.T @ x1 / 7
         G = np.einsum("mni,mnj->ij", g, g) / 7
-        V = np.concatenate([given[2 * i], given[2 * i + 1][None]])
-        expected = damped_inverse(A, G, V)
-        close(np.concatenate([made[2 * i], made[2 * i + 1][None]]), expected)
+        expected = damped_inverse(moment(inputs), G, matrix(given, 2 * i))
+        close(matrix(made, 2 * i), expected)
 
 
 @pytest.mark.parametrize("mask_zero", [False, True], ids=["plain", "masked"])
@@ -133,13 +141,11 @@ def test_embeddings_and_shared_positions(mask_zero):
     g2 = roots_of_fisher(x @ W + b)
     g1 = g2 @ W.T
     # The curvature of the mean over R rows, each row an example with one position.
-    rows = with_ones(x)
-    A = rows.T @ rows / R
+    A, V = moment(x), matrix(given, 1)
     G = np.einsum("mni,mnj->ij", g2, g2) / R
-    V = np.concatenate([given[1], given[2][None]])
     # Keras's blocks are S A (x) G of the N examples, with g scaled by sqrt(N / R).
     S = R / 4
-    close(np.concatenate([made[1], made[2][None]]), damped_inverse(A, G / S, V, S=S))
+    close(matrix(made, 1), damped_inverse(A, G / S, V, S=S))
     counts = np.bincount(ids[kept], minlength=6) / R
     G = np.einsum("mni,mnj->ij", g1, g1) / R / S
     close(made[0], damped_inverse(np.diag(counts), G, given[0], S=S))
@@ -223,11 +229,9 @@ def test_a_layer_that_is_used_twice_is_one_block():
     h2 = np.tanh(h1 @ U + c)
     above = (roots_of_fisher(h2 @ W + b) @ W.T) * (1 - h2**2)
     below = (above @ U.T) * (1 - h1**2)
-    rows = with_ones(np.concatenate([x, h1]))
-    A = rows.T @ rows / 10
+    A = moment(np.concatenate([x, h1]))
     G = sum(np.einsum("mni,mnj->ij", g, g) for g in (above, below)) / 10
-    V = np.concatenate([given[0], given[1][None]])
-    close(np.concatenate([made[0], made[1][None]]), damped_inverse(A, G, V, S=2.0))
+    close(matrix(made), damped_inverse(A, G, matrix(given), S=2.0))
 
 
 def test_a_layer_that_is_computed_for_nothing_stays_as_it_is():
@@ -524,9 +528,8 @@ def test_sample_weights_and_reductions(reduction):
     given = gradients_of(model)
     kfac.observe(x, None, w.astype("float32"))
     made = [host(g) for g in kfac.precondition(given)]
-    V = np.concatenate([host(given[2]), host(given[3])[None]])
-    V = V / 6 if reduction == "sum" else V
-    close(np.concatenate([made[2], made[3][None]]), damped_inverse(A, G, V))
+    V = matrix([host(g) for g in given], 2) / (6 if reduction == "sum" else 1)
+    close(matrix(made, 2), damped_inverse(A, G, V))
     # A batch of weight 0, or of no rows, takes its step and leaves the statistics, also as
     # the first.
     kfac.remove()
@@ -738,13 +741,8 @@ def test_half_precision():
     U, c, W, b = (host(v.value) for v in model.trainable_variables)
     h = np.tanh(x @ U + c)
     g = roots_of_fisher(h @ W + b)
-    rows = with_ones(h)
-    A, G = rows.T @ rows / 8, np.einsum("mni,mnj->ij", g, g) / 8
-    V = np.concatenate([given[2], given[3][None]])
-    expected = damped_inverse(A, G, V)
-    actual = np.concatenate([made[2], made[3][None]])
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(actual / scale, expected / scale, atol=5e-3)
+    G = np.einsum("mni,mnj->ij", g, g) / 8
+    close(matrix(made, 2), damped_inverse(moment(h), G, matrix(given, 2)), atol=5e-3)
 
 
 def test_an_overflow_that_keras_skips_changes_nothing():
@@ -798,12 +796,12 @@ def test_a_layer_that_is_frozen_after_compile_keeps_its_weights():
     h = np.tanh(x @ U + c)
     z, h1 = h @ W + b, with_ones(h)
     g = roots_of_fisher(z)
-    A, G = h1.T @ h1 / 7, np.einsum("mni,mnj->ij", g, g) / 7
-    direction = damped_inverse(A, G, h1.T @ (softmax(z) - y) / 7)
+    G = np.einsum("mni,mnj->ij", g, g) / 7
+    direction = damped_inverse(moment(h), G, h1.T @ (softmax(z) - y) / 7)
     changes = [old - new for old, new in zip(before, after, strict=True)]
     assert not np.any(changes[0])
     assert not np.any(changes[1])
-    close(np.concatenate([changes[2], changes[3][None]]), direction)
+    close(matrix(changes, 2), direction)
 
 
 @pytest.mark.skipif(COMPILED, reason="Keras has one order of the variables on JAX")
@@ -986,9 +984,8 @@ def test_after_fit_the_curvature_is_that_of_its_last_batch():
         model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
 
         assert kfac.steps == batches
-        rows = with_ones(np.asarray(x[16:], np.float64))
         name = next(iter(kfac.estimator.blocks))
-        close(factors(kfac, name)[0], rows.T @ rows / 8)
+        close(factors(kfac, name)[0], moment(np.float64(x[16:])))
         report = kfac.estimator.report()
         assert set(report) == set(kfac.estimator.blocks)
         np.testing.assert_allclose(report[name].damping, 1 / batches, rtol=1e-6)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import tracemalloc
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import kfac_core as kc
 
 from ..builders.estimators import make_estimator
 from ..builders.layers import conv_layer, dense_layer
+from ..builders.memory import PeakMemory
 from ..builders.states import arrays_of, differences, frozen
 from .container import opened
 
@@ -75,8 +76,32 @@ _BLOCKS = b'"blocks": {"'
 """What stands before the name of the first block in a file."""
 
 
-class Judge:
-    """Reads files and says what came of it; holds the states that were saved.
+class Reader:
+    """Reads files whose memory may be measured.
+
+    Parameters
+    ----------
+    path : path-like
+        Where each is put to be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.peak = path, 0
+
+    @contextlib.contextmanager
+    def reading(self, data: bytes, /, *, measured: bool) -> Iterator[None]:
+        """Require that what is done within takes memory in proportion to the file."""
+        memory = PeakMemory()
+        try:
+            with memory if measured else contextlib.nullcontext():
+                yield
+        finally:
+            self.peak = max(self.peak, memory.peak)
+            assert memory.peak <= SLACK + TIMES * len(data), (memory.peak, len(data))
+
+
+class Judge(Reader):
+    """Says what came of reading a file; holds the states that were saved.
 
     Parameters
     ----------
@@ -85,12 +110,11 @@ class Judge:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "mutated.npz"
+        super().__init__(folder / "mutated.npz")
         self.again = folder / "again.npz"
         self.seeds: dict[str, bytes] = {}
         self.saved: dict[Any, Any] = {}
         self.fresh = {kind: made(kind) for kind in KINDS}
-        self.peak = 0
         for kind in KINDS:
             estimator = trained(kind)
             kc.save_checkpoint(self.path, estimator)
@@ -120,20 +144,10 @@ class Judge:
         kind = self._kind(data, with_header=measured)
         estimator = self.fresh[kind]
         before = estimator.state, estimator.network, estimator.damping
-        if measured:
-            tracemalloc.start()
         try:
-            kc.load_checkpoint(self.path, estimator, backend="numpy")
-            accepted = True
+            with self.reading(data, measured=measured):
+                kc.load_checkpoint(self.path, estimator, backend="numpy")
         except kc.StateError:
-            accepted = False
-        finally:
-            if measured:
-                peak = tracemalloc.get_traced_memory()[1]
-                tracemalloc.stop()
-                self.peak = max(self.peak, peak)
-                assert peak <= SLACK + TIMES * len(data), (peak, len(data))
-        if not accepted:
             now = estimator.state, estimator.network, estimator.damping
             assert all(a is b for a, b in zip(before, now, strict=True))
             return "refused"

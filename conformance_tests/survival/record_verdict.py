@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +9,15 @@ import numpy as np
 from kfac_core.errors import RecordError
 from kfac_core_conformance.records import check_record, read_record
 
-from .file_verdict import SLACK, TIMES
+from .file_verdict import Reader
 
 RECORDS = Path(__file__).parents[1] / "records"
 LARGEST = 8_000
 """Bytes that a record which is mutated may have: small ones are read quickly."""
 
 
-class RecordJudge:
-    """Reads records and says what came of it.
+class RecordJudge(Reader):
+    """Says what came of reading a record.
 
     Parameters
     ----------
@@ -27,8 +26,7 @@ class RecordJudge:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "mutated.safetensors"
-        self.peak = 0
+        super().__init__(folder / "mutated.safetensors")
         paths = sorted(RECORDS.glob("*.safetensors"))
         small = [path for path in paths if path.stat().st_size <= LARGEST]
         self.seeds = {path.stem: path.read_bytes() for path in small}
@@ -50,18 +48,11 @@ class RecordJudge:
             ``"refused"`` or ``"sound"``.
         """
         self.path.write_bytes(data)
-        if measured:
-            tracemalloc.start()
         try:
-            record = read_record(self.path)
+            with self.reading(data, measured=measured):
+                record = read_record(self.path)
         except RecordError:
             return "refused"
-        finally:
-            if measured:
-                peak = tracemalloc.get_traced_memory()[1]
-                tracemalloc.stop()
-                self.peak = max(self.peak, peak)
-                assert peak <= SLACK + TIMES * len(data), (peak, len(data))
         if measured:
             with np.errstate(all="ignore"):
                 assert len(check_record(record, backend="numpy")) == len(

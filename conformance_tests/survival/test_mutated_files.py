@@ -30,6 +30,16 @@ def records(tmp_path_factory):
     return RecordJudge(tmp_path_factory.mktemp("records"))
 
 
+def verdicts(judge, mutate):
+    """Return what came of reading mutated files, each from a seed of its own."""
+    found = set()
+    for seed in range(FILES):
+        rng = random.Random(seed)
+        data = mutate(judge.seeds[rng.choice(list(judge.seeds))], rng)
+        found.add(judge.verdict(data, measured=seed % 8 == 0))
+    return found
+
+
 def test_a_file_that_was_not_touched_is_as_saved(judge):
     """Of each kind of block; and put together again it says the same."""
     for kind, data in judge.seeds.items():
@@ -40,11 +50,7 @@ def test_a_file_that_was_not_touched_is_as_saved(judge):
 @pytest.mark.parametrize("mutate", [file_mutation.damaged, file_mutation.forged])
 def test_a_mutated_checkpoint_is_refused_or_sound(judge, mutate):
     """Whatever is damaged and not refused is exactly what was saved."""
-    found = set()
-    for seed in range(FILES):
-        rng = random.Random(seed)
-        data = mutate(judge.seeds[rng.choice(list(judge.seeds))], rng)
-        found.add(judge.verdict(data, measured=seed % 8 == 0))
+    found = verdicts(judge, mutate)
 
     assert "refused" in found
     if mutate is file_mutation.damaged:
@@ -54,13 +60,7 @@ def test_a_mutated_checkpoint_is_refused_or_sound(judge, mutate):
 @pytest.mark.parametrize("mutate", [file_mutation.damaged, record_mutation.forged])
 def test_a_mutated_record_is_refused_or_can_be_checked(records, mutate):
     """A record has no checksum: what is read is what the file says, and can be checked."""
-    found = set()
-    for seed in range(FILES):
-        rng = random.Random(seed)
-        data = mutate(records.seeds[rng.choice(list(records.seeds))], rng)
-        found.add(records.verdict(data, measured=seed % 8 == 0))
-
-    assert found == {"refused", "sound"}
+    assert verdicts(records, mutate) == {"refused", "sound"}
 
 
 def test_the_corpus_is_read_as_it_must_be(records):
