@@ -13,6 +13,22 @@ def root_of_hessian(z):
     return vectors * values.clamp(min=0).sqrt()
 
 
+def jacobians(model, x):
+    """Return the derivatives of outputs by each parameter that is trained, (N, P, ...)."""
+    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+    def outputs(params, x):
+        return torch.func.functional_call(model, params, (x[None],))[0]
+
+    return torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)
+
+
+def softmax_hessians(z):
+    """Return the Hessians of each row's cross-entropy, (N, P, P)."""
+    p = torch.softmax(z.detach(), -1)
+    return torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+
+
 def by_hand(calls, z, weight=None, labels=None):
     """Return A and G of a linear layer with a bias, from the rows of its calls.
 

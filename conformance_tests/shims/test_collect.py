@@ -14,6 +14,8 @@ from torch import nn  # noqa: E402
 
 from kfac_core_shims.torch import collect, read_factors, register_layer  # noqa: E402
 
+from ..builders.torch_rows import jacobians, softmax_hessians  # noqa: E402
+
 
 class KilledError(Exception):
     """A run was killed."""
@@ -46,14 +48,7 @@ def batches():
 def dense_blocks(model, data, names=("3", "5")):
     """Return layers' Gauss-Newton matrices of a cross-entropy, (in (+ 1), out) first."""
     x = torch.cat([x for x, _ in data])
-    params = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-
-    def outputs(params, x):
-        return torch.func.functional_call(model, params, (x[None],))[0]
-
-    J = torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)
-    p = torch.softmax(model(x).detach(), -1)
-    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    J, H = jacobians(model, x), softmax_hessians(model(x))
     found = {}
     for name in names:
         columns = [J[f"{name}.weight"]]
@@ -294,14 +289,7 @@ def test_each_expert_of_a_stack_of_weights_has_a_block():
     data = [(x, None) for x in torch.randn(23, 3, 4, dtype=torch.float64).split(5)]
     factors = collect(model, data, fisher="exact")
     x = torch.cat([x for x, _ in data])
-    params = {n: p.detach() for n, p in model.named_parameters()}
-
-    def outputs(params, x):
-        return torch.func.functional_call(model, params, (x[None],))[0]
-
-    J = torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)["0.weight"]
-    p = torch.softmax(model(x).detach(), -1)
-    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    J, H = jacobians(model, x)["0.weight"], softmax_hessians(model(x))
     blocks = {}
     for e in range(3):
         rows = J[:, :, e].flatten(2)

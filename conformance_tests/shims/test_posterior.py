@@ -10,6 +10,8 @@ from torch import nn  # noqa: E402
 
 from kfac_core_shims.torch import Posterior  # noqa: E402
 
+from ..builders.torch_rows import jacobians  # noqa: E402
+
 
 def problem(outputs=3):
     torch.manual_seed(0)
@@ -35,12 +37,7 @@ def test_covariances_are_those_of_dense_jacobians(ekfac):
     model, data = problem(outputs=9)
     posterior = Posterior(model, data, prior_precision=2.0, ekfac=ekfac)
     x = data[0][0]
-    params = {n: p.detach() for n, p in model.named_parameters()}
-
-    def outputs(params, x):
-        return torch.func.functional_call(model, params, (x[None],))[0]
-
-    J = torch.func.vmap(torch.func.jacrev(outputs), (None, 0))(params, x)
+    J = jacobians(model, x)
     expected = torch.zeros(6, 9, 9, dtype=torch.float64)
     for name, P in dense_precisions(posterior, 2.0).items():
         both = torch.cat([J[f"{name}.weight"], J[f"{name}.bias"][..., None]], dim=-1)
