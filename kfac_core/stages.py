@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, get_args
 
 from kfac_core import constraints, errors
@@ -30,7 +30,7 @@ from kfac_core.array import Array, Check, Namespace, Scalar, finite, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.precision import Precision
 from kfac_core.array.structure import static_fields, without_scalars
-from kfac_core.block import BatchLike, Block
+from kfac_core.block import BatchLike, Block, Vector
 from kfac_core.conventions import Conventions
 from kfac_core.damping import require_damping
 from kfac_core.factors.average import require_decay, require_weight
@@ -674,6 +674,8 @@ class Stage(Generic[Result]):
         Whether NumPy may compute for a library that shares its memory.
     is_product : bool
         Whether its work is products of matrices, counted in flops.
+    of_views : bool
+        Whether vectors are `HostViews`, and their products NumPy's, too.
     worth_threads : int
         Least work for which threads pay.
     keeps_stacks : bool
@@ -691,6 +693,7 @@ class Stage(Generic[Result]):
     work: Callable[[Block], int]
     on_host: bool = False
     is_product: bool = False
+    of_views: bool = False
     worth_threads: int = 0
     keeps_stacks: bool = False
     stacks: Callable[..., bool] = _never
@@ -732,6 +735,7 @@ APPLY = Stage(
     keeps_stacks=True,
     stacks=_products_stack,
 )
+APPLY_TO_VIEWS = replace(APPLY, of_views=True)
 PREPARE = Stage("prepare", prepare_block, 1, _factorization_flops)
 
 
@@ -742,6 +746,10 @@ Task: TypeAlias = tuple[Any, ...]
 
 Tasks: TypeAlias = Mapping[str, Task]
 """Tasks of a stage by block."""
+
+
+class HostViews(dict[str, dict[str, Array]]):
+    """A vector by block and parameter in NumPy, on the memory of another library."""
 
 
 class Executor:
@@ -775,6 +783,10 @@ class Executor:
         if self.updates_all:
             return {name: by_block.get(name) for name in blocks}
         return by_block
+
+    def viewed(self, vectors: Vector, /) -> Vector:
+        """Return `HostViews` of vectors where NumPy is to compute their products."""
+        return vectors
 
     def tell(self, error: Exception, /, *, product: bool = False) -> NoReturn:
         """Raise an error that this process cannot begin a stage for, on all processes.

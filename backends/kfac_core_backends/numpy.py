@@ -49,6 +49,9 @@ _SHORT = 512
 
 _ONES = {dtype: np.ones(_SHORT, dtype) for dtype in _FLOATS}
 
+_PAIRWISE = 2**16
+"""From so many numbers on, NumPy's sum in pairs is plainly more accurate than BLAS."""
+
 _FEW = 4096
 """Up to so many numbers, copying or reading them takes less time than another call."""
 
@@ -106,6 +109,13 @@ def known_all(condition: Any, /, *, xp: Any) -> bool:
 def is_plain(x: Any, /, *, xp: Any) -> bool:
     """Whether it is an array of NumPy's own class, or what it makes of 0-d arrays."""
     return type(x) is np.ndarray or isinstance(x, np.generic)
+
+
+def sum_of_products(x: Any, y: Any, /, *, xp: Any) -> Any:
+    """Return the sum of ``x * y``, of not too many numbers by BLAS."""
+    if x.dtype not in _FLOATS or x.size > _PAIRWISE:
+        return NotImplemented
+    return x.ravel().dot(y.ravel())
 
 
 def matrix_diagonal(x: Any, /, *, xp: Any) -> Any:

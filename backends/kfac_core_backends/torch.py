@@ -447,8 +447,9 @@ def host_computes(*, xp: Any, flops: int = 0, dtype: Any = None) -> bool:
 
 def host_view(x: Any, /, *, xp: Any) -> Any:
     """Return a NumPy array on the memory of a plain tensor on the CPU."""
-    known = type(x) is torch.Tensor and x.dtype in _SEEN
-    if not known or _is_compiling() or _is_wrapped(x):
+    if type(x) is not torch.Tensor or x.dtype not in _SEEN:
+        return None
+    if _is_wrapped(x) or _is_compiling():
         return None
     try:
         array: np.ndarray[Any, Any] = x.numpy()

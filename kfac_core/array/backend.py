@@ -64,6 +64,7 @@ OPERATIONS = (
     "choose",
     "constant",
     "relative_norm",
+    "sum_of_products",
     "sums_of_products",
     "count_indices",
     "sum_rows_at",

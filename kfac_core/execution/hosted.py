@@ -22,6 +22,7 @@ from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import Known, Mapped, deferred, is_structure
 from kfac_core.array.types import Tree
+from kfac_core.block import Vector
 from kfac_core.factors.statistics import Statistics
 
 LARGE = 10**8
@@ -88,6 +89,20 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
     return xp.asarray(x)
 
 
+def from_views(
+    vectors: dict[str, dict[str, Array]], /, *, like: Vector
+) -> dict[str, dict[str, Array]]:
+    """Return `HostViews` as vectors of the library of others; any others unchanged."""
+    if type(vectors) is not stages.HostViews:
+        return vectors
+    xp = ns.own_namespace(_first_array(like))
+    to_library = _native("from_host", from_host, xp)
+    return {
+        name: {key: to_library(x, xp=xp) for key, x in parts.items()}
+        for name, parts in vectors.items()
+    }
+
+
 def viewed_on_host(value: Tree, /, *, xp: Namespace) -> Tree:
     """Return structures, dicts and tuples of arrays with NumPy's on the same memory.
 
@@ -129,8 +144,7 @@ class Hosted(stages.Executor):
     ) -> dict[str, stages.Result]:
         """Return the result of a stage for each task, by name."""
         xp = _namespace_of(tasks) if stage.on_host else None
-        computes = None if xp is None else native_operation("host_computes", xp)
-        if computes is None or not computes(xp=xp):
+        if xp is None or not (stage.of_views or _computes(xp)):
             return self._inner(stage, tasks)
         # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
@@ -149,23 +163,50 @@ class Hosted(stages.Executor):
             recognized = known is not None and known[0] is first
             try:
                 view = known[1] if known and recognized else as_views(first)
-                hosted[name] = (block, view, *map(as_views, others))
+                if not stage.of_views:
+                    others = [*map(as_views, others)]
+                hosted[name] = (block, view, *others)
             except _ElsewhereError:
                 continue
             if stage.keeps_stacks and not recognized:
                 self._views[name, type(first)] = first, view
         elsewhere = {name: task for name, task in tasks.items() if name not in hosted}
-        results: dict[str, Any] = self._inner(stage, elsewhere) if elsewhere else {}
+        to_library = partial(_native("from_host", from_host, xp), xp=xp)
+        returned = _mapped(to_library, owners)
+        results: dict[str, Any] = {}
+        if elsewhere and stage.of_views:
+            for name, (*task, vector, call) in elsewhere.items():
+                elsewhere[name] = (*task, returned(vector), call)
+            results = as_views(self._inner(stage, elsewhere))
+        elif elsewhere:
+            results = self._inner(stage, elsewhere)
         if hosted:
-            to_library = partial(_native("from_host", from_host, xp), xp=xp)
-            returned = _mapped(to_library, owners)
             for name, result in self._inner(stage, hosted).items():
+                if stage.of_views:
+                    results[name] = result
+                    continue
                 if isinstance(result, Statistics):
                     results[name] = _statistics_of_library(result, to_library)
                 else:
                     results[name] = returned(result)
                 self._remember(name, results[name], result)
         return {name: results[name] for name in tasks}
+
+    def viewed(self, vectors: Vector, /) -> Vector:
+        """Return `HostViews` of vectors where NumPy is to compute their products."""
+        like = _first_array(vectors)
+        if like is None or type(like) is np.ndarray:
+            return vectors
+        xp = ns.own_namespace(like)
+        if not _computes(xp):
+            return vectors
+        view_of, views = _native("host_view", host_view, xp), stages.HostViews()
+        for name, parts in vectors.items():
+            arrays = {key: view_of(x, xp=xp) for key, x in parts.items()}
+            if any(x is None for x in arrays.values()):
+                return vectors
+            views[name] = arrays
+        return views
 
     def _remember(self, name: str, result: Tree, view: Tree) -> None:
         """Keep a structure that was returned with its view, in the place of the last."""
@@ -207,6 +248,15 @@ def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
         return array
 
     return view
+
+
+def _first_array(vectors: Vector) -> Array | None:
+    return next((x for parts in vectors.values() for x in parts.values()), None)
+
+
+def _computes(xp: Namespace) -> bool:
+    computes = native_operation("host_computes", xp)
+    return computes is not None and computes(xp=xp)
 
 
 def _native(

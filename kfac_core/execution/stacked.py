@@ -26,7 +26,7 @@ from kfac_core import constraints, errors
 from kfac_core.array import Array, map_structure, structure
 from kfac_core.array import namespaces as ns
 from kfac_core.array.types import Tree
-from kfac_core.block import Block
+from kfac_core.block import Block, Vector
 from kfac_core.stages import EXECUTOR, Executor, Result, Stage, Task, Tasks, plain
 
 STACKED_UP_TO = 128
@@ -76,6 +76,10 @@ class Stacked(Executor):
         if alone:
             results |= self._inner(stage, alone)
         return {name: results[name] for name in tasks}
+
+    def viewed(self, vectors: Vector, /) -> Vector:
+        """Return vectors as the inner executor takes them."""
+        return self._inner.viewed(vectors)
 
     def _together(self, stage: Stage[Result], tasks: Tasks) -> dict[str, Result]:
         """Return the results of equal tasks, if their stack has no flag."""

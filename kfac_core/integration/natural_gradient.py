@@ -219,6 +219,21 @@ class NaturalGradient(ScheduledSteps):
         The gradients are checked in one transfer from the device.  Processes exchange one
         small message more than the estimator's.
         """
+        unclipped = self._unclipped(
+            gradients, calls, rows=rows, loss_factor=loss_factor
+        )
+        return self._scaled(unclipped, like=gradients)
+
+    def _unclipped(
+        self,
+        gradients: Vector,
+        calls: Iterable[LayerCall],
+        /,
+        *,
+        rows: Scalar,
+        loss_factor: Scalar | None,
+    ) -> dict[str, dict[str, Array]]:
+        """Take a step, and return `directions` before they are `_scaled`."""
         if self._begun is None:
             self._take(gradients, calls, rows, loss_factor, background=False)
         else:

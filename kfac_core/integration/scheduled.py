@@ -16,6 +16,7 @@ from kfac_core.array import namespaces as ns
 from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
 from kfac_core.estimator import Estimator
+from kfac_core.execution.hosted import from_views
 from kfac_core.factors.statistics import Statistics
 from kfac_core.integration.schedules import (
     Interval,
@@ -257,31 +258,39 @@ class ScheduledSteps:
     def _clipped(
         self, gradients: Vector, rate: Scalar, bound: Scalar | None
     ) -> tuple[dict[str, dict[str, Array]], TrustRegion | None]:
-        """Return directions, and the clip that they are multiplied by."""
+        """Return directions, and the clip that they are to be multiplied by.
+
+        They are `HostViews` where NumPy computes for the gradients' library.
+        """
         if bound is None:
             require_finite(gradients)
+        views, clip = self.estimator.viewed(gradients), None
         try:
-            vectors = self.estimator.precondition(gradients)
+            vectors = self.estimator.precondition(views)
         except errors.NotFiniteError:
             require_finite(gradients)
             raise
-        if bound is None or not vectors:
-            return vectors, None
-        xp = ns.own_namespace(
-            next(x for parts in vectors.values() for x in parts.values())
-        )
-        dtype = widest(gradients, vectors, xp=xp)
-        product = dot(gradients, vectors, dtype=dtype, xp=xp)
-        size = float(backend_of(xp).to_numpy(product))
-        if not np.isfinite(size):
-            require_finite(gradients)
-        clip = self._clip_of(size, rate, bound)
-        nu = float(clip.scale)
+        if bound is not None and vectors:
+            size = _product(views, vectors)
+            if not np.isfinite(size):
+                require_finite(gradients)
+            clip = self._clip_of(size, rate, bound)
+        return vectors, clip
+
+    @property
+    def _nu(self) -> float:
+        """The factor of the last step's KL clip."""
+        return 1.0 if self.clip is None else float(self.clip.scale)
+
+    def _scaled(
+        self, vectors: dict[str, dict[str, Array]], /, *, like: Vector
+    ) -> dict[str, dict[str, Array]]:
+        """Return directions times the factor of the clip, in the gradients' library."""
+        vectors, nu = from_views(vectors, like=like), self._nu
         # Do not copy directions that are not clipped.
         if nu == 1.0:
-            return vectors, clip
-        scaled = {n: {k: x * nu for k, x in g.items()} for n, g in vectors.items()}
-        return scaled, clip
+            return vectors
+        return {n: {k: x * nu for k, x in g.items()} for n, g in vectors.items()}
 
     def _clip_of(self, product: float, rate: Scalar, bound: Scalar) -> TrustRegion:
         """Return the clip for an inner product of gradients and directions."""
@@ -339,6 +348,16 @@ class _DeferredMoments:
     def __call__(self, statistics: Statistics | None) -> Statistics:
         of_parts = (take(batch, statistics=statistics) for take, batch in self.parts)
         return functools.reduce(Statistics.merged, of_parts)
+
+
+def _product(gradients: Vector, directions: Vector) -> float:
+    """Return the inner product of gradients and directions."""
+    like = next(x for parts in directions.values() for x in parts.values())
+    xp = ns.own_namespace(like)
+    dtype = widest(gradients, directions, xp=xp)
+    with np.errstate(all="ignore"):
+        product = dot(gradients, directions, dtype=dtype, xp=xp)
+    return float(backend_of(xp).to_numpy(product))
 
 
 def require_finite(gradients: Vector, /) -> None:

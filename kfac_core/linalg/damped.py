@@ -120,7 +120,8 @@ class DampedMatrix:
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
         B: Any = self.problem.matrix
-        return tuple((self.like if B is None else B.array).shape[:-1])
+        shape: tuple[int, ...] = (self.like if B is None else B.array).shape
+        return shape[:-1]
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -131,8 +132,9 @@ class DampedMatrix:
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
         inverse = self.inverse if self.solving == "inverse" else self.cholesky
-        parts = inverse, self.cholesky, self.basis
-        return _PREPARED[tuple(part is not None for part in parts)]
+        # Without a loop: each product asks.
+        there = inverse is not None, self.cholesky is not None, self.basis is not None
+        return _PREPARED[there]
 
     def factorized(self) -> DampedMatrix:
         """Return the inverse and the Cholesky factor alone, without A and its basis."""

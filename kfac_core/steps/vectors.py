@@ -195,7 +195,7 @@ def dot(left: Vector, right: Vector, /, *, dtype: object, xp: Namespace) -> Arra
                 x, y = ns.cast(xp, x, wide), ns.cast(xp, y, wide)
             # Each array sums in its own width, and only the scalars are joined in the
             # widest.
-            part = ns.cast(xp, ns.summed(x * y, xp=xp), dtype)
+            part = ns.cast(xp, sum_of_products(x, y, xp=xp), dtype)
             total = part if total is None else total + part
     return total
 
@@ -213,6 +213,12 @@ def dots(
             arrays = [(x[block][name], y[block][name]) for x, y in pairs]
             total = total + ns.cast(xp, sums_of_products(arrays, xp=xp), dtype)
     return total
+
+
+@dispatched
+def sum_of_products(x: Array, y: Array, /, *, xp: Namespace) -> Array:
+    """Return the sum of ``x * y``, 0-d, of arrays of one shape and dtype."""
+    return ns.summed(x * y, xp=xp)
 
 
 @dispatched

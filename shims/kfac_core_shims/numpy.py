@@ -468,7 +468,8 @@ class KFAC(kc.integration.ScheduledSteps):
     def _momentum_step(self, gradients: Vector, rate: float) -> tuple[Update, Update]:
         """Return the direction of a step of a given rate, and the velocity after it."""
         bound, _ = self._clip_options()
-        direction, self.clip = self._clipped(gradients, rate, bound)
+        unclipped, self.clip = self._clipped(gradients, rate, bound)
+        direction = self._scaled(unclipped, like=gradients)
         if self._velocity is None:
             return direction, direction
         velocity = kc.steps.linear_combination(

@@ -90,8 +90,9 @@ class ComputedSite(Site):
         shapes = self.layer.parameter_shapes
         return {role: x.reshape(shapes[role]) for role, x in gradients.items()}
 
-    def write(self, direction: Mapping[str, Any]) -> None:
-        """Put a direction into the place of the gradients."""
+    def write(self, direction: Mapping[str, Any], scale: float) -> None:
+        """Put a multiple of a direction into the place of the gradients."""
+        direction = {role: scale * torch.as_tensor(x) for role, x in direction.items()}
         weight = self.part.to_module(direction["weight"]).reshape(self.gradient.shape)
         with torch.enable_grad():
             carried = self._carried(weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from warnings import warn
 
@@ -447,13 +448,23 @@ class Curvature(kc.integration.NaturalGradient):
         self._is_balanced = False
         if not self._agrees_at_once:
             self.balance()
-        device = next(self.model.parameters()).device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with self._exact():
             self.begin(
                 observation.calls,
                 rows=observation.rows,
                 loss_factor=observation.loss_factor,
             )
+
+    @contextmanager
+    def _exact(self) -> Iterator[None]:
+        """Compute without graphs, and within autocast without half precision."""
+        device = next(iter(self.sites.values())).trained[0].device.type
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                yield
+                return
+            with torch.autocast(device, enabled=False):
+                yield
 
     def discard(self) -> None:
         """Forget the passes since the last step, as for a batch that is left out.

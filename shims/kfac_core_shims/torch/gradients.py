@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import kfac_core as kc
@@ -212,6 +213,8 @@ class Gradients:
     def note_written(self, parameters: Iterable[Any], /) -> None:
         """Remember the gradients of some parameters as what a step wrote."""
         grads = [p.grad for p in parameters if p.grad is not None]
+        # NumPy, which may have written them, gives them no new version.
+        increment_version(grads)
         self._written = [(weakref.ref(g), private.version(g)) for g in grads]
 
     def require_new(self) -> None:

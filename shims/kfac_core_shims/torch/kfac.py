@@ -331,12 +331,9 @@ class KFAC(OfOneModel, Curvature):
             # Lazy, so that an error here is raised on every process.
             yield from self._passes.calls_of(passes)
 
-        # A loop may call `step` within autocast, which would multiply factors in half
-        # precision.
-        device = next(self.model.parameters()).device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with self._exact():
             try:
-                directions = self.directions(
+                directions = self._unclipped(
                     gradients,
                     calls(),
                     rows=sum(o.rows for o in passes) if passes else None,
@@ -353,10 +350,11 @@ class KFAC(OfOneModel, Curvature):
                 error.args = (message,)
                 raise
             if self._division is not None:
-                self._division.write(directions)
+                self._division.write(directions, self._nu)
             else:
+                nu = self._nu
                 for name, direction in directions.items():
-                    self.sites[name].write(direction)
+                    self.sites[name].write(direction, nu)
         # Not all sites: a layer that took no part in this batch keeps its plain
         # gradient.
         replaced = [p for name in directions for p in self.sites[name].trained]

@@ -12,6 +12,7 @@ from functools import wraps
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch._dynamo.eval_frame import remove_from_cache
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
@@ -267,6 +268,18 @@ def ids_in(modules: Iterable[torch.nn.Module], /) -> list[int]:
         for module in modules
         for x in (module, *module._modules.values(), *module._parameters.values())
     ]
+
+
+def write_product(x: Any, factor: float, target: Any, /) -> None:
+    """Write a tensor, or an array of NumPy's, times a number into a tensor.
+
+    Of NumPy's the tensor gets no new version.
+    """
+    x = x if x.shape == target.shape else x.reshape(target.shape)
+    if not isinstance(x, np.ndarray):
+        torch.mul(x, factor, out=target)
+        return
+    np.multiply(x, factor, out=target.numpy())
 
 
 def multiply_each(tensors: Sequence[Any], factor: Any, /) -> None:

@@ -197,10 +197,11 @@ class Division:
                 whole.setdefault(name, {})[role] = gradients[name][role]
         return whole
 
-    def write(self, directions: Arrays) -> None:
-        """Put slices of directions into the places of the gradients."""
+    def write(self, directions: Arrays, scale: float) -> None:
+        """Put multiples of slices of directions into the places of the gradients."""
         for name, slices in directions.items():
-            for role, x in slices.items():
+            for role, unscaled in slices.items():
+                x = unscaled if scale == 1.0 else unscaled * scale
                 p = self._sites[name].parameters[role]
                 if isinstance(p.grad, tensor.DTensor):
                     p.grad = tensor.DTensor.from_local(
@@ -222,7 +223,7 @@ class Division:
         *,
         clip_of: Callable[[float], Any] | None,
     ) -> tuple[Arrays, Any]:
-        """Return slices of the clipped directions, from those of the gradients.
+        """Return slices of the directions before the clip, from those of the gradients.
 
         Collective: of each dtype every process sends its slices to the owners, and gets
         those of the directions, unscaled, with what each owner's part of the clip is.
@@ -266,14 +267,7 @@ class Division:
         )
         if failed:
             self._agreement.vote("direction", error=error)
-        if clip_of is None:
-            return directions, None
-        clip = clip_of(sum(sizes))
-        scale = float(clip.scale)
-        return {
-            name: {role: x * scale for role, x in roles.items()}
-            for name, roles in directions.items()
-        }, clip
+        return directions, None if clip_of is None else clip_of(sum(sizes))
 
     def _as_layer(self, name: str, gradients: Mapping[str, Any]) -> dict[str, Any]:
         part = self._sites[name].part

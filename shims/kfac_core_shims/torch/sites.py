@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.layers import Part
 
 
@@ -106,17 +107,17 @@ class Site:
             gradients[role] = g if g.shape == shape else g.reshape(shape)
         return gradients
 
-    def write(self, direction: Mapping[str, Any]) -> None:
-        """Put a direction into the place of the gradients."""
+    def write(self, direction: Mapping[str, Any], scale: float) -> None:
+        """Put a multiple of a direction into the place of the gradients."""
         for role, x in direction.items():
             parameter = self.parameters[role]
             # The optimizer skips parameters without a gradient.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             target = self._rows(role, parameter.grad)
-            if role == "weight":
-                x = self.part.to_module(x)
-            target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
+            if role == "weight" and self.part.to_module is not Part.to_module:
+                x = self.part.to_module(torch.as_tensor(x))
+            private.write_product(x, scale, target)
 
     @property
     def is_stacked(self) -> bool:
