@@ -167,6 +167,33 @@ def test_tracked_dampings_are_computed_by_pytorch(on_one_thread, asked, rng):  #
         assert_close(*pair, "product", "float64")
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_products_of_views_are_views(on_one_thread, monkeypatch, rng, large):  # noqa: F811
+    """Also where the library computes large products itself."""
+    x, g, V = (rng.normal(size=s) for s in ((N, n), (N, m), (n + 1, m)))
+    estimator = estimator_of({"fc": dense_block()})
+    fed = (on_one_thread.asarray(values, "float64") for values in (x, g))
+    estimator.update({"fc": kc.Batch(*fed)})
+    estimator.refresh()
+    W, b = (on_one_thread.asarray(part, "float64") for part in (V[:n], V[n]))
+    if large:
+        monkeypatch.setattr(kc.execution.hosted, "LARGE", 0)
+        by_namespace = backend_module.natives["host_computes"]
+        monkeypatch.setitem(
+            by_namespace, "array_api_compat.torch", lambda xp, flops=0, **_: not flops
+        )
+
+    views = estimator.viewed({"fc": {"weight": W, "bias": b}})
+    U = estimator.precondition(views)["fc"]
+
+    assert np.shares_memory(views["fc"]["weight"], W.numpy())
+    assert {type(part) for part in U.values()} == {np.ndarray}
+    A, G, S = reference.kronecker_factors(x, g[None], bias=True)
+    F = reference.damped_block(A, G, S, damping=DAMPING, rule="factored")
+    expected = np.linalg.solve(F, V.reshape(-1)).reshape(V.shape)
+    assert_close(np.vstack([U["weight"], U["bias"]]), expected, "inverse", "float64")
+
+
 @pytest.mark.parametrize("how", ["read", "copied", "pickled", "replaced"])
 def test_statistics_that_nobody_has_read_are_tensors(on_one_thread, rng, how):  # noqa: F811
     x, g = rng.normal(size=(2, N, n)), rng.normal(size=(2, N, m))
