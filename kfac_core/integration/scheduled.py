@@ -108,6 +108,8 @@ class ScheduledSteps:
         self.loss_factor: Scalar = 1.0
         self.outputs: float = 1
         self.clip: TrustRegion | None = None
+        # For `_due`: of each interval the last step that was asked for.
+        self._dues: dict[str, tuple[int, Any, bool]] = {}
         for name in ("update_every", "refresh_every", "bases_every"):
             interval_at(name, getattr(self, name), 0)
         require_positive("kl_clip", kl_clip, optional=True)
@@ -316,7 +318,12 @@ class ScheduledSteps:
             self.estimator.rebase(old, moments="carried")
 
     def _due(self, name: str, interval: Interval) -> bool:
-        return self.steps % interval_at(name, interval, self.steps) == 0
+        # Hooks of each layer ask, and a step some times.
+        steps, known, due = self._dues.get(name, (-1, None, False))
+        if steps != self.steps or known is not interval:
+            due = self.steps % interval_at(name, interval, self.steps) == 0
+            self._dues[name] = self.steps, interval, due
+        return due
 
     def _snapshot(self) -> tuple[Any, ...]:
         estimator = self.estimator

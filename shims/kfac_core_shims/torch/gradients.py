@@ -83,8 +83,11 @@ class Gradients:
         self._came = False  # Gradients of a pass since the last step.
         self._on_cleared: Any = None
         self._uncleared: dict[str, None] = {}
+        # What the last step wrote, and the parameters that a pass came to, with the
+        # versions that they had then.
         self._written: list[tuple[Any, int]] = []
-        self._differentiated: list[tuple[Any, int]] = []
+        self._differentiated: list[Any] = []
+        self._versions: list[int] = []
 
     @property
     def came(self) -> bool:
@@ -142,13 +145,13 @@ class Gradients:
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has changed parameters whose gradients are awaited."""
-        awaited = {id(p) for p, _ in self._differentiated}
+        awaited = {*map(id, self._differentiated)}
         if awaited and any(
             id(p) in awaited
             for group in optimizer.param_groups
             for p in group["params"]
         ):
-            self._differentiated = [(p, -1) for p, _ in self._differentiated]
+            self._versions = [-1] * len(self._differentiated)
 
     def begin_pass(self) -> bool | None:
         """Note the backward pass that is running.
@@ -174,7 +177,8 @@ class Gradients:
 
     def _begin_to_add(self) -> None:
         changed = self._have_changed()
-        self._differentiated = [(p, private.version(p)) for p in self.trained]
+        self._differentiated = [*self.trained]
+        self._versions = private.versions(self._differentiated)
         if not self._came:
             self._find_uncleared()
             return
@@ -187,7 +191,7 @@ class Gradients:
 
     def _have_changed(self) -> bool:
         """Whether any parameter has changed since the last pass that came to it."""
-        return any(private.version(p) != version for p, version in self._differentiated)
+        return self._versions != private.versions(self._differentiated)
 
     def _are_there(self) -> bool:
         """Whether any is not zero."""
@@ -215,7 +219,8 @@ class Gradients:
         grads = [p.grad for p in parameters if p.grad is not None]
         # NumPy, which may have written them, gives them no new version.
         increment_version(grads)
-        self._written = [(weakref.ref(g), private.version(g)) for g in grads]
+        versions = private.versions(grads)
+        self._written = [*zip(map(weakref.ref, grads), versions, strict=True)]
 
     def require_new(self) -> None:
         """Raise `NotReadyError` unless they are those of passes since the last step.
@@ -239,18 +244,17 @@ class Gradients:
                 "optimizer.step(), which has then used plain gradients. Call kfac.step() "
                 "right after loss.backward(), and optimizer.step() after it."
             )
-        written = [(grad(), version) for grad, version in self._written]
-        if not written or any(
-            g is None or private.version(g) != version for g, version in written
-        ):
-            return
+        # Usually the first was cleared.
+        for grad, version in self._written:
+            if (g := grad()) is None or private.version(g) != version:
+                return
         current = {
             id(p.grad)
             for name, site in self._sites.items()
             if name not in self._replaced
             for p in site.trained
         }
-        if all(id(g) in current for g, _ in written):
+        if self._written and all(id(grad()) in current for grad, _ in self._written):
             raise kc.NotReadyError(
                 "The gradients are what the last step wrote, and would be preconditioned "
                 "twice. Call kfac.step() once, between loss.backward() and "
@@ -259,4 +263,5 @@ class Gradients:
 
     def forget(self) -> None:
         """Leave the passes of a step behind, and not what the step wrote."""
-        self._came, self._uncleared, self._differentiated = False, {}, []
+        self._came, self._uncleared = False, {}
+        self._differentiated, self._versions = [], []

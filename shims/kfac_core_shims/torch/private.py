@@ -252,6 +252,14 @@ def overflows(scaler: Any, /) -> list[Any]:
     return [x for state in states for x in state["found_inf_per_device"].values()]
 
 
+def versions(tensors: Iterable[Any], /) -> list[int]:
+    """Return `version` of each of some tensors."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [version(x) for x in tensors]
+
+
 def version(x: Any, /) -> int:
     """Return how often autograd has seen the memory of a tensor written to."""
     try:
