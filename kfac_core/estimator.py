@@ -543,7 +543,11 @@ class Estimator:
         )
 
     def viewed(self, vectors: Vector, /) -> Vector:
-        """Return vectors as `precondition` takes them fastest, perhaps NumPy's views."""
+        """Return `HostViews` where NumPy is to compute what `precondition` returns."""
+        # Counts in arrays, and layers of chains, are the library's.
+        counts = (type(b.refreshes) is int for b in self.state.blocks.values())
+        if self.network.layers.has_chains or not all(counts):
+            return vectors
         return self._executor.viewed(vectors)
 
     def apply(

@@ -443,7 +443,7 @@ class Network:
         share = state.share if executor.share is None else executor.share
         state = state.part_of(self.blocks, share)
         tasks: dict[str, Task] = {}
-        is_viewed = type(vectors) is stages.HostViews
+        is_viewed = type(vectors) is stages.HostViews and product == "multiply_inverse"
         try:
             call = ProductCall.of(product, arguments, options)
             for name, vector in self.layers.vectors(vectors).items():
@@ -451,16 +451,19 @@ class Network:
                 tasks[name] = self.blocks[name], operator, vector, call
         except Exception as error:
             executor.tell(error, product=True)
-        stage = stages.APPLY_TO_VIEWS if is_viewed else stages.APPLY
-        products = executor(stage, tasks)
+        products: Any
+        if is_viewed:
+            bound = executor(stages.INVERSE_OF_VIEWS, tasks)
+            products = stages.HostViews({n: parts for n, (parts, _) in bound.items()})
+            products.size = sum(float(size) for _, size in bound.values())
+        else:
+            products = executor(stages.APPLY, tasks)
         for name, vector in products.items():
             # A state of `initial` holds a placeholder until its first good refresh.  A
             # traced count cannot raise, so the products are zero until then.
             if type(refreshes := state.blocks[name].refreshes) is not int:
                 products[name] = states.zero_unless(refreshes > 0, vector)
-        if self.layers.has_chains:
-            products = self.layers.products(products)
-        return stages.HostViews(products) if is_viewed else products
+        return self.layers.products(products) if self.layers.has_chains else products
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh; see `Estimator.operator`."""

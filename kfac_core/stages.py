@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, get_args
 
 from kfac_core import constraints, errors
@@ -525,6 +526,37 @@ def apply_block(
     return block.layer.matrix_to_parameters(product)
 
 
+Bound: TypeAlias = Callable[[Mapping[str, Any]], tuple[dict[str, Any], Array]]
+"""``V -> (P V, V . P V)`` of a block's parameters, with the inverse P."""
+
+
+def bound_inverse(block: Block, operator: CurvatureOperator, /) -> Bound:
+    """Return a block's product with an inverse, of arrays without graphs.
+
+    As `apply_block`, but what the operator decides for all vectors is asked once.
+    """
+    layer, multiply = block.layer, operator.bound_inverse()
+
+    def product(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], Array]:
+        U, size = multiply(layer.parameters_to_matrix(parameters))
+        return layer.matrix_to_parameters(U), size
+
+    return product
+
+
+def apply_bound(
+    block: Block,
+    bound: Bound,
+    parameters: Mapping[str, Any],
+    call: ProductCall,
+    /,
+    *,
+    name: str = "block",
+) -> tuple[dict[str, Any], Array]:
+    """Return a block's product by `bound_inverse`."""
+    return bound(parameters)
+
+
 def prepare_block(
     block: Block,
     operator: CurvatureOperator,
@@ -674,8 +706,9 @@ class Stage(Generic[Result]):
         Whether NumPy may compute for a library that shares its memory.
     is_product : bool
         Whether its work is products of matrices, counted in flops.
-    of_views : bool
-        Whether vectors are `HostViews`, and their products NumPy's, too.
+    bind : callable, optional
+        ``bind(block, operator)``, for vectors that are `HostViews`: returns what `run`
+        takes in the place of the operator.
     worth_threads : int
         Least work for which threads pay.
     keeps_stacks : bool
@@ -693,7 +726,7 @@ class Stage(Generic[Result]):
     work: Callable[[Block], int]
     on_host: bool = False
     is_product: bool = False
-    of_views: bool = False
+    bind: Callable[[Block, CurvatureOperator], Bound] | None = None
     worth_threads: int = 0
     keeps_stacks: bool = False
     stacks: Callable[..., bool] = _never
@@ -735,7 +768,9 @@ APPLY = Stage(
     keeps_stacks=True,
     stacks=_products_stack,
 )
-APPLY_TO_VIEWS = replace(APPLY, of_views=True)
+INVERSE_OF_VIEWS: Stage[tuple[dict[str, Any], Array]] = Stage(
+    **{**vars(APPLY), "run": apply_bound, "bind": bound_inverse}
+)
 PREPARE = Stage("prepare", prepare_block, 1, _factorization_flops)
 
 
@@ -749,7 +784,15 @@ Tasks: TypeAlias = Mapping[str, Task]
 
 
 class HostViews(dict[str, dict[str, Array]]):
-    """A vector by block and parameter in NumPy, on the memory of another library."""
+    """A vector by block and parameter in NumPy, on the memory of another library.
+
+    Attributes
+    ----------
+    size : float
+        Of products, the inner product with the vector.
+    """
+
+    size: float = math.nan
 
 
 class Executor:

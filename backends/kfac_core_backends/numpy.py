@@ -115,6 +115,8 @@ def sum_of_products(x: Any, y: Any, /, *, xp: Any) -> Any:
     """Return the sum of ``x * y``, of not too many numbers by BLAS."""
     if x.dtype not in _FLOATS or x.size > _PAIRWISE:
         return NotImplemented
+    if x.flags.f_contiguous:
+        x, y = x.T, y.T
     return x.ravel().dot(y.ravel())
 
 

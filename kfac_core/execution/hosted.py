@@ -22,7 +22,7 @@ from kfac_core.array.backend import native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import Known, Mapped, deferred, is_structure
 from kfac_core.array.types import Tree
-from kfac_core.block import Vector
+from kfac_core.block import Block, Vector
 from kfac_core.factors.statistics import Statistics
 
 LARGE = 10**8
@@ -134,6 +134,8 @@ class Hosted(stages.Executor):
         self._inner = inner
         # The last structure of each class of a block, and its view.
         self._views: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
+        # The last operator of a block, and its product with views.
+        self._bound: dict[str, tuple[Any, stages.Bound]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make a copy, which starts with empty caches."""
@@ -143,54 +145,79 @@ class Hosted(stages.Executor):
         self, stage: stages.Stage[stages.Result], tasks: stages.Tasks, /
     ) -> dict[str, stages.Result]:
         """Return the result of a stage for each task, by name."""
+        if stage.bind is not None:
+            return self._products_of_views(stage, tasks)
         xp = _namespace_of(tasks) if stage.on_host else None
-        if xp is None or not (stage.of_views or _computes(xp)):
+        if xp is None or not _computes(xp):
             return self._inner(stage, tasks)
         # Inputs that a result passes through become the library's original arrays again.
         owners: Known = {}
         as_views = _mapped(_viewed_by(xp, owners))
         hosted: dict[str, stages.Task] = {}
         for name, (block, first, *others) in tasks.items():
-            if stage.is_product:
-                flops = stage.work(block)
-                # Large products are as fast in the library, which may use more threads.
-                if flops >= LARGE and not host_computes(
-                    xp=xp, flops=flops, dtype=first.like.dtype
-                ):
-                    continue
+            if stage.is_product and _is_large(stage, block, first, xp):
+                continue
             known = self._views.get((name, type(first)))
             # By identity: the structure that the last call returned, with its views.
             recognized = known is not None and known[0] is first
             try:
                 view = known[1] if known and recognized else as_views(first)
-                if not stage.of_views:
-                    others = [*map(as_views, others)]
-                hosted[name] = (block, view, *others)
+                hosted[name] = (block, view, *map(as_views, others))
             except _ElsewhereError:
                 continue
             if stage.keeps_stacks and not recognized:
                 self._views[name, type(first)] = first, view
         elsewhere = {name: task for name, task in tasks.items() if name not in hosted}
-        to_library = partial(_native("from_host", from_host, xp), xp=xp)
-        returned = _mapped(to_library, owners)
-        results: dict[str, Any] = {}
-        if elsewhere and stage.of_views:
-            for name, (*task, vector, call) in elsewhere.items():
-                elsewhere[name] = (*task, returned(vector), call)
-            results = as_views(self._inner(stage, elsewhere))
-        elif elsewhere:
-            results = self._inner(stage, elsewhere)
+        results: dict[str, Any] = self._inner(stage, elsewhere) if elsewhere else {}
         if hosted:
+            to_library = partial(_native("from_host", from_host, xp), xp=xp)
+            returned = _mapped(to_library, owners)
             for name, result in self._inner(stage, hosted).items():
-                if stage.of_views:
-                    results[name] = result
-                    continue
                 if isinstance(result, Statistics):
                     results[name] = _statistics_of_library(result, to_library)
                 else:
                     results[name] = returned(result)
                 self._remember(name, results[name], result)
         return {name: results[name] for name in tasks}
+
+    def _products_of_views(
+        self, stage: stages.Stage[stages.Result], tasks: stages.Tasks
+    ) -> dict[str, stages.Result]:
+        """Return products with NumPy's vectors, by operators that are bound once."""
+        bound: dict[str, stages.Task] = {}
+        for name, (block, operator, *others) in tasks.items():
+            known = self._bound.get(name)
+            if known is None or known[0] is not operator:
+                known = operator, self._bind(stage, name, block, operator)
+                self._bound[name] = known
+            bound[name] = block, known[1], *others
+        # What is not finite is found, and told with its block.
+        with np.errstate(all="ignore"):
+            return self._inner(stage, bound)
+
+    def _bind(
+        self, stage: stages.Stage[Any], name: str, block: Block, operator: Any
+    ) -> stages.Bound:
+        """Return an operator's product, of NumPy's vectors."""
+        assert stage.bind is not None
+        xp = ns.own_namespace(operator.like)
+        as_views = _mapped(_viewed_by(xp, {}))
+        if not _is_large(stage, block, operator, xp):
+            known = self._views.get((name, type(operator)))
+            is_known = known is not None and known[0] is operator
+            try:
+                view = known[1] if known and is_known else as_views(operator)
+                return stage.bind(block, view)
+            except _ElsewhereError:
+                pass
+        product: stages.Bound = stage.bind(block, operator)
+
+        def in_library(vector: Any) -> Any:
+            # Anew, since what maps arrays keeps those that it has seen.
+            to_library = _mapped(partial(_native("from_host", from_host, xp), xp=xp))
+            return _mapped(_viewed_by(xp, {}))(product(to_library(vector)))
+
+        return in_library
 
     def viewed(self, vectors: Vector, /) -> Vector:
         """Return `HostViews` of vectors where NumPy is to compute their products."""
@@ -257,6 +284,15 @@ def _first_array(vectors: Vector) -> Array | None:
 def _computes(xp: Namespace) -> bool:
     computes = native_operation("host_computes", xp)
     return computes is not None and computes(xp=xp)
+
+
+def _is_large(
+    stage: stages.Stage[Any], block: Block, operator: Any, xp: Namespace
+) -> bool:
+    """Whether the library computes a block's products itself, perhaps on more threads."""
+    flops = stage.work(block)
+    dtype = operator.like.dtype
+    return flops >= LARGE and not host_computes(xp=xp, flops=flops, dtype=dtype)
 
 
 def _native(

@@ -28,7 +28,7 @@ from kfac_core.integration.schedules import (
     value_at,
 )
 from kfac_core.losses import Loss
-from kfac_core.stages import batch_moments
+from kfac_core.stages import HostViews, batch_moments
 from kfac_core.state import copied
 from kfac_core.steps.trust_region import TrustRegion, clip_of_product
 from kfac_core.steps.vectors import Vector, dot, widest
@@ -273,7 +273,10 @@ class ScheduledSteps:
             require_finite(gradients)
             raise
         if bound is not None and vectors:
-            size = _product(views, vectors)
+            if isinstance(vectors, HostViews):
+                size = vectors.size
+            else:
+                size = _product(gradients, vectors)
             if not np.isfinite(size):
                 require_finite(gradients)
             clip = self._clip_of(size, rate, bound)
@@ -362,8 +365,7 @@ def _product(gradients: Vector, directions: Vector) -> float:
     like = next(x for parts in directions.values() for x in parts.values())
     xp = ns.own_namespace(like)
     dtype = widest(gradients, directions, xp=xp)
-    with np.errstate(all="ignore"):
-        product = dot(gradients, directions, dtype=dtype, xp=xp)
+    product = dot(gradients, directions, dtype=dtype, xp=xp)
     return float(backend_of(xp).to_numpy(product))
 
 

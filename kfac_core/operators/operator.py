@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
@@ -27,6 +27,7 @@ from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.damped import GONE, DampedMatrix, real_exponent
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.groups import join_groups, split_groups
+from kfac_core.linalg.products import sum_of_products
 from kfac_core.operators.linear_map import LinearMap
 
 VECTOR_PRODUCTS = (
@@ -46,6 +47,9 @@ FACTORIZATION_OF: dict[str, Factorization] = {
     "sample": "cholesky",
 }
 """The factorization that each product needs."""
+
+_TINY = 1e-30
+"""An entry above this is far from the range where float32 loses digits."""
 
 EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
 """The `unsupported_products` of an operator that has every product."""
@@ -205,6 +209,33 @@ class CurvatureOperator(LinearMap):
         """Return ``F_damped^-1 v``."""
         V, xp = self._enter(vector, "multiply_inverse")
         return self._leave(self._multiply_inverse(V, xp), vector, xp, divides=True)
+
+    def bound_inverse(self) -> Callable[[Array], tuple[Array, Array]]:
+        """Return the function ``v -> (u, u . v)``, ``u = F_damped^-1 v``, of one vector.
+
+        As `multiply_inverse`, but what all vectors have in common is asked once.  Of a
+        stack there is an inner product for each vector.
+        """
+        like, shape = self.like, self.vector_shape
+        xp = ns.own_namespace(like)
+        is_plain = "multiply_inverse" not in self.unsupported_products and (
+            self.stack_shape == shape and self.inner_shape in (None, shape)
+        )
+
+        def product(v: Array) -> tuple[Array, Array]:
+            fits = v.shape == shape and v.dtype == like.dtype
+            if not (is_plain and fits and ns.common_namespace(v, like)):
+                u = self.multiply_inverse(v)
+                return u, xp.sum(u * v, axis=(-2, -1))
+            u = self._multiply_inverse(v, xp)
+            size = sum_of_products(v, u, xp=xp)
+            # A finite sum shows that all numbers are, and one entry nearly always that
+            # there is no underflow.
+            if not (math.isfinite(size) and abs(float(u[-1, -1])) > _TINY):
+                u = self._leave(u, v, xp, divides=True)
+            return u, size
+
+        return product
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
@@ -434,7 +465,7 @@ class CurvatureOperator(LinearMap):
             0 not in product.shape
             # One entry nearly always shows that the product has not underflowed; only if
             # it is tiny are all of them read.
-            and abs(float(product[(-1,) * product.ndim])) <= 1e-30
+            and abs(float(product[(-1,) * product.ndim])) <= _TINY
             and _has_underflowed(product, vector, divides, xp)
         ):
             raise errors.NotFiniteError(

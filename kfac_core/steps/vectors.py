@@ -22,6 +22,7 @@ from kfac_core.array.dispatch import dispatched
 from kfac_core.array.structure import is_structure
 from kfac_core.block import Vector as Vector
 from kfac_core.layers.feeding import detached_array
+from kfac_core.linalg.products import sum_of_products
 
 
 def inner_product(left: Vector, right: Vector, /) -> Array:
@@ -213,12 +214,6 @@ def dots(
             arrays = [(x[block][name], y[block][name]) for x, y in pairs]
             total = total + ns.cast(xp, sums_of_products(arrays, xp=xp), dtype)
     return total
-
-
-@dispatched
-def sum_of_products(x: Array, y: Array, /, *, xp: Namespace) -> Array:
-    """Return the sum of ``x * y``, 0-d, of arrays of one shape and dtype."""
-    return ns.summed(x * y, xp=xp)
 
 
 @dispatched
