@@ -229,10 +229,11 @@ class Hosted(stages.Executor):
             return vectors
         view_of, views = _native("host_view", host_view, xp), stages.HostViews()
         for name, parts in vectors.items():
-            arrays = {key: view_of(x, xp=xp) for key, x in parts.items()}
-            if any(x is None for x in arrays.values()):
-                return vectors
-            views[name] = arrays
+            arrays = views[name] = {}
+            for key, x in parts.items():
+                if (array := view_of(x, xp=xp)) is None:
+                    return vectors
+                arrays[key] = array
         return views
 
     def _remember(self, name: str, result: Tree, view: Tree) -> None:

@@ -131,7 +131,8 @@ def require_parameters(
     xp = ns.namespace_of(**parameters)
     for name, x in parameters.items():
         ns.require_floating(xp, x, name)
-        ns.require_matrix(x, tuple(shapes[name]), name)
+        if x.shape != shapes[name]:
+            ns.require_matrix(x, tuple(shapes[name]), name)
     return xp
 
 

@@ -85,12 +85,13 @@ def unflatten_parameters(
     ShapeError
         For another shape.
     """
-    xp = ns.namespace_of(matrix=matrix)
+    xp = ns.own_namespace(matrix)
     sizes = [math.prod(shape) for shape in shapes.values()]
     ns.require_matrix(matrix, (sum(sizes), 1), "matrix")
     parameters, start = {}, 0
     for (name, shape), size in zip(shapes.items(), sizes, strict=True):
         part = matrix[start : start + size, 0]
-        parameters[name] = xp.reshape(part, tuple(shape))
+        # A view of it already where that is one axis.
+        parameters[name] = part if len(shape) == 1 else xp.reshape(part, tuple(shape))
         start += size
     return parameters

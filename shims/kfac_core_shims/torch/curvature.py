@@ -140,7 +140,7 @@ class Curvature(kc.integration.NaturalGradient):
     @property
     def wants_statistics(self) -> bool:
         """Whether the next step needs calls with output gradients."""
-        return self._collects or self._due("update_every", self.update_every)
+        return self._collects or super().wants_statistics
 
     @property
     def wants_outputs(self) -> bool:
