@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import kfac_core
+
+from ..builders.programs import run_python
 
 ROOT = Path(kfac_core.__file__).parent
 
@@ -216,12 +217,7 @@ def test_the_import_is_light(names):
     if names == "everything":
         program += "[getattr(kfac_core, name) for name in kfac_core.__all__]; "
 
-    done = subprocess.run(
-        [sys.executable, "-c", program + "print(*sorted(sys.modules))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", program + "print(*sorted(sys.modules))", check=True)
 
     modules = set(done.stdout.split())
     loaded = {name.split(".")[0] for name in modules}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
+
+from ..builders.programs import run_python
 
 VARIABLE = "KFAC_CORE_BACKEND"
 
@@ -58,12 +58,8 @@ def test_the_import_does_not_read_the_variable():
         "except kc.UnknownBackendError as error: print(error)\n"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {VARIABLE: "nonsense"},
-        capture_output=True,
-        text=True,
-        check=True,
+    done = run_python(
+        "-c", program, env=os.environ | {VARIABLE: "nonsense"}, check=True
     )
 
     first, second = done.stdout.splitlines()
@@ -103,9 +99,7 @@ def test_a_backend_that_is_not_installed_is_refused(name, requires_adapters):
         "except kc.KFACError as error: print(type(error).__name__, error)\n"
     )
 
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", program, check=True)
 
     assert done.stdout.startswith(f"BackendUnavailableError Backend '{name}'")
     assert "pip install" in done.stdout
@@ -202,13 +196,7 @@ def test_jax_without_float64_raises(requires_backend):
     )
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
 
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", program, env=env, check=True)
 
     refused, narrow, wide = done.stdout.splitlines()
     assert "round float64 to 32 bits" in refused

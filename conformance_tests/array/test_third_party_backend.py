@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from kfac_core.array.backend import ENTRY_POINT_GROUP, native_operations
+
+from ..builders.programs import run_python
 
 
 def test_the_example_backend_computes(requires_backend):
@@ -84,11 +85,8 @@ def with_adapter(folder, text, program, *, name="broken"):
     (folder / f"kfac_broken_{name}.py").write_text(text + "\n")
     # Before whatever of that name is installed.
     paths = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": paths, "KFAC_CORE_BACKEND": name},
-        capture_output=True,
-        text=True,
+    return run_python(
+        "-c", program, env=os.environ | {"PYTHONPATH": paths, "KFAC_CORE_BACKEND": name}
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+
+from ..builders.programs import run_python
 
 BROKEN = {
     "scipy": "raise OSError('libopenblas.so: cannot open shared object file')",
@@ -40,14 +41,7 @@ def broken(tmp_path):
     environment = os.environ | {"PYTHONPATH": path, "KFAC_CORE_BACKEND": "numpy"}
 
     def run(*arguments):
-        return subprocess.run(
-            [sys.executable, *arguments],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=tmp_path,
-            check=False,
-        )
+        return run_python(*arguments, env=environment, cwd=tmp_path)
 
     return run
 

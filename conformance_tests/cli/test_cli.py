@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from kfac_core.cli import commands, main
+
+from ..builders.programs import run_python
 
 VARIABLE = "KFAC_CORE_BACKEND"
 
@@ -29,11 +29,10 @@ def run(*arguments, backend=None, blocked=()):
         f"sys.exit(main({list(arguments)!r}))\n"
     )
     env = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    return subprocess.run(
-        [sys.executable, "-c", program],
+    return run_python(
+        "-c",
+        program,
         env=env if backend is None else env | {VARIABLE: backend},
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 
@@ -51,9 +50,7 @@ def test_doctor_imports_only_the_chosen_library():
         "print(*sys.modules, file=sys.stderr)\n"
     )
     env = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
+    done = run_python("-c", program, env=env)
 
     assert not {"torch", "jax", "cupy"} & set(done.stderr.split())
     found = json.loads(done.stdout)

@@ -20,6 +20,7 @@ import kfac_core as kc
 from kfac_core.cli import commands, main
 
 from ..builders.layers import dense_layer
+from ..builders.programs import run_python
 from ..conformance.test_records import path_of
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +58,10 @@ def run(name, *arguments):
         f"sys.exit(main({[name, *arguments]!r}))\n"
     )
     env = {k: v for k, v in os.environ.items() if k != "KFAC_CORE_BACKEND"}
-    return subprocess.run(
-        [sys.executable, "-c", program],
+    return run_python(
+        "-c",
+        program,
         env=env | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
         timeout=300,
     )
 

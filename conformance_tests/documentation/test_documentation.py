@@ -7,13 +7,13 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kfac_core
+
+from ..builders.programs import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -51,13 +51,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
         runpy.run_path(str(program), run_name="__main__")
         return
     environment = {**os.environ, "PYTHONWARNINGS": "error:::__main__"}
-    ran = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = run_python(program, env=environment)
 
     assert ran.returncode == 0, ran.stderr[-4000:]
 

@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ..builders.programs import run_python
 
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery"
 PROGRAMS = sorted(path.stem for path in GALLERY.glob("plot_*.py"))
@@ -31,12 +31,6 @@ def test_the_program_runs(tmp_path, name):
     program = tmp_path / f"{name}.py"
     program.write_text(text, encoding="utf-8")
     environment = os.environ | {"MPLBACKEND": "Agg"}
-    ran = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    ran = run_python(program, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 import kfac_core as kc
 
+from ..builders.programs import run_python
 from ..builders.tolerances import assert_close
 from ..builders.tracing import compiler_of
 
@@ -143,9 +141,7 @@ def test_the_first_call_of_a_process_may_be_compiled(torch, rule):
     compiler_of("torch")
     program = COLD.replace("{rule}", rule)
 
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-    )
+    done = run_python("-c", program, timeout=300)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "0"]

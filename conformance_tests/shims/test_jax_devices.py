@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from ..builders.programs import run_python
 
 pytest.importorskip("jax")
 
@@ -34,13 +34,10 @@ def test_two_devices_take_the_step_of_one(rng):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
         "--xla_backend_optimization_level=0",
     }
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
+    done = run_python(
+        PROGRAM,
         input=json.dumps(given, default=lambda array: array.tolist()),
         env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

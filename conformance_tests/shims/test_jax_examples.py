@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ..builders.programs import run_python
 
 PROGRAM = Path(__file__).parents[2] / "docs/examples/training/jax_libraries.py"
 MODULES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
@@ -30,12 +30,7 @@ def test_a_module_trains_with_the_defaults(module, request):
         pytest.skip(f"{MODULES[module]} is not installed")
     if module != "nnx" and not request.config.getoption("--thorough"):
         pytest.skip("JAX compiles each for seconds; see --thorough")
-    ran = subprocess.run(
-        [sys.executable, str(PROGRAM), "--steps", "15", "--modules", module],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    ran = run_python(PROGRAM, "--steps", "15", "--modules", module, check=True)
     name, loss = ran.stdout.split(": ")
 
     assert name == module

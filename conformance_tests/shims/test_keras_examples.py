@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ..builders.programs import run_python
 
 PROGRAM = Path(__file__).parents[2] / "docs/examples/training/keras_sequences.py"
 
@@ -20,12 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 def test_networks_of_sequences_train_with_the_defaults():
     """LSTM, GRU and attention: no layer is left out, and K-FAC learns in one epoch."""
-    ran = subprocess.run(
-        [sys.executable, str(PROGRAM), "--quick"],
-        env={**os.environ, "KERAS_BACKEND": "torch"},
-        capture_output=True,
-        text=True,
-        check=True,
+    ran = run_python(
+        PROGRAM, "--quick", env={**os.environ, "KERAS_BACKEND": "torch"}, check=True
     )
     losses = {}
     for line in ran.stdout.splitlines()[1:]:
