@@ -332,6 +332,28 @@ if lapack is not None:
             diagonal[...] = np.nan
         return a
 
+    def certified_cholesky(
+        matrix: Any, z: Any, shift: Any, /, *, limit: float, xp: Any
+    ) -> Any:
+        """Return a factor of a small matrix and its residual, without calls in between."""
+        a, x = matrix.array, z[:, 0]
+        if a.ndim != 2 or len(a) > _COPIED or a.dtype not in _FLOATS or not _is_ours(a):
+            return None
+        symv, trmv, nrm2 = _SYMV[a.dtype], _TRMV[a.dtype], _NRM2[a.dtype]
+        image = symv(1.0, a, x, shift, x, 0, 1, 0, 1, 1)
+        lower = a.copy("F")
+        diagonal = lower.T.reshape(-1)[:: len(a) + 1]
+        diagonal += shift
+        root = math.sqrt(max(0.0, diagonal.max()))
+        # NaN and infinity fail in each of the comparisons.
+        if not (shift >= 0.0 and nrm2(image) < math.inf) or potrf(lower) != 0:
+            return None
+        error = trmv(lower, trmv(lower, x, 0, 1, 1, 1), 0, 1, 1, 0) - image
+        ratio = root / diagonal.min()
+        solving = np.finfo(a.dtype).eps * ratio * ratio
+        residual = max(nrm2(error) / (nrm2(image) or 1.0), solving)
+        return (lower, np.asarray(residual)) if residual <= limit else None
+
     def restored_matrix(matrix: Any, diagonal: Any, /, *, xp: Any) -> Any:
         """Mirror what stands above the diagonal, and put the diagonal back."""
         a = matrix.array
@@ -471,6 +493,17 @@ if lapack is not None:
         if v.shape[1] == 1:
             return _by_vector(_TRMV, lower, v, transpose=transpose)
         return _beside(_TRMM, lower, v, transpose=transpose)
+
+    def solve_cholesky(lower: Any, b: Any, /, *, xp: Any) -> Any:
+        """Solve with L and its transpose by TRSV, for one column."""
+        if lower.ndim != 2 or b.shape[1:] != (1,) or lower.dtype not in _FLOATS:
+            return NotImplemented
+        a, is_lower = _stored(lower)
+        # By position as above: the step and the offset of x, lower, trans.
+        half = _TRSV[a.dtype](a, b[:, 0], 1, 0, is_lower, 1 - is_lower)
+        x = _TRSV[a.dtype](a, half, 1, 0, is_lower, is_lower)[:, None]
+        # A zero on the diagonal is divided by.
+        return x if lower.diagonal().all() else np.full_like(b, np.nan)
 
     def _by_vector(
         routine: dict[np.dtype[Any], Any], lower: Any, v: Any, /, *, transpose: bool

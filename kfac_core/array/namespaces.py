@@ -407,6 +407,13 @@ def summed(x: Array, /, *, xp: Namespace) -> Array:
     return x.sum() if hasattr(x, "sum") else xp.sum(x)
 
 
+def where(condition: Array, x: Scalar, y: Scalar, /, *, xp: Namespace) -> Scalar:
+    """Return x where a condition holds, else y; without a call for a scalar of NumPy."""
+    if isinstance(condition, np.bool_):
+        return x if condition else y
+    return xp.where(condition, x, y)
+
+
 def ones(
     shape: tuple[int, ...], dtype: object, /, *, like: Array, xp: Namespace
 ) -> Array:

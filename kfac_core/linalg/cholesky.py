@@ -88,6 +88,19 @@ def cholesky_in_place(
 
 
 @dispatched
+def certified_cholesky(
+    matrix: SymmetricMatrix, z: Array, shift: Scalar, /, *, limit: float, xp: Namespace
+) -> tuple[Array, Array] | None:
+    """Return the lower Cholesky factor of ``B + shift I``, and its residual.
+
+    The residual is the larger one of `kfac_core.linalg.certificate.cholesky_residual`, of
+    a probe vector z, and `pivot_error`.  None where a backend does not know at once that it
+    is below the limit; B is not written to.
+    """
+    return None
+
+
+@dispatched
 def restored_matrix(
     matrix: SymmetricMatrix, diagonal: Array, /, *, xp: Namespace
 ) -> SymmetricMatrix:

@@ -22,6 +22,7 @@ from kfac_core.array.finite import is_plain, known_finite, known_true, quiet
 from kfac_core.array.structure import without_scalars
 from kfac_core.linalg import certificate, symmetric
 from kfac_core.linalg.cholesky import (
+    certified_cholesky,
     cholesky_in_place,
     cholesky_inverse,
     damped_cholesky,
@@ -84,6 +85,15 @@ def cholesky_factor(
     ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
     """
     xp = ns.own_namespace(problem.matrix.array)
+    if in_place and not problem.roundoff:
+        z, limit = (
+            certificate.probe_of(problem.matrix.array, xp),
+            certificate.RESIDUAL_LIMIT,
+        )
+        known = certified_cholesky(problem.matrix, z, problem.shift, limit=limit, xp=xp)
+        if known is not None:
+            clipped, fallback = no_fallback(known[1], True, xp)
+            return CholeskyFactor(known[0], fallback, known[1], clipped, fallback)
     # What raises goes on to the fallbacks, which need B.
     attempt = partial(
         _attempt_cholesky, in_place=in_place, restores=in_place and check == "raise"
@@ -303,7 +313,7 @@ def _attempt_cholesky(
     residual = certificate.cholesky_residual(lower, probed.z, probed.image, xp=xp)
     # L L^T is always close to M, but solving with L is inaccurate for ill-conditioned M.
     solving = certificate.pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
-    residual = xp.where(residual > solving, residual, solving)
+    residual = xp.maximum(residual, solving)
     if probed.resolution is not None:
         # Every pivot of L L^T is at least the smallest eigenvalue.
         pivots = xp.linalg.diagonal(lower)

@@ -67,6 +67,13 @@ def solve_triangular(
 
 
 @dispatched
+def solve_cholesky(lower: Array, b: Array, /, *, xp: Namespace) -> Array:
+    """Solve ``L L^T x = b``; see `solve_triangular`."""
+    half = solve_triangular(lower, b, transpose=False, xp=xp)
+    return solve_triangular(lower, half, transpose=True, overwrite=True, xp=xp)
+
+
+@dispatched
 def multiply_triangular(
     lower: Array, v: Array, /, *, transpose: bool, xp: Namespace
 ) -> Array:

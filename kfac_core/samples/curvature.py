@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kfac_core import errors
 from kfac_core.array import Array, Check, Namespace, Scalar
 from kfac_core.array import namespaces as ns
@@ -29,7 +31,7 @@ from kfac_core.damping import require_damping
 from kfac_core.linalg.factorizations import CholeskyFactor
 from kfac_core.linalg.factorize import cholesky_factor
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
-from kfac_core.linalg.triangular import solve_triangular
+from kfac_core.linalg.triangular import solve_cholesky
 from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.iterative import IterativeKernel, NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Matrices, Parameters
@@ -61,9 +63,8 @@ class DirectKernel:
 
     def solve(self, right: Array, /) -> Array:
         """Return ``(K + shift I)^-1 r`` for r of shape (R, 1)."""
-        L, xp = self.cholesky.lower, ns.own_namespace(right)
-        half = solve_triangular(L, right, transpose=False, xp=xp)
-        return solve_triangular(L, half, transpose=True, overwrite=True, xp=xp)
+        xp = ns.own_namespace(right)
+        return solve_cholesky(self.cholesky.lower, right, xp=xp)
 
     def trace(self) -> Array:
         """Return the trace of K, 0-d."""
@@ -199,8 +200,8 @@ class SampleCurvature:
         ):
             return False
         roundoff = ns.roundoff_of(self.jacobian.like.dtype, xp=xp)
-        norm = ns.summed(w * (target - kernel.shift * w), xp=xp)
-        bound = roundoff**2 * kernel.gram_trace * ns.summed(w * w, xp=xp)
+        norm = inner(w, target - kernel.shift * w, xp=xp)
+        bound = roundoff**2 * kernel.gram_trace * inner(w, w, xp=xp)
         return known_true(bound <= ACCURACY**2 * norm, xp=xp)
 
     def solve_kernel(self, c: Array, /) -> Array:
@@ -496,7 +497,8 @@ def damped_kernel(
     trace = K.trace()
     least = ns.roundoff_of(K.array.dtype, xp=xp) / ACCURACY * trace
     shift = lam * J.examples
-    if check == "raise" and truth_of(shift < least, xp=xp):
+    too_small = truth_of(shift < least, xp=xp) if check == "raise" else None
+    if too_small:
         raise errors.DampingError(
             f"Expected a damping of at least {float(least) / J.examples:.1e} for K in "
             f"{K.array.dtype}, so that directions are right to {ACCURACY:.0e}, got "
@@ -505,7 +507,8 @@ def damped_kernel(
     if isinstance(K, NystromKernel):
         kernel = IterativeKernel(J, K, lam * J.examples)
         return SampleCurvature(J, kernel, lam)
-    roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
+    # What storing K rounds off is far below a shift that was compared with its trace.
+    roundoff = 0.0 if too_small is False else ns.roundoff_of(K.array.dtype, xp=xp)
     problem = ScaledMatrix(K, ns.full_of(xp, 1.0, K.array), shift, roundoff)
     factor = cholesky_factor(problem, check=check, name="K", in_place=overwrite)
     return SampleCurvature(J, DirectKernel(factor, shift, trace), lam, centered)
@@ -538,6 +541,12 @@ def _of_both(
 ) -> dict[str, Array]:
     """Return a function of two vectors in the space of parameters, entry by entry."""
     return {name: function(x, second[name]) for name, x in first.items()}
+
+
+def inner(x: Array, y: Array, /, *, xp: Namespace) -> Array:
+    """Return the inner product in the space of samples, 0-d."""
+    # A sum takes NumPy as long as three products of vectors.
+    return x @ y if type(x) is np.ndarray and x.ndim == 1 else ns.summed(x * y, xp=xp)
 
 
 def squared_norm(matrices: Matrices) -> Scalar:

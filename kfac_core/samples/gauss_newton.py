@@ -30,7 +30,7 @@ from kfac_core.integration.likelihoods import row_loss
 from kfac_core.integration.schedules import Schedule, require_positive
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.losses.loss import Loss
-from kfac_core.samples.curvature import ACCURACY, damped_kernel
+from kfac_core.samples.curvature import ACCURACY, damped_kernel, inner
 from kfac_core.samples.iterative import NystromKernel
 from kfac_core.samples.jacobian import Jacobian, Matrices, Parameters
 from kfac_core.samples.search import Evaluation, search_step
@@ -171,14 +171,13 @@ class BatchProgress(NamedTuple):
         weight = AVERAGING * self.weight + (1 - AVERAGING)
         # The first averages are too small by their weight, as the moments of Adam.
         mean = average / weight
-        fell = mean < FALL * self.least
-        waited = (self.waited + 1) * (1 - ns.cast(xp, fell, loss.dtype))
+        fell, zero = mean < FALL * self.least, 0.0 * loss
+        waited = ns.where(fell, zero, self.waited + 1.0, xp=xp)
         late = waited >= PATIENCE
-        least = xp.where(fell | late, mean, self.least)
-        one = ns.cast(xp, late, loss.dtype)
-        return BatchProgress(
-            average, weight, least, waited * (1 - one), self.times + one
-        )
+        least = ns.where(fell | late, mean, self.least, xp=xp)
+        times = self.times + ns.where(late, zero + 1.0, zero, xp=xp)
+        waited = ns.where(late, zero, waited, xp=xp)
+        return BatchProgress(average, weight, least, waited, times)
 
     @property
     def share(self) -> Scalar:
@@ -294,7 +293,7 @@ def gauss_newton_step(
     if options.centered:
         # For the size alone: `direction` takes the mean off by itself.
         r = r - xp.mean(r, axis=0, keepdims=True)
-    size = ns.summed(r * r, xp=xp) / J.samples
+    size = inner(r, r, xp=xp) / J.samples
     progress = (BatchProgress.start(size) if progress is None else progress).after(size)
     if options.falls:
         rate = rate * progress.share
@@ -305,7 +304,7 @@ def gauss_newton_step(
         follows = DAMPING_SHARE * (size * trace / J.samples) ** 0.5
         roundoff = ns.roundoff_of(K.array.dtype, xp=xp)
         least = 2.0 * roundoff / ACCURACY * trace / J.examples
-        damping = xp.where(follows > least, follows, least)
+        damping = xp.maximum(follows, least)
         # 1 for residuals that depend on nothing, which leave no step to damp.
         damping = positive_or_one(damping)
     F = damped_kernel(

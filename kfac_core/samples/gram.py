@@ -18,12 +18,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from kfac_core.array import Array, DType, Namespace
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.rows import Rows
-from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.gram import gram_update, updated_gram
 from kfac_core.linalg.indexing import set_block
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.jacobian import Jacobian
@@ -128,6 +130,8 @@ def _is_formed(rows: Rows | IdRows) -> TypeGuard[Rows]:
 
 def widest_dtype(like: Array, /, *, xp: Namespace) -> DType:
     """Return float64 where the array's device has it, else the array's dtype."""
+    if type(like) is np.ndarray:
+        return np.dtype(np.float64)
     known = xp.__array_namespace_info__().dtypes(
         device=ns.device_of(like), kind="real floating"
     )
@@ -203,7 +207,14 @@ class _Positions:
             x = rows.full_inputs(self.dtype, xp=xp)[:, 0, :]
             g = ns.cast(xp, rows.output_grads[0, :, 0, :], self.dtype)
             # SYRK: half the flops of the products below, whose rows and columns differ.
-            X, G = (_add_products(None, [a], xp).array for a in (x, g))
+            options: dict[str, Any] = {
+                "tail": None,
+                "decay": 1.0,
+                "scale": 1.0,
+                "xp": xp,
+            }
+            X, _ = gram_update(None, ns.transposed(x, xp=xp), **options)
+            G, _ = gram_update(None, ns.transposed(g, xp=xp), **options)
             X *= G  # In place: another R^2 numbers take as long as their product.
             return X
         first, last = start // C, stop // C

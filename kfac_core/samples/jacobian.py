@@ -19,12 +19,13 @@ from kfac_core import errors
 from kfac_core.array import Array, Namespace, map_structure, replaced
 from kfac_core.array import namespaces as ns
 from kfac_core.array.structure import structure
+from kfac_core.layers.dense import Dense
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import stack_to_matrices
 from kfac_core.layers.rows import Batch, Rows
 from kfac_core.layers.whole_rows import whole_rows
-from kfac_core.samples.row_products import combined_rows, row_products
+from kfac_core.samples.row_products import as_pair, combined_rows, row_products
 
 Derivatives: TypeAlias = Batch | Sequence[Batch] | Mapping[str, Array]
 """What a layer saw, output gradients with one source for each output; several uses of the
@@ -148,6 +149,41 @@ class Jacobian:
         # are the same, side by side.
         return cls(jacobians, (samples.pop(),))
 
+    @classmethod
+    def of_rows(
+        cls,
+        layers: Mapping[str, Dense],
+        rows: Sequence[tuple[Array, Sequence[Array]]],
+        /,
+        *,
+        scale: float = 1.0,
+    ) -> Jacobian:
+        """Return the Jacobian of dense layers without shared axes; nothing is checked.
+
+        Parameters
+        ----------
+        layers : mapping of str to Dense
+            The network's layers.
+        rows : sequence of tuple of array and sequence of array
+            For each layer the inputs, with the 1 of a bias, shape (N, n), and the
+            derivatives of each of C outputs, shape (N, m).
+        scale : float
+            Factor on the derivatives.
+
+        Returns
+        -------
+        Jacobian
+            Of the sample shape (N C,), an example's outputs side by side.
+        """
+        jacobians: dict[str, LayerJacobian] = {}
+        for (name, layer), (x, grads) in zip(layers.items(), rows, strict=True):
+            xp = ns.own_namespace(x)
+            g = xp.stack([*grads]) if len(grads) > 1 else grads[0][None, ...]
+            g = g if scale == 1.0 else g * scale
+            whole = Rows(x[:, None, :], g[:, :, None, :], None, False)
+            jacobians[name] = LayerJacobian(whole, layer)
+        return cls(jacobians, (g.shape[0] * g.shape[1],))
+
     @property
     def examples(self) -> int:
         """The number of examples N."""
@@ -201,8 +237,14 @@ class Jacobian:
         """Return ``J d`` for d as the layers' matrices; see `to_matrices`."""
         xp, total = ns.own_namespace(self.like), None
         for name, jacobian in self.layers.items():
-            product = row_products(jacobian.rows, matrices[name], xp=xp)
-            product = ns.reshaped(product, self.sample_shape, xp=xp)
+            rows, V = jacobian.rows, matrices[name]
+            pair = as_pair(rows, V.dtype, xp=xp)
+            if pair is None:
+                product = row_products(rows, V, xp=xp)
+            else:
+                product = xp.vecdot(pair[0] @ V, pair[1])
+            if product.shape != self.sample_shape:
+                product = ns.reshaped(product, self.sample_shape, xp=xp)
             total = product if total is None else total + product
         return total
 
@@ -242,13 +284,22 @@ class Jacobian:
                 f"{tuple(coefficients.shape)}."
             )
         matrices: dict[str, Array] = {}
+        column = ns.reshaped(coefficients, (-1, 1), xp=xp)
         for name, jacobian in self.layers.items():
             rows, shape = jacobian.rows, jacobian.layer.matrix_shape
-            c = ns.reshaped(coefficients, (rows.examples, rows.sources), xp=xp)
+            like = rows.like
             # Solutions w may be large where J^T w is not: it cancels in their dtype.
-            c = ns.cast(xp, c, xp.result_type(c, rows.like))
-            matrix = combined_rows(rows, c, shape, xp=xp)
-            matrices[name] = ns.cast(xp, matrix, dtype or rows.like.dtype)
+            if column.dtype != like.dtype:
+                column = ns.cast(xp, column, xp.result_type(column, like))
+            pair = as_pair(rows, column.dtype, xp=xp)
+            if pair is None:
+                c = ns.reshaped(column, (rows.examples, rows.sources), xp=xp)
+                matrix = combined_rows(rows, c, shape, xp=xp)
+            else:
+                # In the order of parameters with outputs first, as those of PyTorch.
+                matrix = ns.transposed(pair[1] * column, xp=xp) @ pair[0]
+                matrix = ns.transposed(matrix, xp=xp)
+            matrices[name] = ns.cast(xp, matrix, dtype or like.dtype)
         return matrices
 
     def to_matrices(self, vectors: Parameters, /) -> dict[str, Array]:

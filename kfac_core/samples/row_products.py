@@ -17,6 +17,22 @@ from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.indexing import sum_rows_at
 
 
+def as_pair(
+    rows: object, dtype: object, /, *, xp: Namespace
+) -> tuple[Array, Array] | None:
+    """Return rows as matrices (N, n) and (N, m) of a dtype, where they are no more.
+
+    None for other kinds of rows, for several positions, outputs or groups, for a mask, and
+    for a homogeneous coordinate that is still to be appended.
+    """
+    if not isinstance(rows, Rows) or rows.homogeneous or rows.mask is not None:
+        return None
+    x, g = rows.inputs, rows.output_grads
+    if g.ndim != 4 or g.shape[0] != 1 or g.shape[2] != 1:
+        return None
+    return ns.cast(xp, x[:, 0, :], dtype), ns.cast(xp, g[0, :, 0, :], dtype)
+
+
 @singledispatch
 def row_products(rows: object, V: Array, /, *, xp: Namespace) -> Array:
     """Return ``<D_nc, V>`` for each example and output, shape (N, C)."""
