@@ -269,7 +269,8 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
                 "A parameter was frozen after GaussNewton was created. Create it "
                 "again, with `damping=optimizer.damping`."
             )
-        self._finder.wants_statistics = True
+        # A plan takes inputs from the graph; where the next one differs, it is read whole.
+        self._finder.wants_statistics = not self._finder.is_planned
         try:
             problem = self._problem(residuals)
         finally:
@@ -421,17 +422,19 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
 
     def _problem(self, residuals: Any, root: Any = None) -> kc.samples.ResidualProblem:
         """Evaluate the caller's function; with the root where the step began, if any."""
-        with torch.enable_grad():
-            here = kc.samples.residual_problem(self._options, residuals(), root)
-            for returned in [*here.terms, *here.residuals]:
-                if not isinstance(returned, torch.Tensor):
-                    raise kc.ShapeError(
-                        f"Expected tensors from `residuals`, got {type(returned)}: "
-                        "return them with their graphs, and not as arrays."
-                    )
-            if here.root is None:
-                return here
-            return here._replace(terms=[here.root.rows(term) for term in here.terms])
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self._problem(residuals, root)
+        here = kc.samples.residual_problem(self._options, residuals(), root)
+        for returned in [*here.terms, *here.residuals]:
+            if not isinstance(returned, torch.Tensor):
+                raise kc.ShapeError(
+                    f"Expected tensors from `residuals`, got {type(returned)}: "
+                    "return them with their graphs, and not as arrays."
+                )
+        if here.root is None:
+            return here
+        return here._replace(terms=[here.root.rows(term) for term in here.terms])
 
     def _scales(self, terms: Sequence[Any]) -> tuple[int, list[float]]:
         """Return R, and the root of R over the examples of each term."""
@@ -447,11 +450,13 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         self, parts: Sequence[Any], scales: Sequence[float], on_host: bool
     ) -> Any:
         """Return numbers of all terms and processes, each times its scale."""
-        parts = tuple([part.detach() for part in parts])
+        parts = [part.detach() for part in parts]
         if on_host and self._processes is None:
-            parts = viewed(parts)
-        pairs = zip(parts, scales, strict=True)
-        pieces = [part.reshape(-1) * scale for part, scale in pairs]
+            parts = [part.numpy() for part in parts]
+        pieces = [
+            part.reshape(-1) if scale == 1.0 else part.reshape(-1) * scale
+            for part, scale in zip(parts, scales, strict=True)
+        ]
         joined = pieces[0]
         if len(pieces) > 1:
             joined = kc.array.namespaces.own_namespace(joined).concat(pieces)

@@ -20,7 +20,9 @@ import kfac_core as kc
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.graph import calls_below, pull_back
 from kfac_core_shims.torch.hooks import install
+from kfac_core_shims.torch.layers import Part
 from kfac_core_shims.torch.options import require_made
+from kfac_core_shims.torch.plans import Plan, form_of, unit_vectors
 from kfac_core_shims.torch.sites import ModelBlocks
 from kfac_core_shims.torch.uses import find_examples, joined
 
@@ -45,6 +47,8 @@ class JacobianFinder:
         Parameters that came as formed derivatives the last time, and why.
     wants_statistics : bool
         Whether calls are recorded.
+    is_planned : bool
+        Whether the last graph was read by a plan, which needs no recorded calls.
     """
 
     model: Any
@@ -52,7 +56,9 @@ class JacobianFinder:
     formed: dict[str, str] = field(default_factory=dict)
     wants_statistics: bool = False
     share: None = None
+    is_planned: bool = False
     _compared: dict[Any, tuple[int, list[str]]] = field(default_factory=dict)
+    _plans: dict[Any, Plan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_made(self.model)
@@ -67,6 +73,12 @@ class JacobianFinder:
         except kc.UnsupportedError:
             self._model_blocks = ModelBlocks()
         install(self, self._model_blocks)
+        # What a plan reads: the layers, where there is nothing else to train.
+        self._linear = dict(filter(_is_linear, self._model_blocks.sites.items()))
+        read = [id(p) for site in self._linear.values() for p in site.trained]
+        if {*read} != {*map(id, self.parameters)}:
+            self._linear = {}
+        self._layers = {name: site.layer for name, site in self._linear.items()}
         # Full blocks sum over all uses of a weight by one example.
         self._blocks = {
             name: kc.Block(site.layer, kc.Full())
@@ -103,6 +115,11 @@ class JacobianFinder:
             The terms one after the other, an example's outputs side by side: R rows in all,
             each an example of one output.
         """
+        self.formed = {}
+        planned = self._planned(residuals, scales, on_host)
+        self.is_planned = planned is not None
+        if planned is not None:
+            return planned
         terms = [self._rows_of(r) for r in residuals]
         reasons: dict[str, str] = {}
         for _, missing in terms:
@@ -131,7 +148,6 @@ class JacobianFinder:
             for name in layers
             for p in self._model_blocks.sites[name].parameters.values()
         }
-        self.formed = {}
         uncovered = {n: p for n, p in self._parameters.items() if id(p) not in covered}
         if not uncovered:
             assert J is not None
@@ -145,6 +161,38 @@ class JacobianFinder:
             module, _, _ = name.rpartition(".")
             self.formed[name] = reasons.get(module, "it is in no layer that is covered")
         return _flat_jacobian(layers, derivatives, samples, on_host)
+
+    def _planned(
+        self, residuals: Sequence[Any], scales: Sequence[float], on_host: bool
+    ) -> kc.samples.Jacobian | None:
+        """Return the Jacobian where a plan holds for the graph; None elsewhere."""
+        r, scale = residuals[0], scales[0]
+        known = self._linear and len(residuals) == 1 and self.communicator is None
+        if not (known and r.numel() and r.dtype in (torch.float32, torch.float64)):
+            return None
+        nodes, form = form_of(r)
+        key = r.shape, r.dtype, r.device, form
+        plan = self._plans.get(key)
+        rows = None if plan is None else plan.rows(r, nodes)
+        if rows is None and (plan is not None or key not in self._plans):
+            # The first graph of this form, or one with other parameters or attributes.
+            plan = Plan.of(nodes, self._linear)
+            rows = None if plan is None else plan.rows(r, nodes)
+        # A program may build ever other graphs.
+        if len(self._plans) > 64:
+            self._plans.clear()
+        self._plans[key] = None
+        if plan is None or rows is None:
+            return None
+        rows = _on_host(rows) if on_host else rows
+        J = kc.samples.Jacobian.of_rows(self._layers, rows, scale=scale)
+        plan.steps += 1
+        # True for powers of two, as in `_mixing`.
+        due = plan.steps & (plan.steps - 1) == 0
+        if due and self._unlike_autograd(residuals, scales, J):
+            return None
+        self._plans[key] = plan
+        return J
 
     def directions(self, direction: Any, /) -> list[Any]:
         """Return a direction for each of `parameters`, in the parameters' own layouts.
@@ -218,7 +266,7 @@ class JacobianFinder:
         reasons |= {name: why for name, site in sites.items() if site.part.tied}
         for name in {x.call.block for x in reached} & reasons.keys():
             reached = [x for x in reached if x.call.block != name]
-        vectors = _unit_vectors(r)
+        vectors = unit_vectors(r)
         try:
             find_examples(outputs, reached, vectors, like=r, blocks=self._blocks)
         except kc.UnsupportedError as error:
@@ -341,19 +389,24 @@ def viewed(value: Any, /) -> Any:
     return kc.execution.hosted.viewed_on_host(value, xp=namespace())
 
 
+def _on_host(rows: Any) -> Any:
+    """Return rows as NumPy's arrays on the same memory, where they can be."""
+    try:
+        return [(x.numpy(), [g.numpy() for g in grads]) for x, grads in rows]
+    except (RuntimeError, TypeError):
+        return rows  # They are on a device.
+
+
+def _is_linear(named: tuple[str, Any]) -> bool:
+    """Whether a block is a whole module whose weight is one matrix."""
+    site, part = named[1], named[1].part
+    whole = site.kind == "dense" and not part.rows and part.to_layer is Part.to_layer
+    return whole and all(p.ndim <= 2 for p in site.trained)
+
+
 def _differ(x: Any, y: Any, limit: float) -> bool:
     y = y.to(x.dtype)
     return bool((x - y).norm() > limit * (x.norm() + y.norm()))
-
-
-def _unit_vectors(r: Any) -> Any:
-    """Return the vectors that pick each output of all examples, shape (C, N, C)."""
-    N, C = r.shape
-    if C == 1:
-        return r.new_ones(1, N, 1)
-    vectors = r.new_zeros(C, N, C)
-    vectors.diagonal(dim1=0, dim2=2).fill_(1.0)
-    return vectors
 
 
 def _problem(calls: list[Any], r: Any) -> str | None:

@@ -85,6 +85,14 @@ def saved(node: Any, name: str, /, default: Any = None) -> Any:
     return getattr(node, f"_saved_{name}", default)
 
 
+def numbers_of(node: Any, /) -> list[tuple[str, Any]]:
+    """Return the attributes of a node that are no saved tensors, and their values."""
+    names = {name for name in dir(node) if name.startswith("_saved_")}
+    # Reading a tensor may compute it anew, as in a checkpoint.
+    numbers = [name for name in names if f"_raw{name}" not in dir(node)]
+    return [(name, getattr(node, name)) for name in sorted(numbers)]
+
+
 def signed(node: Any, name: str, /) -> Any:
     """Return a saved axis or index, or several, which nodes show without their sign."""
     value = saved(node, name)
