@@ -428,3 +428,35 @@ def test_weakly_typed_parameters_take_the_dense_step():
     got = flat(params) - flat(new)
     np.testing.assert_allclose(got, expected, rtol=1e-8, atol=1e-12)
     assert not optimizer.formed
+
+
+@pytest.mark.parametrize("likelihood", [None, "categorical", "gaussian"])
+@pytest.mark.parametrize("options", [{}, {"minibatch": True}], ids=["search", "rate"])
+def test_a_model_in_bfloat16_takes_the_steps_of_float32(likelihood, options):
+    """Also with labels of examples that do not count, which float32 leaves out here."""
+    rng, losses = np.random.default_rng(0), []
+    x, W, V = (rng.normal(size=shape) for shape in ((40, 2), (2, 4), (4, 3)))
+    labels = np.where(np.arange(40) % 7 == 0, -100, np.arange(40) % 3)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        keep = slice(None)
+        if likelihood == "categorical" and dtype == jnp.float32:
+            keep = labels >= 0
+
+        def residuals(params, keep=keep, dtype=dtype):
+            z = jnp.tanh(jnp.asarray(x[keep], dtype) @ params["W"]) @ params["V"]
+            if likelihood == "categorical":
+                return z, jnp.asarray(labels[keep])
+            return (z, jnp.ones_like(z)) if likelihood else z - 1
+
+        params = {"W": jnp.asarray(W, dtype), "V": jnp.asarray(V, dtype)}
+        optimizer = shim.GaussNewton(residuals, likelihood=likelihood, **options)
+        state, of_run = optimizer.init(params), []
+        for _ in range(3):
+            params, state, progress = optimizer.step(params, state)
+            of_run.append(float(progress.loss))
+        losses.append(of_run)
+    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=0.01)
+    # Eight bits may choose another damping in a search.
+    if options:
+        np.testing.assert_allclose(*losses, rtol=0.05)
+    assert losses[1][2] < 0.8 * losses[1][0]

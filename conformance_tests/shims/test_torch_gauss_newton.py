@@ -171,6 +171,11 @@ def cross_entropy(net, x):
     return (net(x), labels), "categorical", nn.functional.cross_entropy
 
 
+def ignored_labels(net, x):
+    labels = torch.tensor([0, -100, 1, 1, -100, 2])
+    return (net(x), labels), "categorical", nn.functional.cross_entropy
+
+
 def labels_of_sigmoids(net, x):
     labels = (x.detach() > 0.5).double()[:, :1].expand(-1, 3)
     loss = nn.functional.binary_cross_entropy_with_logits
@@ -185,7 +190,7 @@ def values_of_derivatives(net, x):
 
 
 @pytest.mark.parametrize(
-    "make", [cross_entropy, labels_of_sigmoids, values_of_derivatives]
+    "make", [cross_entropy, ignored_labels, labels_of_sigmoids, values_of_derivatives]
 )
 def test_a_likelihood_gives_the_dense_step_of_gauss_newton(make):
     """With the Hessian of PyTorch's own loss, and the Jacobian by autograd."""
@@ -253,7 +258,7 @@ def on_processes(net, communicator, options, likelihood, shares=None):
     """Return parameters and losses after steps with a part of the examples."""
     net = copy.deepcopy(net)
     x, edge = points(9), points(4, seed=2)
-    labels = torch.tensor([0, 1, 2, 2, 1, 0, 1, 1, 2])
+    labels = torch.tensor([0, -100, 2, 2, 1, 0, 1, -100, -100])
     part, edges = slice(9), slice(4)
     if communicator is not None:
         part, edges = (of_ranks[communicator.rank] for of_ranks in shares)
@@ -434,6 +439,19 @@ def test_residuals_in_bfloat16_are_fitted():
     assert (directions[1] - directions[0]).norm() < 0.05 * directions[0].norm()
 
 
+@pytest.mark.parametrize("likelihood", [None, "categorical", "gaussian"])
+def test_a_model_in_bfloat16_takes_the_step_of_float32(likelihood):
+    directions = []
+    for dtype in (torch.float32, torch.bfloat16):
+        net, x = mlp(2, 4, 3, dtype=dtype), points(40, seed=3).detach().to(dtype)
+        labels = torch.arange(40) % 3
+        targets = labels if likelihood == "categorical" else torch.ones(40, 3).to(dtype)
+        optimizer = GaussNewton(net, likelihood=likelihood, lr=1.0, damping=0.1)
+        optimizer.step(lambda: (net(x), targets) if likelihood else net(x) - 1.0)  # noqa: B023
+        directions.append(optimizer.state[net[0].weight]["direction"].float())
+    assert (directions[1] - directions[0]).norm() < 0.05 * directions[0].norm()
+
+
 def test_what_raises_changes_nothing():
     net = mlp(2, 4, 1)
     x = points(6)
@@ -455,6 +473,8 @@ def test_what_raises_changes_nothing():
         optimizer.step(lambda: net(x).detach().numpy())
     with pytest.raises(kc.ShapeError, match=r"\(N,\) or \(N, C\)"):
         optimizer.step(lambda: net(x).sum())
+    with pytest.raises(kc.DtypeError, match=r"real residuals.*complex128"):
+        optimizer.step(lambda: net(x) * 1j)
     with pytest.raises(kc.UnsupportedError, match="Term 1 of the loss"):
         optimizer.step(lambda: (net(x), torch.ones(3)))
     with pytest.raises(kc.ConventionError, match="damping"):

@@ -44,7 +44,7 @@ class LikelihoodResiduals(NamedTuple):
 
 
 def likelihood_residuals(
-    loss: Loss, outputs: Array, targets: Array, /
+    loss: Loss, outputs: Array, targets: Array, /, *, weight: Array | None = None
 ) -> LikelihoodResiduals:
     """Return the root of the Fisher matrix, residuals and the loss.
 
@@ -56,6 +56,8 @@ def likelihood_residuals(
         Its natural parameters; without a graph of derivatives.
     targets : array
         What the likelihood takes: labels of shape (N,), or rows of shape (N, C).
+    weight : array, shape (N,), optional
+        Weights of the examples, whose mean is 1.
 
     Returns
     -------
@@ -94,5 +96,9 @@ def likelihood_residuals(
     root = xp.permute_dims(loss.fisher_factor_multiply(outputs, each), (1, 2, 0))
     g = loss.gradient(outputs, targets)
     r = xp.matmul(xp.linalg.pinv(root), g[:, :, None])[:, :, 0]
-    nats = -xp.mean(loss.log_probability(outputs, targets))
+    nats = -loss.log_probability(outputs, targets)
+    if weight is not None:
+        w = xp.sqrt(weight)[:, None]
+        root, r, nats = root * w[:, :, None], r * w, nats * weight
+    nats = xp.mean(nats)
     return LikelihoodResiduals(root, r, nats)

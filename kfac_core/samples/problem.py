@@ -8,6 +8,7 @@ from kfac_core import errors
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
+from kfac_core.losses import Categorical
 from kfac_core.samples.gauss_newton import GaussNewtonOptions
 from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residuals
 
@@ -43,7 +44,7 @@ def residual_terms(options: GaussNewtonOptions, returned: Any, /) -> list[Array]
 
     Raises
     ------
-    ShapeError
+    ShapeError, DtypeError
         For anything else.
     """
     if options.likelihood is None and not options.centered:
@@ -72,6 +73,8 @@ def residual_problem(
     ------
     ShapeError
         For another shape.
+    DtypeError
+        For complex numbers.
     """
     terms = residual_terms(options, returned)
     if options.centered:
@@ -80,9 +83,19 @@ def residual_problem(
         return ResidualProblem(terms, terms, None)
     outputs, targets = terms[0], _pair(returned)[1]
     xp = ns.namespace_of(outputs=outputs, targets=targets)
-    if targets.ndim == 1 and xp.isdtype(targets.dtype, "real floating"):
-        targets = targets[:, None]
-    here = likelihood_residuals(options.likelihood, detached_array(outputs), targets)
+    if xp.isdtype(targets.dtype, "real floating"):
+        targets = ns.cast(xp, targets, outputs.dtype)
+        targets = targets[:, None] if targets.ndim == 1 else targets
+    weight = None
+    if isinstance(options.likelihood, Categorical) and targets.ndim == 1:
+        # The label of examples that do not count, in PyTorch's losses.
+        counts = targets != -100
+        targets = xp.where(counts, targets, 0)
+        weight = ns.cast(xp, counts, outputs.dtype)
+        weight = weight / xp.clip(xp.mean(weight), min=1 / max(1, len(targets)))
+    here = likelihood_residuals(
+        options.likelihood, detached_array(outputs), targets, weight=weight
+    )
     here = here if root is None else here._replace(root=root.root)
     return ResidualProblem(terms, [here.residuals], here)
 
@@ -98,12 +111,22 @@ def _pair(returned: Any) -> tuple[Any, Any]:
 
 
 def _as_matrices(returned: Any) -> list[Array]:
-    terms = list(returned) if isinstance(returned, tuple | list) else [returned]
-    for term in terms:
+    terms = []
+    for term in returned if isinstance(returned, tuple | list) else [returned]:
         if getattr(term, "ndim", None) not in (1, 2):
             form = tuple(term.shape) if hasattr(term, "shape") else type(term)
             raise errors.ShapeError(
                 "Expected residuals of shape (N,) or (N, C), or a sequence of such, "
                 f"got {form}: return the residuals, and not their mean square."
             )
-    return [term if term.ndim == 2 else term[:, None] for term in terms]
+        xp = ns.own_namespace(term)
+        if xp.isdtype(term.dtype, "complex floating"):
+            raise errors.DtypeError(
+                f"Expected real residuals or outputs, got {term.dtype}. Return the real "
+                "and the imaginary parts as columns of their own."
+            )
+        # Half precision stays in the model.
+        if xp.isdtype(term.dtype, "real floating"):
+            term = ns.cast(xp, term, ns.wide_dtype(xp, term.dtype))
+        terms.append(term if term.ndim == 2 else term[:, None])
+    return terms

@@ -387,6 +387,10 @@ class GaussNewton:
             mixed=mixed,
             compared=(count & (count - 1)) == 0,
         )
+        # The rows of a model in bfloat16, in which NumPy does not compute.
+        J = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, J
+        )
         self.formed = columns.formed
         r = _joined(problem.residuals, scales)
         options = self.options

@@ -256,8 +256,8 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
 
         Raises
         ------
-        kfac_core.ShapeError
-            For residuals of another shape.
+        kfac_core.ShapeError, kfac_core.DtypeError
+            For residuals of another shape, or complex ones.
         kfac_core.UnsupportedError
             For residuals without a graph, and parameters frozen since.
         kfac_core.NotFiniteError
@@ -425,16 +425,34 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         if not torch.is_grad_enabled():
             with torch.enable_grad():
                 return self._problem(residuals, root)
-        here = kc.samples.residual_problem(self._options, residuals(), root)
-        for returned in [*here.terms, *here.residuals]:
-            if not isinstance(returned, torch.Tensor):
+        returned = residuals()
+        here = kc.samples.residual_problem(self._options, returned, root)
+        for array in [*here.terms, *here.residuals]:
+            if not isinstance(array, torch.Tensor):
                 raise kc.ShapeError(
-                    f"Expected tensors from `residuals`, got {type(returned)}: "
+                    f"Expected tensors from `residuals`, got {type(array)}: "
                     "return them with their graphs, and not as arrays."
                 )
         if here.root is None:
             return here
+        if self._processes is not None:
+            here = self._shared(here, returned[1], root)
         return here._replace(terms=[here.root.rows(term) for term in here.terms])
+
+    def _shared(self, here: Any, labels: Any, root: Any) -> Any:
+        """Return a problem whose examples count as those of all processes do."""
+        if not isinstance(self._options.likelihood, kc.losses.Categorical):
+            return here
+        # Labels of -100 do not count, and the weights here have the mean 1.
+        counted, examples = float((labels != -100).sum()), labels.numel()
+        here_and_all = torch.tensor([counted, examples], dtype=torch.float64)
+        total = self._processes.all_reduce(here_and_all.clone()).wait()
+        share = counted / max(examples, 1) * float(total[1] / total[0].clamp(min=1.0))
+        B = share**0.5 * here.root.root if root is None else root.root
+        return here._replace(
+            residuals=[share**0.5 * r for r in here.residuals],
+            root=here.root._replace(root=B, loss=share * here.root.loss),
+        )
 
     def _scales(self, terms: Sequence[Any]) -> tuple[int, list[float]]:
         """Return R, and the root of R over the examples of each term."""
