@@ -397,8 +397,24 @@ def test_an_unregistered_compiled_model_warns():
     model = network()
     optimizer = SOAP(model)
     called = torch.compile(model, backend="eager")
-    with pytest.warns(UserWarning, match="SOAP saw no rows"):
+    with pytest.warns(UserWarning, match=r"no rows .* at all.* torch.compile"):
         trained(model, optimizer, batches(4), called)
+
+
+def test_a_weight_that_is_read_without_its_module_warns():
+    """Of this layer alone, and without a word of compiled code."""
+
+    class Reads(nn.Sequential):
+        def forward(self, x):
+            return fn.linear(torch.tanh(self[0](x)), self[1].weight, self[1].bias)
+
+    model = Reads(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    optimizer = SOAP(model)
+    z = model(torch.randn(6, 5).double())
+    fn.cross_entropy(z, torch.arange(6) % 3).backward()
+    with pytest.warns(UserWarning, match=r"layers \['1'\].*without calling") as seen:
+        optimizer.step()
+    assert "compile" not in str(seen[0].message)
 
 
 def test_a_gradient_scaler_changes_nothing():

@@ -632,7 +632,16 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                     gram = _gradient_gram(w, name, side)
             grams.append(gram)
         if missing:
-            self._warn_of_missing()
+            self._warn_of_missing(
+                sorted(
+                    {
+                        side.layer
+                        for (_, _, side), key in zip(sides, keys, strict=True)
+                        if side.layer is not None and key in missing
+                    }
+                ),
+                is_all=len(missing) == len(of_rows),
+            )
         return grams
 
     def _agreed(self, keys: list[int]) -> list[int]:
@@ -675,15 +684,23 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         group = distributed.group.WORLD if group is None else group
         return group if distributed.get_world_size(group) > 1 else None
 
-    def _warn_of_missing(self) -> None:
+    def _warn_of_missing(self, layers: list[str], *, is_all: bool) -> None:
         if self._warned:
             return
         self._warned = True
+        why = (
+            "Other layers' rows came: the weights of these are read without calling their "
+            "modules, as by linear(x, layer.weight)."
+        )
+        if is_all:
+            why = (
+                "No rows came at all, as where the model is called before zero_grad(), or "
+                "by a compiled function. For a compiled model pass the result of "
+                "torch.compile: SOAP(compiled)."
+            )
         warn(
-            "SOAP saw no rows of layers that have gradients, and uses the factors of "
-            "the gradients. It sees rows when the model's modules are called after "
-            "zero_grad(). For a compiled model pass the result of torch.compile: "
-            "SOAP(compiled).",
+            f"SOAP saw no rows of the layers {layers}, which have gradients, and uses the "
+            f"factors of the gradients there. {why}",
             stacklevel=8,
         )
 
