@@ -52,6 +52,37 @@ def test_covariances_are_those_of_dense_jacobians(ekfac):
     torch.testing.assert_close(posterior.probabilities(data[0]), p)
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("likelihood", ["bernoulli", nn.BCEWithLogitsLoss()])
+def test_probabilities_of_bernoulli_outputs_are_each_outputs_own(outputs, likelihood):
+    """They were a softmax over the outputs, which of one output is 1."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, outputs).double(), torch.randn(9, 4, dtype=torch.float64)
+    posterior = Posterior(
+        model,
+        [(x, (x[:, :outputs] > 0).double())],
+        likelihood=likelihood,
+        fisher="exact",
+        ekfac=False,
+    )
+    p = torch.sigmoid(model(x)).detach()
+    one = torch.cat([x, torch.ones(9, 1)], dim=1).double()
+    A, G = one.mT @ one / 9, torch.diag((p * (1 - p)).mean(0))
+    P = 9 * torch.kron(A, G) + torch.eye(5 * outputs)
+    J = torch.einsum("ni,oc->noic", one, torch.eye(outputs).double()).flatten(2)
+    v = (J @ torch.linalg.inv(P.double()) @ J.mT).diagonal(dim1=1, dim2=2)
+    expected = torch.sigmoid(model(x) / torch.sqrt(1 + torch.pi * v / 8))
+    torch.testing.assert_close(posterior.probabilities(x), expected.detach())
+
+
+def test_probabilities_of_a_regression_are_refused():
+    model, data = problem()
+    likelihood = kc.losses.Gaussian(variance=0.5)
+    posterior = Posterior(model, data, likelihood=likelihood, fisher="exact")
+    with pytest.raises(kc.UnsupportedError, match="the likelihood is Gaussian"):
+        posterior.probabilities(data[0])
+
+
 def test_the_evidence_is_that_of_dense_matrices():
     model, data = problem()
     posterior = Posterior(model, data, prior_precision=2.0)

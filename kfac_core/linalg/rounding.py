@@ -99,7 +99,9 @@ def rounded_weight(
     )
     least, largest = W.min(axis=0), W.max(axis=0)
     levels = 2**bits - 1
-    step = np.where(largest > least, (largest - least) / levels, 1.0)
+    step = (largest - least) / levels
+    divisor = np.where(step > 0, step, 1.0)
+    rounded = np.empty_like(W)
     D = np.zeros_like(W)  # W - W' of the entries that are rounded already
     S = np.zeros_like(W)  # L_A^T D
     # Entries of one antidiagonal do not depend on each other, so that n + m steps
@@ -109,10 +111,11 @@ def rounded_weight(
         j = diagonal - i
         S[i, j] = np.sum(L_A[:, i] * D[:, j], axis=0)
         wanted = W[i, j] + np.sum(S[i] * L_G[:, j].T, axis=1)
-        k = np.clip(np.rint((wanted - least[j]) / step[j]), 0, levels)
-        D[i, j] = W[i, j] - (least[j] + k * step[j])
+        k = np.clip(np.rint((wanted - least[j]) / divisor[j]), 0, levels)
+        rounded[i, j] = np.where(k == levels, largest[j], least[j] + k * step[j])
+        D[i, j] = W[i, j] - rounded[i, j]
         S[i, j] += D[i, j]
-    return xp.asarray(W - D, dtype=weight.dtype, device=ns.device_of(weight))
+    return xp.asarray(rounded, dtype=weight.dtype, device=ns.device_of(weight))
 
 
 def _unit_lower(

@@ -197,11 +197,36 @@ class Posterior:
             return self.posterior.functional_covariance(rows(z))
 
     def probabilities(self, batch: Any, /) -> Any:
-        """Return class probabilities by the probit approximation, shape (N, ..., C)."""
+        """Return probabilities by the probit approximation, shape (N, ..., C).
+
+        Parameters
+        ----------
+        batch : tensor, sequence or mapping
+            As of the loader.
+
+        Returns
+        -------
+        torch.Tensor, shape (N, ..., C)
+            Of the C classes of a categorical likelihood; of 1 for each of C outputs of a
+            Bernoulli likelihood.
+
+        Raises
+        ------
+        kfac_core.UnsupportedError
+            For another likelihood.
+        """
+        likelihood = self.likelihood
+        binary = isinstance(likelihood, kc.losses.Bernoulli)
+        if not binary and not isinstance(likelihood, kc.losses.Categorical):
+            raise kc.UnsupportedError(
+                f"Probabilities are of classes, and the likelihood is {likelihood!r}: its "
+                "outputs are the means, and `variance` is theirs."
+            )
         with torch.no_grad(), evaluated(self.factors.model):
             z, _ = self._outputs(batch)
         kappa = 1.0 / torch.sqrt(1.0 + torch.pi / 8.0 * self.variance(batch))
-        return torch.softmax(kappa.to(z.dtype) * z, dim=-1)
+        z = kappa.to(z.dtype) * z
+        return torch.sigmoid(z) if binary else torch.softmax(z, dim=-1)
 
     def samples(self, count: int, /, *, seed: int = 0) -> Iterator[dict[str, Any]]:
         """Yield parameters by name, for ``torch.func.functional_call(model, sample, x)``.
