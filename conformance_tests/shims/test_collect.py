@@ -184,7 +184,7 @@ def test_processes_go_on_together_where_one_was_killed(tmp_path, monkeypatch, st
         collect(model, own, path=tmp_path / path, communicator=communicator)
 
     def killed(path, *arguments, **options):
-        if path.name.endswith(f".part0.1.{stage}"):
+        if path.name.endswith(f".part0.1of2.{stage}"):
             raise KilledError
         save(path, *arguments, **options)
 
@@ -193,11 +193,38 @@ def test_processes_go_on_together_where_one_was_killed(tmp_path, monkeypatch, st
     with pytest.raises(KilledError):
         kc.distributed.run_ranks(2, functools.partial(run, "stopped.npz"))
     monkeypatch.undo()
-    assert (tmp_path / f"stopped.npz.part0.0.{stage}").exists()
+    assert (tmp_path / f"stopped.npz.part0.0of2.{stage}").exists()
     kc.distributed.run_ranks(2, functools.partial(run, "stopped.npz"))
     first, second = (tmp_path / f"{name}.npz" for name in ("whole", "stopped"))
     assert first.read_bytes() == second.read_bytes()
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path):
+    """Saved sums are of shares that no process of the new run has."""
+    data, path = batches(), tmp_path / "factors.npz"
+    models = [classifier() for _ in range(3)]
+    expected = spectral_blocks(*_both(collect(models[0], data, fisher="exact")))
+
+    def run(communicator, progress=lambda: None):
+        rank, size = communicator.rank, communicator.size
+        factors = collect(
+            models[rank], data[rank::size], fisher="exact", path=path, save_every=1,
+            progress=progress(), communicator=communicator,
+        )  # fmt: skip
+        return factors.examples, spectral_blocks(*_both(factors))
+
+    with pytest.raises(KilledError):
+        kc.distributed.run_ranks(
+            2, functools.partial(run, progress=lambda: stopping(2))
+        )
+    for examples, spectra in kc.distributed.run_ranks(3, run):
+        assert examples == 23
+        for name, operator in spectra.items():
+            torch.testing.assert_close(
+                operator.to_dense(), expected[name].to_dense(), rtol=1e-9, atol=1e-12
+            )
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_sums_of_processes_whose_arrays_have_two_orders():

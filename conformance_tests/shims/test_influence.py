@@ -142,6 +142,51 @@ def test_scores_of_tokens_and_layers_add_up(solver):
     torch.testing.assert_close(sum(layers.values()), whole.scores)
 
 
+class OneWeight(nn.Module):
+    """A linear layer whose weight is used without its bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        """Return logits (N, T, 3)."""
+        return nn.functional.linear(x, self.layer.weight)
+
+
+def test_scores_of_tokens_of_a_weight_without_its_bias():
+    """The gradient of a token is the outer product of its input and its residual."""
+    torch.manual_seed(0)
+    model = OneWeight().double()
+    x, y = torch.randn(5, 6, 4, dtype=torch.float64), torch.randint(3, (5, 6))
+
+    def loss(model, batch):
+        z = model(batch[0]).transpose(1, 2)
+        return cross_entropy(z, batch[1], reduction="none").sum(1)
+
+    data = [*zip(x.split(3), y.split(3), strict=True)]
+    factors = collect(model, data, fisher="exact")
+    options = {"factors": factors, "damping": 0.1, "by_token": True}
+    found = influence(model, loss, data, data, **options).scores
+    g = torch.softmax(model(x).detach(), -1) - nn.functional.one_hot(y, 3)
+    D = torch.einsum("nti,ntj->ntij", nn.functional.pad(x, (0, 1)), g).flatten(2)
+    D[..., 12:] = 0.0
+    F = spectral_blocks(factors.blocks, factors.statistics)["layer"].to_dense()
+    F = F + 0.1 * torch.eye(15, dtype=F.dtype)
+    expected = torch.einsum("qi,nti->qnt", D.sum(1) @ torch.linalg.inv(F), D)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_channels_of_a_convolution_are_not_tokens():
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten()).double()
+    data = [torch.randn(5, 4, 6, dtype=torch.float64)]
+    factors = collect(model, data)
+    with pytest.raises(kc.UnsupportedError, match="are not tokens"):
+        influence(
+            model, lambda m, x: m(x)[:, 0], data, data, factors=factors, by_token=True
+        )
+
+
 class Positions(nn.Module):
     """Tokens and an embedding of positions, which all sequences share."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import itertools
 import math
 import os
@@ -198,7 +199,8 @@ def collect_statistics(
         Which vectors `capture` backpropagates.
     path : path-like, optional
         Checkpoint that the result is written to.  Where it exists already and is of these
-        blocks, it is the result; unfinished parts beside it are resumed, to the bit.
+        blocks, it is the result; unfinished parts beside it are resumed, to the bit, by as
+        many processes.
     backend : str, optional
         ``name[:device]`` that files are read to.
     max_elements : int, optional
@@ -260,7 +262,10 @@ def collect_statistics(
     for number, part in enumerate(parts):
         file = None
         if target is not None:
-            rank = "" if communicator is None else f".{communicator.rank}"
+            # Of a run with another number of processes, saved sums are of other shares.
+            rank = ""
+            if communicator is not None:
+                rank = f".{communicator.rank}of{communicator.size}"
             file = target.with_name(f"{target.name}.part{number}{rank}")
         run = _Run(part, capture, loader, estimator, file, backend)
         run.save_every, run.communicator = save_every, communicator
@@ -280,8 +285,9 @@ def collect_statistics(
         files = [run.saved(2) for run in runs]
         join_checkpoints(target, files, about={"examples": examples})
     runs[0].wait()
-    for run in runs:
-        run.saved(2).unlink()
+    # Also those that a killed run with another number of processes left.
+    for file in target.parent.glob(f"{glob.escape(target.name)}.part[0-9]*"):
+        file.unlink(missing_ok=True)
     return Collected(estimator(blocks), examples, target, backend)
 
 

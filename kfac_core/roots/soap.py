@@ -34,7 +34,7 @@ def side_blocks(
     """Return how many equal blocks the basis of a side has, and their size.
 
     A side has a whole basis up to the length of the other side or `least`, and else
-    blocks of at most that size.  Products with the basis then take at most
+    blocks of at most that size.  Products with blocks take at most
     ``2 n m max(m, least)`` flops, those of the shorter side.
 
     Parameters
@@ -366,8 +366,8 @@ def agreement(
         \quad\text{with}\quad
         a \cdot b = \textstyle\sum_i a_i b_i / (v_i + u^{3/2} \bar v)
 
-    with the mean of v and the unit roundoff u, so that a coordinate that is roundoff counts
-    for nothing.
+    with the mean of v and the machine epsilon u, so that a coordinate that is roundoff
+    counts for nothing.
 
     Parameters
     ----------

@@ -74,7 +74,8 @@ class Jacobian:
 
     Notes
     -----
-    Memory: the rows.  ``2 R S n m`` flops a layer for each product.
+    Memory: the rows.  ``2 N S m (n + C)`` flops a layer for each product, where it has x
+    and g.
 
     Examples
     --------

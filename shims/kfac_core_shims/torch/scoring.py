@@ -134,7 +134,8 @@ def influence(
         loader that shuffles, or is an iterator where it is read several times.
     kfac_core.UnsupportedError
         For a layer that sees other rows than those of the loss's examples, but not in the
-        first training batch.
+        first training batch; by token for convolutions, and for layers that see different
+        numbers of tokens.
 
     Notes
     -----
@@ -213,7 +214,7 @@ def influence(
             seen = gradients(batch)
             shape: tuple[int, ...] = (-1,)
             if by_token:
-                seen, shape = _by_token(seen)
+                seen, shape = _by_token(seen, inverse.blocks)
             for only in names:
                 part = _restricted(inverse, only) if only else inverse
                 of_part = {name: seen[name] for name in part.blocks}
@@ -615,24 +616,31 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _by_token(seen: dict[str, kc.Batch]) -> tuple[dict[str, kc.Batch], tuple[int, int]]:
+def _by_token(
+    seen: dict[str, kc.Batch], blocks: Mapping[str, kc.Block]
+) -> tuple[dict[str, kc.Batch], tuple[int, int]]:
     """Return each position as an example of its own, and their numbers."""
     by_token, shapes = {}, set()
     for name, batch in seen.items():
-        x, g, mask = batch.inputs, batch.output_grads, batch.mask
+        x, g = batch.inputs, batch.output_grads
         N, T = g.shape[:2]
-        if g.ndim != 3:
+        if g.ndim != 3 or blocks[name].layer.kind == "conv":
             raise kc.UnsupportedError(
                 f"Layer {name!r} has rows of {tuple(g.shape)}, which are not tokens: "
                 "scores by token are for sequences (N, T, features)."
             )
         shapes.add((int(N), int(T)))
-        mask = None if mask is None else mask.reshape(N * T)
+        # Of each position: whether it counts, and whether it adds the bias.
+        flags = {
+            key: flag.reshape(N * T)
+            for key in ("mask", "bias")
+            if (flag := getattr(batch, key)) is not None
+        }
         by_token[name] = replace(
             batch,
             inputs=x.reshape(N * T, *x.shape[2:]),
             output_grads=g.flatten(0, 1),
-            mask=mask,
+            **flags,
         )
     if len(shapes) > 1:
         raise kc.UnsupportedError(f"Layers have other numbers of tokens: {shapes}.")
