@@ -176,6 +176,12 @@ def convolution(layer, *space, channels=2):
     )
 
 
+def unbatched(layer, *space):
+    """Rows of the outputs are of one example, which the layer mixes."""
+    model, loop = lambda: nn.Sequential(layer()), squares(randn(2, *space))
+    return Program(model=model, loop=loop, options=TOKENS)
+
+
 def layers(forward, loop=None, **options):
     """Two linear layers, of which a function says how they are called."""
     model = calling(forward, one=linear(3, 3), two=linear(3, 2))
@@ -188,6 +194,15 @@ def normalization(layer, *shape, flat=False):
         model=lambda: nn.Sequential(layer(), *[nn.Flatten(1)] * flat),
         loop=squares(randn(*shape)),
         diagonal=["0.weight", "0.bias"],
+    )
+
+
+def one_slope(make, *above):
+    """One slope of all features, over which an example's gradient sums."""
+    return Program(
+        model=lambda: nn.Sequential(nn.PReLU(), *[layer() for layer in above]),
+        loop=squares(make),
+        diagonal=["0.weight"],
     )
 
 
@@ -402,6 +417,9 @@ PROGRAMS = {
         model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Unflatten(0, (1, 3))),
         loop=squares(randn(4)),
     ),
+    "unbatched convolution": unbatched(lambda: nn.Conv2d(2, 3, 2, padding=1), 3, 2),
+    "unbatched, transposed": unbatched(lambda: nn.ConvTranspose1d(2, 3, 2, 2), 4),
+    "unbatched, 3d": unbatched(lambda: nn.Conv3d(2, 2, (2, 1, 2)), 3, 1, 2),
     "bilinear": Program(
         model=calling(
             lambda m, x: m.inner(x[:, :3], x[:, 3:]), inner=lambda: nn.Bilinear(3, 2, 4)
@@ -441,7 +459,11 @@ PROGRAMS = {
         loop=squares(lambda: torch.tensor([0, 2, 2, 4])),
         skipped=["bag.weight"],
     ),
-    "one slope": normalization(nn.PReLU, 6, 3),
+    "one slope": one_slope(randn(6, 3), linear(3, 2)),
+    "one slope, several axes": one_slope(randn(6, 3, 2), nn.Flatten, linear(6, 2)),
+    "one slope, one example": one_slope(
+        randn(3), linear(3, 2), lambda: nn.Unflatten(0, (1, 2))
+    ),
     "a slope for each channel": normalization(lambda: nn.PReLU(3), 6, 3),
     "layer norm": normalization(lambda: zero_scale(nn.LayerNorm(4)), 7, 4),
     "layer norm, time first": normalization(lambda: nn.LayerNorm(4), 7, 5, 4),

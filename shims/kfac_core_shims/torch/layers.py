@@ -638,10 +638,9 @@ def _prelu(module: torch.nn.Module, owns: Owns) -> Parts | str:
 
     def read(module: torch.nn.Module, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0].clamp(max=0)
-        if channels == 1:
-            x = x.reshape(-1, 1, 1)
-        else:
-            x = x.reshape(len(x), channels, math.prod(x.shape[2:]))
+        x = x if x.ndim > 1 else x.reshape(1, -1)
+        rest = x.shape[1:] if channels == 1 else x.shape[2:]
+        x = x.reshape(len(x), channels, math.prod(rest))
         return Reading(inputs=x, grad_shape=tuple(x.shape))
 
     layer = kc.ScaleShift(scale_shape=(channels, 1), shift_shape=None)
@@ -775,7 +774,12 @@ _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
         "scale_shift",
         "",
     ),
-    ((nn.PReLU,), _prelu, "scale_shift", "the slope scales the negative part"),
+    (
+        (nn.PReLU,),
+        _prelu,
+        "scale_shift",
+        "the slope scales the negative part; the first axis is the examples'",
+    ),
     (
         (nn.MultiheadAttention,),
         _attention,

@@ -456,8 +456,12 @@ class PassRecorder:
         kfac = self.kfac
         # Rows that share a source must not add up: those of one example, and those of
         # examples that a batch norm or the loss mixes.  Signs of others do nothing.
-        fewest = min(r.call.examples for r in reached)
-        shared = self.positions == "signs" or z.ndim > 2 or fewest < len(z)
+        examples = {r.call.examples for r in reached}
+        shared = self.positions == "signs" or z.ndim > 2 or min(examples) < len(z)
+        shape = z.shape
+        if self.positions == "separate" and examples == {1}:
+            # Of an input without an axis of examples, all rows are its one example's.
+            z = z.reshape(1, -1, shape[-1])
         # One for each pass of each step on each process, and the same in a resumed run.
         seed = (kfac.data_place << 96) + (kfac.steps << 40) + self.drawn
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
@@ -470,7 +474,7 @@ class PassRecorder:
                 samples=self.samples,
                 positions=self.positions,
             )
-        return drawn.vectors
+        return drawn.vectors.reshape(-1, *shape)
 
     def _watch(self, observation: Observation, reached: list[Reached]) -> None:
         """Look at gradients as they come to the calls of a pass."""
