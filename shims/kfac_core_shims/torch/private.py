@@ -24,9 +24,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def backward_pass() -> int:
-    """Return the number of the backward pass that is running; -1 outside of any."""
-    return int(torch._C._current_graph_task_id())
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that is running; -1 outside of any."""
 
 
 def is_graph_kept() -> bool:
