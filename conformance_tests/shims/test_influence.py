@@ -332,10 +332,13 @@ def test_as_many_rows_of_others_as_examples_are_not_taken_for_examples(network):
     assert "expert" in found.skipped
 
 
-def test_missing_queries_and_a_misspelt_fisher_raise():
+def test_missing_queries_and_options_that_do_not_fit_raise():
     model, data = classifier()
     factors = collect(model, data)
     with pytest.raises(kc.ConventionError, match="`queries`, got none"):
         influence(model, losses, data, [], factors=factors)
+    options = {"factors": factors, "solver": "cg", "storage": "float16"}
+    with pytest.raises(kc.ConventionError, match="`storage`"):
+        influence(model, losses, data, data, **options)
     with pytest.raises(kc.ConventionError, match="fisher"):
         collect(model, data, fisher="exactly")

@@ -1,8 +1,11 @@
 """Merged models and operators of models, by dense matrices."""
 
+import copy
+
 import numpy as np
 import pytest
 
+import kfac_core as kc
 from kfac_core.posterior import spectral_blocks
 
 torch = pytest.importorskip("torch")
@@ -82,3 +85,20 @@ def test_a_merged_model_solves_the_system_of_its_layers(tmp_path):
     same = merge([models[0], models[0]], [files[0], files[0]])
     for name, p in models[0].named_parameters():
         torch.testing.assert_close(same.parameters[name], p.detach())
+
+
+def test_factors_of_other_models_than_those_given_raise():
+    models = [model(1), model(2)]
+    factors = [collect(one, data(0)) for one in models]
+    expected = merge(models, factors).parameters
+    copies = [copy.deepcopy(one) for one in models]
+    torch.testing.assert_close(merge(copies, factors).parameters, expected)
+    with pytest.raises(
+        kc.ConventionError, match="at place 0 are of a model with other"
+    ):
+        merge(models[::-1], factors)
+    for some in (factors[:1], []):
+        with pytest.raises(kc.ConventionError, match=f"2 models and {len(some)} files"):
+            merge(models, some)
+    with pytest.raises(kc.ConventionError, match="0 models"):
+        merge([], [])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.collecting import Factors, factors_from
 from kfac_core_shims.torch.stacks import ParameterStacks
 
@@ -63,12 +64,26 @@ def merge(
     ------
     kfac_core.UnknownBlockError
         If the models' blocks differ.
+    kfac_core.ConventionError
+        For other numbers of models and files, and for `Factors` of other parameters than
+        those of the model at their place.
 
     References
     ----------
     Matena and Raffel (2022), arXiv:2111.09832; Tam et al. (2024), arXiv:2312.04339.
     """
+    if not len(models) == len(files) > 0:
+        raise kc.ConventionError(
+            f"Expected one file or `Factors` for each model, got {len(models)} models and "
+            f"{len(files)} files."
+        )
     factors = [factors_from(*pair) for pair in zip(models, files, strict=True)]
+    for number, (one, f) in enumerate(zip(models, factors, strict=True)):
+        if not _has_parameters_of(parallel.inner(one), f.model):
+            raise kc.ConventionError(
+                f"The `Factors` at place {number} are of a model with other parameters "
+                "than the model there. Give both lists in one order."
+            )
     for other in factors[1:]:
         kc.constraints.require_names("factors", other.blocks, factors[0].blocks)
     curvatures = [kc.posterior.spectral_blocks(f.blocks, f.statistics) for f in factors]
@@ -93,6 +108,16 @@ def merge(
             parts = block.matrix_to_parameters(merged.weight)
             factors[0].sites[name].place(parts, targets)
     return Merged(mean, residuals)
+
+
+def _has_parameters_of(model: Any, other: Any) -> bool:
+    if model is other:
+        return True
+    named, others = (dict(m.named_parameters()) for m in (model, other))
+    return named.keys() == others.keys() and all(
+        p.shape == others[name].shape and bool((p == others[name].to(p.device)).all())
+        for name, p in named.items()
+    )
 
 
 class FactorProducts:

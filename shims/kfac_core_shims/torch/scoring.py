@@ -130,7 +130,7 @@ def influence(
     Raises
     ------
     kfac_core.ConventionError
-        For two dampings; for low ranks or a folder together with ``solver="cg"``; for a
+        For two dampings; for `rank`, `storage` or `folder` with ``solver="cg"``; for a
         loader that shuffles, or is an iterator where it is read several times.
     kfac_core.UnsupportedError
         For a layer that sees other rows than those of the loss's examples, but not in the
@@ -162,10 +162,10 @@ def influence(
     torch.Size([10, 10])
     """
     kc.constraints.require_one_of("solver", solver, ("factors", "cg"))
-    if solver == "cg" and (rank is not None or folder is not None):
+    if solver == "cg" and any(x is not None for x in (rank, storage, folder)):
         raise kc.ConventionError(
-            "`rank` and `folder` are of solver='factors': conjugate gradients keep all "
-            "queries' solutions in memory."
+            "`rank`, `storage` and `folder` are of solver='factors': conjugate gradients "
+            "keep all queries' solutions in memory, in the dtype of the factors."
         )
     if solver == "cg" and iter(train) is train:
         raise kc.ConventionError(
