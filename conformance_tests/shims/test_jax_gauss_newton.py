@@ -104,6 +104,22 @@ def mixes_examples(params, x):
     return (h @ last["w"] + last["b"])[:, 0]
 
 
+def attention(params, x):
+    """The bias of the keys has no influence, but in roundoff; a bare parameter has."""
+    tokens = x.reshape(-1, 3, 2)
+    layers = (params["qkv"][name] for name in "qkv")
+    q, k, v = (tokens @ layer["w"] + layer["b"] for layer in layers)
+    weights = jax.nn.softmax(q @ jnp.swapaxes(k, 1, 2), axis=-1)
+    return params["c"] * (weights @ v).mean(axis=1)
+
+
+def qkv():
+    # Matrices of one layer each, from the same inputs.
+    layers = {name: mlp(2, 2)["layer_0"] for name in "qkv"}
+    layers["k"] = {"w": array(2, 2, seed=6), "b": array(2, seed=7)}
+    return {"qkv": layers, "c": array(seed=5)}
+
+
 def extra():
     return {"net": mlp(2, 4, 2), "shift": array(3, seed=4), "c": array(seed=5)}
 
@@ -125,6 +141,7 @@ PROGRAMS = {
     "conv, embedding": (images_and_words, words(), (array(5, 3, 3, 1), IDS), set()),
     "outside of layers": (outside_of_layers, extra(), (X,), {"['c']", "['shift']"}),
     "reverse only": (reverse_only, extra(), (X,), {"['c']", "['shift']"}),
+    "attention": (attention, qkv(), (array(5, 6),), {"['c']"}),
     "batch norm in training": (
         mixes_examples,
         mlp(2, 4, 1),

@@ -95,7 +95,55 @@ def weight_norm(net):
     return lambda: net(x)
 
 
+class Attention(nn.Module):
+    """Attention to tokens (N, 2, 3) made of (N, 6), with a weight for each part."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, kdim=3, vdim=3, batch_first=True)
+
+    def forward(self, x):
+        tokens = x.reshape(-1, 2, 3)
+        queries = x[:, None, :4]
+        return self.inner(queries, tokens, tokens)[0][:, 0]
+
+
+def attention(net):
+    """The bias of the keys has the derivative zero."""
+    net.append(Attention().double())
+    x = points(5)
+    return lambda: net(x)
+
+
+def encoded(net):
+    """Put a layer that has norms over tokens before a network of 8 inputs."""
+    encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    layers = [nn.Linear(2, 8), nn.Unflatten(1, (2, 4)), encoder, nn.Flatten()]
+    for i, layer in enumerate(layers):
+        net.insert(i, layer.double())
+    return net
+
+
+NORMS = {f"2.norm{i}.{name}" for i in (1, 2) for name in ("weight", "bias")}
+
+
+def transformer(net):
+    encoded(net)
+    x = points(5)
+    return lambda: net(x)
+
+
+def part_of_a_weight(net):
+    """The weight of queries, keys and values, of which queries' has another use."""
+    encoded(net)
+    x, weight = points(5), net[2].self_attn.in_proj_weight
+    return lambda: net(x) + weight[:4].square().sum()
+
+
 PROGRAMS = {
+    "attention": ((2, 6), attention),
+    "transformer": ((8, 2), transformer),
+    "a part of a weight": ((8, 2), part_of_a_weight),
     "weight norm": ((2, 5, 2), weight_norm),
     "tied embedding": ((2, 5, 2), tied_embedding),
     "more residuals than parameters": ((2, 4, 1), of(torch_residuals.value, 40)),
@@ -161,8 +209,11 @@ def test_a_step_of_fixed_length_is_the_dense_solution(program):
         mixes_examples: {"0.weight", "0.bias"},
         weight_norm: {"0.parametrizations.weight.original1", "0.bias"},
         tied_embedding: {"0.weight"},
+        transformer: NORMS,
+        part_of_a_weight: {*NORMS, "2.self_attn.in_proj_weight"},
     }
     assert set(optimizer.formed) >= formed.get(make, set())
+    assert make is not transformer or set(optimizer.formed) == NORMS
     assert bool(optimizer.formed) == (make in formed)
 
 
@@ -190,11 +241,20 @@ def values_of_derivatives(net, x):
 
 
 @pytest.mark.parametrize(
-    "make", [cross_entropy, ignored_labels, labels_of_sigmoids, values_of_derivatives]
+    ("make", "sizes"),
+    [
+        (cross_entropy, (2, 5, 3)),
+        (ignored_labels, (2, 5, 3)),
+        (labels_of_sigmoids, (2, 5, 3)),
+        (values_of_derivatives, (2, 5, 3)),
+        (cross_entropy, (8, 3)),
+    ],
 )
-def test_a_likelihood_gives_the_dense_step_of_gauss_newton(make):
+def test_a_likelihood_gives_the_dense_step_of_gauss_newton(make, sizes):
     """With the Hessian of PyTorch's own loss, and the Jacobian by autograd."""
-    net, x = mlp(2, 5, 3), points(6)
+    net, x = mlp(*sizes), points(6)
+    if sizes[0] == 8:
+        net = encoded(net)
     (z, y), likelihood, loss = make(net, x)
     J, _, N = dense_jacobian(net, [z])
     J = torch.from_numpy(J).reshape(N, z.shape[1], -1)
@@ -214,7 +274,7 @@ def test_a_likelihood_gives_the_dense_step_of_gauss_newton(make):
     after = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
     step = torch.linalg.solve(F, gradient)
     assert_close((before - after).numpy(), 0.5 * step.numpy(), "inverse", "float64")
-    assert optimizer.report().formed == {}
+    assert set(optimizer.report().formed) == (NORMS if sizes[0] == 8 else set())
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.3}], ids=["search", "rate"])

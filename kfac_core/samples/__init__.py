@@ -6,6 +6,7 @@ layers of products of Gram matrices of the rows that K-FAC's factors are made of
 Gauss-Newton.
 """
 
+from kfac_core.samples.comparison import unlike
 from kfac_core.samples.curvature import (
     DirectKernel,
     SampleCurvature,
@@ -55,4 +56,5 @@ __all__ = [
     "sample_curvature",
     "sample_gram",
     "search_step",
+    "unlike",
 ]

@@ -507,15 +507,10 @@ def _unlike(
         gradient, _ = pull(cotangent, reduction="sum")
         add = gradient if by_vjp is None else jax.tree.map(jnp.add, by_vjp, gradient)
         by_vjp = add
-    by_rows = J.multiply_transposed(c)
-    expected = columns.vectors(by_vjp, J)
-    limit = jnp.finfo(dtype).eps ** 0.5
     flags = jnp.zeros(len(jax.tree.leaves(params)), bool)
-    for name, parts in by_rows.items():
-        for role, x in parts.items():
-            part, _ = columns.slots[name][role]
-            y = expected[name][role]
-            size = jnp.linalg.norm(x.ravel()) + jnp.linalg.norm(y.ravel())
-            differs = jnp.linalg.norm((x - y).ravel()) > limit * size
-            flags = flags.at[part.leaf].set(flags[part.leaf] | differs)
+    expected = columns.vectors(by_vjp, J)
+    for name, parts in kc.samples.unlike(J, c, expected).items():
+        for role, differs in parts.items():
+            leaf = columns.slots[name][role][0].leaf
+            flags = flags.at[leaf].set(flags[leaf] | differs)
     return flags

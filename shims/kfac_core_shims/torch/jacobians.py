@@ -23,7 +23,7 @@ from kfac_core_shims.torch.hooks import install
 from kfac_core_shims.torch.layers import Part
 from kfac_core_shims.torch.options import require_made
 from kfac_core_shims.torch.plans import Plan, form_of, unit_vectors
-from kfac_core_shims.torch.sites import ModelBlocks
+from kfac_core_shims.torch.sites import ModelBlocks, Site
 from kfac_core_shims.torch.uses import find_examples, joined
 
 
@@ -137,17 +137,14 @@ class JacobianFinder:
             layers[name], derivatives[name] = site.layer, batch
         samples = sum(r.numel() for r in residuals)
         J = None
+        self._leave(layers, derivatives, reasons)
         if layers:
             J = _flat_jacobian(layers, derivatives, samples, on_host)
         for name in self._mixing(J, residuals, scales) if J is not None else ():
             reasons[name] = "the residuals mix examples, as batch norm in training does"
-            # Their derivatives are formed below, one backward pass for each residual.
-            del layers[name], derivatives[name]
-        covered = {
-            id(p)
-            for name in layers
-            for p in self._model_blocks.sites[name].parameters.values()
-        }
+        # Their derivatives are formed below, one backward pass for each residual.
+        self._leave(layers, derivatives, reasons)
+        covered = {i for name in layers for i in _ids(self._model_blocks.sites[name])}
         uncovered = {n: p for n, p in self._parameters.items() if id(p) not in covered}
         if not uncovered:
             assert J is not None
@@ -158,9 +155,29 @@ class JacobianFinder:
             derivatives[f"{name} (formed)"] = {
                 "value": derivative.reshape(samples, *shape)
             }
-            module, _, _ = name.rpartition(".")
-            self.formed[name] = reasons.get(module, "it is in no layer that is covered")
+            sites = self._model_blocks.sites
+            known = [n for n in reasons if id(self._parameters[name]) in _ids(sites[n])]
+            why = reasons[known[0]] if known else "it is in no layer that is covered"
+            self.formed[name] = why
         return _flat_jacobian(layers, derivatives, samples, on_host)
+
+    def _leave(
+        self,
+        layers: dict[str, Any],
+        derivatives: dict[str, Any],
+        reasons: dict[str, str],
+    ) -> None:
+        """Take layers out of the rows for reasons, and those with parameters in common.
+
+        A parameter is then in the rows with all its parts, or with none and formed.
+        """
+        sites = self._model_blocks.sites
+        formed = {i for name in reasons for i in _ids(sites[name])}
+        while leaving := [name for name in layers if _ids(sites[name]) & formed]:
+            for name in leaving:
+                del layers[name], derivatives[name]
+                formed |= _ids(sites[name])
+                reasons.setdefault(name, "its layer has a parameter that is formed")
 
     def _planned(
         self, residuals: Sequence[Any], scales: Sequence[float], on_host: bool
@@ -341,20 +358,24 @@ class JacobianFinder:
             materialize_grads=True,
         )
         by_autograd = dict(zip(self.parameters, gradients, strict=True))
-        # The rows may be NumPy arrays.
-        c = c if isinstance(J.like, torch.Tensor) else c.numpy()
-        by_rows = J.multiply_transposed(c)
         expected = self.vectors(by_autograd, J)
-        # Roundoff is near eps, and rows of other examples differ by about one.
-        limit = torch.finfo(first.dtype).eps ** 0.5
-        return [
+        if not isinstance(J.like, torch.Tensor):
+            c, expected = viewed((c, expected))
+        names = {
             name
-            for name, parts in by_rows.items()
-            if any(
-                _differ(torch.as_tensor(x), expected[name][role], limit)
-                for role, x in parts.items()
-            )
-        ]
+            for name, differs in kc.samples.unlike(J, c, expected).items()
+            if any(differs.values())
+        }
+        # Parts of a parameter that are in no layer of J must have the derivative zero.
+        sites = {name: self._model_blocks.sites[name] for name in J.layers}
+        rest: dict[Any, Any] = {}
+        for site in sites.values():
+            for role, p in site.parameters.items():
+                rows = site.rows_of(role)
+                if rows is not None:
+                    rest.setdefault(p, by_autograd[p].clone())[rows] = 0
+        left = {id(p) for p, g in rest.items() if g.any()}
+        return [n for n in J.layers if n in names or _ids(sites[n]) & left]
 
     def _formed(
         self,
@@ -397,16 +418,16 @@ def _on_host(rows: Any) -> Any:
         return rows  # They are on a device.
 
 
+def _ids(site: Site) -> set[int]:
+    """Return the ids of a block's parameters."""
+    return {*map(id, site.parameters.values())}
+
+
 def _is_linear(named: tuple[str, Any]) -> bool:
     """Whether a block is a whole module whose weight is one matrix."""
     site, part = named[1], named[1].part
     whole = site.kind == "dense" and not part.rows and part.to_layer is Part.to_layer
     return whole and all(p.ndim <= 2 for p in site.trained)
-
-
-def _differ(x: Any, y: Any, limit: float) -> bool:
-    y = y.to(x.dtype)
-    return bool((x - y).norm() > limit * (x.norm() + y.norm()))
 
 
 def _problem(calls: list[Any], r: Any) -> str | None:
