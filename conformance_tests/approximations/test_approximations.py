@@ -156,6 +156,8 @@ def test_an_id_out_of_range_is_refused(backend, bad):
     with pytest.raises(kc.IdRangeError, match=r"'e'.*`inputs`"):
         estimator.update({"e": batch})
     assert estimator.state["e"].statistics is None
+    mask = backend.asarray(np.array([True, False]))
+    estimator.update({"e": kc.Batch(batch.inputs, batch.output_grads, mask=mask)})
 
 
 @pytest.mark.parametrize(

@@ -202,3 +202,12 @@ def test_jax_without_float64_raises(requires_backend):
     assert "round float64 to 32 bits" in refused
     assert "enable_float64" in refused
     assert (narrow, wide) == ("float32", "float64")
+
+
+def test_what_is_no_array_is_refused_by_name():
+    """A matrix in parts says how it becomes an array."""
+    K = kc.linalg.SymmetricMatrix(array=np.eye(3), full_storage=True)
+    with pytest.raises(kc.DtypeError, match=r"got SymmetricMatrix.*x.full\(\)"):
+        kc.to_numpy(K)
+    with pytest.raises(kc.DtypeError, match="got list"):
+        kc.to_numpy([1.0])

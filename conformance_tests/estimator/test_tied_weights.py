@@ -88,7 +88,7 @@ def test_bad_uses_are_refused_where_they_are_written(uses, error):
         "first": kc.Block(LAYER, kc.Kronecker()),
         "table": kc.Block(table, kc.Kronecker(input="diagonal")),
     }
-    with pytest.raises(error, match="tied_weights"):
+    with pytest.raises(error, match=r"Coupling\.weights"):
         make_estimator(blocks, coupling=kc.Coupling(weights=uses), **SETTINGS)
 
 

@@ -648,6 +648,8 @@ def test_bad_descriptions_are_refused():
         ({"fc": {"weight": random(4, 3)}}, {"fc": layer}, kc.ShapeError),
         ({"fc": {"weight": random(5, 3)}}, {"cf": layer}, kc.UnknownBlockError),
         ({"fc": {"weight": frozen}}, {}, kc.UnsupportedError),
+        ([random(4, 3)], {}, kc.ArgumentError),
+        ({"fc": random(4, 3)}, {}, kc.ArgumentError),
     ):
         with pytest.raises(error):
             KFAC(parameters, layers=layers, **SETTINGS)

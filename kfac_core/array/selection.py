@@ -185,13 +185,25 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
 def to_numpy(x: Array, /) -> np.ndarray[Any, Any]:
     """Copy an array of any library to the host; synchronizes with the device.
 
+    Raises
+    ------
+    DtypeError
+        For anything but an array.
+
     Examples
     --------
     >>> import kfac_core as kc
     >>> kc.to_numpy(kc.asarray([1.0, 2.0]))
     array([1., 2.])
     """
-    return backend_of(array_api_compat.array_namespace(x)).to_numpy(x)
+    try:
+        xp = array_api_compat.array_namespace(x)
+    except TypeError:
+        whole = ", whose matrix is `x.full()`" if hasattr(x, "full") else ""
+        raise errors.DtypeError(
+            f"Expected `x` to be an array, got {type(x).__name__}{whole}."
+        ) from None
+    return backend_of(xp).to_numpy(x)
 
 
 def enable_float64(*, backend: str | None = None) -> None:

@@ -49,6 +49,8 @@ class Archive:
 
     def document(self) -> str:
         """Return the JSON document."""
+        if DOCUMENT not in self._zip.namelist():
+            raise errors.StateError(f"not a checkpoint: it holds no {DOCUMENT}.")
         with self._member(DOCUMENT) as member:
             return member.read().decode()
 

@@ -231,8 +231,9 @@ def _read(archive: Archive, index: int, transposed: bool, backend: str | None) -
 
 def _document(archive: Archive) -> dict[str, Any]:
     """Return the JSON document of a file, its format and version checked."""
+    text = archive.document()
     try:
-        document = json.loads(archive.document())
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise errors.StateError(
             f"the document is not JSON: {shown(str(error))}."

@@ -177,7 +177,8 @@ def raise_for_flags(flags: int, /, *, name: str) -> None:
     ]
     reasons = {
         Status.IDS_OUT_OF_RANGE: "`inputs` of this batch hold an id that is negative, or "
-        "not below the number of embeddings. Nothing was changed.",
+        "not below the number of embeddings. Nothing was changed. Give "
+        "a `mask` that is False where ids are padding.",
         Status.INPUTS_NOT_FINITE
         | Status.OUTPUT_GRADS_NOT_FINITE: f"{' and '.join(bad)} of this batch hold NaN or "
         "infinity in rows that count. Nothing was changed; skip the batch, or find where "

@@ -40,16 +40,17 @@ class TiedWeights:
     def __init__(self, uses: Mapping[str, str], blocks: Mapping[str, Block]) -> None:
         for use, name in uses.items():
             if name not in blocks:
-                raise constraints.unknown_block(name, blocks, option="tied_weights")
+                raise constraints.unknown_block(name, blocks, option="Coupling.weights")
             if use in blocks:
                 raise errors.ConventionError(
-                    f"`tied_weights`: {use!r} is a block of its own. Leave it out of "
+                    f"`Coupling.weights`: {use!r} is a block of its own. Leave it out of "
                     f"`blocks`: the curvature of the weight is in block {name!r}."
                 )
             if blocks[name].layer.kind not in ("dense", "conv"):
                 raise errors.UnsupportedError(
-                    f"`tied_weights`: block {name!r} is a {blocks[name].layer.kind} layer; "
-                    "only the uses of a dense or conv layer are joined."
+                    f"`Coupling.weights`: block {name!r} is a "
+                    f"{blocks[name].layer.kind} layer; only the uses of "
+                    "a dense or conv layer are joined."
                 )
         self.uses = dict(uses)
 

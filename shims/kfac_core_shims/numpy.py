@@ -805,6 +805,13 @@ def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
 
 def _refuse_shared(parameters: Vector) -> None:
     """Raise `UnsupportedError` if two arrays share memory."""
+    if not isinstance(parameters, Mapping) or not all(
+        isinstance(arrays, Mapping) for arrays in parameters.values()
+    ):
+        raise kc.ArgumentError(
+            "Expected `parameters` to be a mapping of layers' names to mappings of arrays, "
+            '{"fc": {"weight": W, "bias": b}}.'
+        )
     before: list[tuple[str, Any]] = []
     for name, arrays in parameters.items():
         for key, array in arrays.items():
