@@ -363,7 +363,9 @@ class NaturalGradient(ScheduledSteps):
         self, state: Mapping[str, Any], /, *, owned: bool = False
     ) -> None:
         """Restore a state that `state_dict` returned; see `ScheduledSteps`."""
-        refreshed_at = state.get("refreshed_at") if isinstance(state, Mapping) else -1
+        refreshed_at: Any = -1
+        if isinstance(state, Mapping):  # Anything else is named below.
+            refreshed_at = state.get("refreshed_at")
         if type(refreshed_at) is not int or refreshed_at < -1:
             raise errors.StateError(
                 "Expected the step of the last refresh in the state, `refreshed_at`, got "
