@@ -417,3 +417,69 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         collect(classifier(), batches(), path=path)
     with pytest.raises(kc.ConventionError, match="`path`"):
         collect(classifier(), batches(), save_every=2)
+
+
+def normalized():
+    """Return a model with running statistics."""
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(18, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
+    return nn.Sequential(*layers).double().eval()
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_file_of_another_model_or_of_other_options_is_refused(tmp_path, finished):
+    """Finished or not; the same model, built anew, has the file or goes on."""
+    data, path = batches(), tmp_path / "factors.npz"
+    options = {"path": path, "save_every": 2, "likelihood": "categorical"}
+    expected = collect(normalized(), data).statistics["3"].averages["block"]
+    if finished:
+        collect(normalized(), data, **options)
+    else:
+        with pytest.raises(KilledError):
+            collect(normalized(), data, progress=stopping(3), **options)
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    weights = normalized()
+    with torch.no_grad():
+        weights[3].bias[0] += 1e-9
+    buffers = normalized()
+    buffers[2].running_mean += 1.0
+    for model in (weights, buffers):
+        with pytest.raises(
+            kc.StateError, match=r"factors\.npz.*other parameters.*Delete"
+        ):
+            collect(model, data, **options)
+    for name, value in {
+        "likelihood": "gaussian",
+        "fisher": "exact",
+        "samples": 2,
+        "positions": "separate",
+    }.items():
+        with pytest.raises(kc.StateError, match=f"factors.npz.*other {name}.*Delete"):
+            collect(normalized(), data, **{**options, name: value})
+    for other in ({"ekfac": False}, {"skip_layers": ["3"]}):
+        with pytest.raises(kc.StateError, match="other layers or approximations"):
+            collect(normalized(), data, **{**options, **other})
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+    again = {**options, "likelihood": nn.CrossEntropyLoss(reduction="sum")}
+    found = collect(normalized(), [] if finished else data, **again)
+    moments = found.statistics["3"].averages["block"].value(debias=True)
+    assert torch.equal(moments, expected.value(debias=True))
+
+
+def test_processes_refuse_a_file_of_another_model(tmp_path):
+    """All of them; running statistics of a replica may differ from those of the first."""
+    data, path = batches(), tmp_path / "factors.npz"
+
+    def run(communicator, bias=0.0):
+        model = models[communicator.rank]
+        with torch.no_grad():
+            model[3].bias.fill_(bias)
+            model[2].running_mean.fill_(communicator.rank)
+        own = data[communicator.rank :: 2]
+        return collect(model, own, path=path, communicator=communicator).examples
+
+    models = [normalized() for _ in range(2)]
+    for _ in range(2):
+        assert kc.distributed.run_ranks(2, run) == [23, 23]
+    with pytest.raises(kc.StateError, match="other parameters"):
+        kc.distributed.run_ranks(2, functools.partial(run, bias=1.0))

@@ -122,3 +122,15 @@ def test_a_batch_with_labels_raises(rng, pair):
             [pair([x, x[:, 0]])],
             likelihood=kc.losses.Categorical(),
         )
+
+
+def test_a_file_of_other_parameters_or_options_is_refused(rng, tmp_path):
+    network, params, x = problem(rng)
+    options = {"likelihood": kc.losses.Categorical(), "path": tmp_path / "factors.npz"}
+    collect(network, params, [x], **options)
+    assert collect(network, dict(params), [], **options).examples == 21
+    other = {**params, "b": params["b"] + 1.0}
+    with pytest.raises(kc.StateError, match=r"factors\.npz.*other params.*Delete"):
+        collect(network, other, [x], **options)
+    with pytest.raises(kc.StateError, match="other samples, other positions"):
+        collect(network, params, [x], samples=2, positions="separate", **options)

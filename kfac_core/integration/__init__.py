@@ -4,6 +4,7 @@ from kfac_core.integration import defaults as defaults
 from kfac_core.integration.collection import (
     Collected,
     collect_statistics,
+    digest_of_arrays,
     with_moments,
 )
 from kfac_core.integration.coverage import coverage_table
@@ -56,6 +57,7 @@ __all__ = [
     "batches_of_calls",
     "bound_at",
     "collect_statistics",
+    "digest_of_arrays",
     "coverage_table",
     "framework_conv",
     "interval_at",

@@ -12,9 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import hashlib
 import itertools
+import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ from kfac_core.array.selection import asarray
 from kfac_core.block import Block
 from kfac_core.checkpoint.reading import join_checkpoints, load_checkpoint, read_header
 from kfac_core.checkpoint.writing import save_checkpoint
+from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.estimator import Estimator
 from kfac_core.factors.average import Average
@@ -179,6 +183,7 @@ def collect_statistics(
     *,
     fisher: EstimationMode,
     path: str | os.PathLike[str] | None = None,
+    origin: Mapping[str, str] | None = None,
     backend: str | None = None,
     max_elements: int | None = None,
     save_every: int | None = None,
@@ -198,9 +203,12 @@ def collect_statistics(
     fisher : EstimationMode
         Which vectors `capture` backpropagates.
     path : path-like, optional
-        Checkpoint that the result is written to.  Where it exists already and is of these
-        blocks, it is the result; unfinished parts beside it are resumed, to the bit, by as
-        many processes.
+        Checkpoint that the result is written to.  Where it exists already and has the same
+        blocks, `fisher` and `origin`, it is the result; unfinished parts beside it are
+        resumed, to the bit, by as many processes.
+    origin : mapping of str to str, optional
+        What the result depends on besides blocks and `fisher`, such as a digest of the
+        weights; noted in files, and that of the first process for all.
     backend : str, optional
         ``name[:device]`` that files are read to.
     max_elements : int, optional
@@ -228,7 +236,7 @@ def collect_statistics(
     NotReadyError
         If a block saw no example, or a process no batch; on all processes.
     StateError
-        For a file at `path` of other blocks, or an unfinished run of other options.
+        For a file at `path`, or of an unfinished run, of other blocks, options or origin.
     """
     for name, number in (("max_elements", max_elements), ("save_every", save_every)):
         optional = constraints.optional(constraints.COUNT)
@@ -241,6 +249,13 @@ def collect_statistics(
         mode=fisher,
     )
     target = None if path is None else Path(path)
+    origin = {
+        "layers or approximations": repr(blocks),
+        "fisher": fisher,
+        **(origin or {}),
+    }
+    if target is not None:
+        origin = _shared_origin(origin, communicator)
     if target is not None and target.exists():
         about = read_header(target)["document"].get("about") or {}
         if "examples" not in about:
@@ -248,6 +263,8 @@ def collect_statistics(
                 f"{target}: not written by `collect`. Pass another path, or remove the "
                 "file."
             )
+        if (misfit := _misfit(target, origin)) is not None:
+            raise misfit
         return Collected(estimator(blocks), about["examples"], target, backend)
     parts = [*_parts(blocks, max_elements)]
     if target is None and (len(parts) > 1 or save_every is not None):
@@ -269,6 +286,7 @@ def collect_statistics(
             file = target.with_name(f"{target.name}.part{number}{rank}")
         run = _Run(part, capture, loader, estimator, file, backend)
         run.save_every, run.communicator = save_every, communicator
+        run.origin = origin
         run.is_bounded = max_elements is not None
         if progress is not None:
             run.progress = _Offset(progress, sum(stages[:number]), sum(stages), length)
@@ -283,12 +301,60 @@ def collect_statistics(
         return Collected(runs[0].holding(), examples)
     if communicator is None or communicator.rank == 0:
         files = [run.saved(2) for run in runs]
-        join_checkpoints(target, files, about={"examples": examples})
+        join_checkpoints(target, files, about={"examples": examples, "origin": origin})
     runs[0].wait()
     # Also those that a killed run with another number of processes left.
     for file in target.parent.glob(f"{glob.escape(target.name)}.part[0-9]*"):
         file.unlink(missing_ok=True)
     return Collected(estimator(blocks), examples, target, backend)
+
+
+def digest_of_arrays(arrays: Iterable[tuple[str, Any]], /) -> str:
+    """Return a digest of arrays, each with its name.
+
+    Parameters
+    ----------
+    arrays : iterable of (str, numpy.ndarray)
+        Names and arrays, in the order that counts.
+
+    Returns
+    -------
+    str
+        SHA-256 of names, dtypes, shapes and values, in hexadecimal.
+    """
+    digest = hashlib.sha256()
+    for name, x in arrays:
+        digest.update(f"{name} {x.dtype} {x.shape};".encode())
+        digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _shared_origin(
+    origin: Mapping[str, str], communicator: Communicator | None
+) -> dict[str, str]:
+    """Return the origin of the first process, without addresses and long texts."""
+    plain = {}
+    for key, text in origin.items():
+        text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+        short = len(text) <= 64
+        plain[key] = text if short else hashlib.sha256(text.encode()).hexdigest()
+    if communicator is not None:
+        # Of replicas, running statistics may differ.
+        plain = json.loads(Agreement(communicator).texts(json.dumps(plain))[0])
+    return plain
+
+
+def _misfit(path: Path, origin: Mapping[str, str]) -> errors.StateError | None:
+    """Return the error for a file of another origin, if it is noted."""
+    about = read_header(path)["document"].get("about") or {}
+    noted = about.get("origin") or {}
+    others = [k for k, text in origin.items() if noted.get(k, text) != text]
+    if not others:
+        return None
+    return errors.StateError(
+        f"{path}: was collected with other {', other '.join(others)}. Delete the file, or "
+        "pass another `path`, to collect anew."
+    )
 
 
 def _elements_of(block: Block, /) -> int:
@@ -341,6 +407,7 @@ class _Run:
     communicator: Communicator | None = None
     is_bounded: bool = False  # Whether `max_elements` bounds the memory.
     progress: Callable[[int, int], None] | None = None
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stage: int = 0
     batches: int = 0
     counted: int = 0  # Examples that this process has seen in this stage.
@@ -548,6 +615,7 @@ class _Run:
             "batches": self.batches,
             "collected": self.counted,
             "of": self.examples,
+            "origin": self.origin,
         }
         path = self.saved(self.stage)
         save_checkpoint(path, self.holding(), parts="statistics", about=about)
@@ -573,6 +641,11 @@ class _Run:
         size = 1 if self.communicator is None else self.communicator.size
         stages = [k for k in (1, 2) if float(common[k - 1]) == size]
         path = self.saved(max(stages, default=0))
+        misfit = _misfit(path, self.origin) if path.exists() else None
+        if self.communicator is not None:
+            Agreement(self.communicator).vote("collect: resume", error=misfit)
+        elif misfit is not None:
+            raise misfit
         if not path.exists():
             return
         about = read_header(path)["document"]["about"]

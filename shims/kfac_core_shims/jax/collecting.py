@@ -112,12 +112,21 @@ def collect(
         else block
         for name, block in network.blocks.items()
     }
+    origin = {}
+    if path is not None:
+        origin = {
+            "params": kc.integration.digest_of_arrays(_arrays(params)),
+            "likelihood": str(likelihood),
+            "samples": str(samples if fisher == "gradients" else None),
+            "positions": positions,
+        }
     collected = kc.integration.collect_statistics(
         blocks,
         capture,
         loader,
         fisher=fisher,
         path=path,
+        origin=origin,
         backend="numpy" if on_host else "jax",
         max_elements=max_elements,
         save_every=save_every,
@@ -186,6 +195,13 @@ def _viewed(batches: Any) -> Any:
         return (x.astype(jnp.float32) if narrow else x).__array__()
 
     return jax.tree.map(viewed, batches)
+
+
+def _arrays(params: Any) -> Iterator[tuple[str, Any]]:
+    """Yield parameters with their paths; of those on several hosts what is on this one."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        here = x if x.is_fully_addressable else x.addressable_data(0)
+        yield jax.tree_util.keystr(path), here.__array__()
 
 
 def _in_jax(x: Any) -> Any:

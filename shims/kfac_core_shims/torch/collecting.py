@@ -15,6 +15,7 @@ from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.coverage import choose
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.likelihoods import criterion_of
 from kfac_core_shims.torch.sites import Site
 
 
@@ -107,8 +108,9 @@ def collect(
     likelihood : str, kfac_core.losses.Loss or torch.nn.Module
         As of `KFAC`.
     path : path-like, optional
-        Checkpoint to write.  If it exists, nothing is computed; what a killed run left
-        beside it is resumed, to the bit.
+        Checkpoint to write.  If it exists, of this model and these options, nothing is
+        computed; what a killed run left beside it is resumed, to the bit.  Data and
+        functions are not compared.
     fisher : {"gradients", "exact", "empirical"}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them, and
         ``"empirical"`` takes the gradients of `loss`.
@@ -149,6 +151,8 @@ def collect(
         If a layer saw no example, or a process no batch.
     kfac_core.NotFiniteError
         For a row that is not finite.
+    kfac_core.StateError
+        For a file at `path` of other weights or options.
 
     Notes
     -----
@@ -171,7 +175,7 @@ def collect(
     """
     modes = get_args(kc.losses.EstimationMode)
     kc.constraints.require_one_of("fisher", fisher, modes)
-    plain = parallel.inner(model)
+    plain, mode = parallel.inner(model), fisher
     if fisher == "empirical":
         if loss is None:
             raise kc.ConventionError(
@@ -228,12 +232,22 @@ def collect(
         finally:
             kfac.remove()
 
+    origin = {}
+    if path is not None:
+        origin = {
+            "parameters or buffers": kc.integration.digest_of_arrays(_arrays(plain)),
+            "likelihood": str(criterion_of(likelihood, None).row.likelihood),
+            "fisher": mode,
+            "samples": str(samples if mode == "gradients" else None),
+            "positions": positions,
+        }
     collected = kc.integration.collect_statistics(
         blocks,
         capture,
         loader,
         fisher=fisher,
         path=path,
+        origin=origin,
         backend=_backend(plain),
         max_elements=max_elements,
         save_every=save_every,
@@ -354,6 +368,17 @@ def require_order(name: str, loader: Any, /) -> None:
             f"Expected a `{name}` that gives its examples in one order, got a DataLoader "
             "that shuffles. Say shuffle=False."
         )
+
+
+def _arrays(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what the outputs of a model depend on, as bytes on the host."""
+    for name, x in model.state_dict().items():
+        if isinstance(x, torch.Tensor):
+            # A shard is a part of what all processes have.
+            whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+            flat = whole.detach().cpu().resolve_conj().contiguous().flatten()
+            shape = tuple(whole.shape)
+            yield f"{name} {x.dtype} {shape}", flat.view(torch.uint8).numpy()
 
 
 def _backend(model: torch.nn.Module) -> str:
