@@ -436,17 +436,18 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         if here.root is None:
             return here
         if self._processes is not None:
-            here = self._shared(here, returned[1], root)
-        return here._replace(terms=[here.root.rows(term) for term in here.terms])
+            here = self._shared(self._processes, here, returned[1], root)
+        factor: Any = here.root
+        return here._replace(terms=[factor.rows(term) for term in here.terms])
 
-    def _shared(self, here: Any, labels: Any, root: Any) -> Any:
+    def _shared(self, processes: Any, here: Any, labels: Any, root: Any) -> Any:
         """Return a problem whose examples count as those of all processes do."""
         if not isinstance(self._options.likelihood, kc.losses.Categorical):
             return here
         # Labels of -100 do not count, and the weights here have the mean 1.
         counted, examples = float((labels != -100).sum()), labels.numel()
         here_and_all = torch.tensor([counted, examples], dtype=torch.float64)
-        total = self._processes.all_reduce(here_and_all.clone()).wait()
+        total = processes.all_reduce(here_and_all.clone()).wait()
         share = counted / max(examples, 1) * float(total[1] / total[0].clamp(min=1.0))
         B = share**0.5 * here.root.root if root is None else root.root
         return here._replace(
