@@ -535,6 +535,15 @@ def test_what_raises_changes_nothing():
         optimizer.step(lambda: net(x).sum())
     with pytest.raises(kc.DtypeError, match=r"real residuals.*complex128"):
         optimizer.step(lambda: net(x) * 1j)
+    for log_psi, energies, error, message in (
+        (net(x), torch.ones(5), kc.ShapeError, r"local energies.*\(6,\), got \(5,\)"),
+        (net(x), x[:, 0] * 1j, kc.DtypeError, "real local energies, got.*complex128"),
+        (net(x) * 1j, x[:, 0], kc.DtypeError, "real log psi, got.*complex128"),
+        (net(x).expand(6, 2), x[:, 0], kc.ShapeError, r"log psi.*got \(6, 2\)"),
+    ):
+        wave_function = GaussNewton(net, centered=True)
+        with pytest.raises(error, match=message):
+            wave_function.step(lambda pair=(log_psi, energies): pair)
     with pytest.raises(kc.UnsupportedError, match="Term 1 of the loss"):
         optimizer.step(lambda: (net(x), torch.ones(3)))
     with pytest.raises(kc.ConventionError, match="damping"):

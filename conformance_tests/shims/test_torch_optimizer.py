@@ -543,3 +543,37 @@ def test_a_step_without_forward_derivatives_changes_nothing():
     optimizer.step(lambda: fn.cross_entropy(model(x), y))
     assert kfac.steps == 2
     assert not torch.equal(parameters(model), before)
+
+
+def test_an_error_at_the_new_parameters_changes_nothing():
+    """Not the numbers to come either: the next step is the same to the bit."""
+    x, y = batch()
+    others = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 3)]
+        model = nn.Sequential(*layers).double()
+        optimizer = optimizer_of(model)
+        calls = []
+
+        def closure(model=model, calls=calls):
+            calls.append(1)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return fn.cross_entropy(model(x), y)
+
+        optimizer.step(closure)
+        if fails:
+            before = copy.deepcopy((model.state_dict(), optimizer.metrics()))
+            damping = optimizer.damping
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step(closure)
+            after = model.state_dict(), optimizer.metrics()
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            assert optimizer.damping == damping
+            assert optimizer.kfac.steps == 1
+        calls += [1, 1]
+        optimizer.step(closure)
+        others.append(parameters(model))
+
+    assert torch.equal(*others)

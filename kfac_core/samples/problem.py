@@ -49,6 +49,8 @@ def residual_terms(options: GaussNewtonOptions, returned: Any, /) -> list[Array]
     """
     if options.likelihood is None and not options.centered:
         return _as_matrices(returned)
+    if options.centered:
+        return _wave_function(returned)[:1]
     return _as_matrices(_pair(returned)[0])
 
 
@@ -76,9 +78,10 @@ def residual_problem(
     DtypeError
         For complex numbers.
     """
-    terms = residual_terms(options, returned)
     if options.centered:
-        return ResidualProblem(terms, _as_matrices(_pair(returned)[1]), None)
+        log_psi, energies = _wave_function(returned)
+        return ResidualProblem([log_psi], [energies], None)
+    terms = residual_terms(options, returned)
     if options.likelihood is None:
         return ResidualProblem(terms, terms, None)
     outputs, targets = terms[0], _pair(returned)[1]
@@ -108,6 +111,25 @@ def _pair(returned: Any) -> tuple[Any, Any]:
         )
     first, second = returned
     return first, second
+
+
+def _wave_function(returned: Any) -> list[Array]:
+    """Return log psi and the local energies, shapes (N, 1)."""
+    positions = None
+    for name, x in zip(("log psi", "local energies"), _pair(returned), strict=True):
+        form = tuple(x.shape) if hasattr(x, "shape") else type(x)
+        N = form[0] if isinstance(form, tuple) and form else None
+        if N is None or form not in ((N,), (N, 1)) or positions not in (None, N):
+            raise errors.ShapeError(
+                f"Expected {name} of shape ({positions or 'N'},), got {form}."
+            )
+        if ns.own_namespace(x).isdtype(x.dtype, "complex floating"):
+            raise errors.DtypeError(
+                f"Expected real {name}, got {x.dtype}: wave functions with a phase are "
+                "not covered. Return log |psi|, and real energies."
+            )
+        positions = N
+    return _as_matrices(list(_pair(returned)))
 
 
 def _as_matrices(returned: Any) -> list[Array]:

@@ -258,7 +258,8 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             For a closure that does not differentiate a loss of the model's outputs.
         kfac_core.UnsupportedError
             For a model that has no forward derivatives.  Parameters, curvature and the
-            number of steps are then unchanged.
+            number of steps are then unchanged, as after an error in the second call of the
+            closure, at the new parameters.
         """
         lr = self._rate()
         if closure is None:
@@ -277,16 +278,24 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
         batch = self._batch(passes, loss, lr)
         trained = self._with_gradients()
-        with torch.no_grad():
-            before = batch.loss + _penalty(trained)
-            directions, model_step = self._minimum(trained, passes, batch)
-            model_step = model_step.shortened(lr)
-            before_step = [p.clone() for p, _ in trained]
-            changes = _split(model_step.change()["parameters"]["all"], trained)
-            for (p, _), change in zip(trained, changes, strict=True):
-                p.add_(change)
-        repeated = self._repeated(closure, start, differentiates)
-        [after] = self._summed("loss after the step", [repeated])
+        with self.kfac.undone_on_error():
+            with torch.no_grad():
+                before = batch.loss + _penalty(trained)
+                directions, model_step = self._minimum(trained, passes, batch)
+                model_step = model_step.shortened(lr)
+                before_step = [p.clone() for p, _ in trained]
+                changes = _split(model_step.change()["parameters"]["all"], trained)
+                for (p, _), change in zip(trained, changes, strict=True):
+                    p.add_(change)
+            try:
+                repeated = self._repeated(closure, start, differentiates)
+                [after] = self._summed("loss after the step", [repeated])
+            except BaseException:
+                start.restore()
+                with torch.no_grad():
+                    for (p, _), old in zip(trained, before_step, strict=True):
+                        p.copy_(old)
+                raise
         after = after / self.kfac.processes / batch.divisor + _penalty(trained)
         accepted = bool(kc.steps.is_accepted(before, after))
         with torch.no_grad():
@@ -476,18 +485,16 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         gradient = [p.grad / batch.divisor + decay * p for p, decay in trained]
         for (p, _), g in zip(trained, gradient, strict=True):
             p.grad.copy_(g * batch.divisor)
-        with self.kfac.undone_on_error():
-            # The penalty's Hessian is its decay times I. K-FAC has one damping for all
-            # groups, so that the largest decay counts.
-            self.kfac.damping = self._damping + max(decay for _, decay in trained)
-            self.kfac.step()
-            directions = self._directions(trained, gradient)
-            # Passes weigh as their loss factors, and these weights add up to this.
-            examples = batch.rows * batch.factor
-            model_step = self._model_step(
-                trained, gradient, list(directions.values()), passes, examples
-            )
-        return directions, model_step
+        # The penalty's Hessian is its decay times I. K-FAC has one damping for all groups,
+        # so that the largest decay counts.
+        self.kfac.damping = self._damping + max(decay for _, decay in trained)
+        self.kfac.step()
+        directions = self._directions(trained, gradient)
+        # Passes weigh as their loss factors, and these weights add up to this.
+        examples = batch.rows * batch.factor
+        return directions, self._model_step(
+            trained, gradient, list(directions.values()), passes, examples
+        )
 
     def _with_gradients(self) -> list[tuple[Any, float]]:
         """Return the parameters that have a gradient, each with its weight decay."""
