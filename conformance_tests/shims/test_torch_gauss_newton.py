@@ -544,6 +544,8 @@ def test_what_raises_changes_nothing():
         wave_function = GaussNewton(net, centered=True)
         with pytest.raises(error, match=message):
             wave_function.step(lambda pair=(log_psi, energies): pair)
+    with pytest.raises(kc.ShapeError, match="empty batch"):
+        optimizer.step(lambda: net(x[:0]))
     with pytest.raises(kc.UnsupportedError, match="Term 1 of the loss"):
         optimizer.step(lambda: (net(x), torch.ones(3)))
     with pytest.raises(kc.ConventionError, match="damping"):
@@ -597,3 +599,13 @@ def test_hooks_and_the_profiler_see_steps():
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     optimizer.step(residuals)
     assert seen == ["before", "after"]
+
+
+def test_a_term_without_examples_counts_nothing():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    other, x = copy.deepcopy(net), torch.randn(16, 2).double()
+    GaussNewton(net).step(lambda: (net(x) - 1, net(x[:0])))
+    GaussNewton(other).step(lambda: other(x) - 1)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)

@@ -28,6 +28,7 @@ from kfac_core.samples.problem import (
     ResidualProblem,
     residual_problem,
     residual_terms,
+    scales_of,
 )
 from kfac_core.samples.search import Evaluation, SearchedStep, search_step
 
@@ -55,6 +56,7 @@ __all__ = [
     "residual_terms",
     "sample_curvature",
     "sample_gram",
+    "scales_of",
     "search_step",
     "unlike",
 ]

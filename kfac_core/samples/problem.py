@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kfac_core import errors
@@ -101,6 +102,30 @@ def residual_problem(
     )
     here = here if root is None else here._replace(root=root.root)
     return ResidualProblem(terms, [here.residuals], here)
+
+
+def scales_of(terms: Sequence[int], samples: int, /) -> list[float]:
+    """Return the root of R over the examples of each term.
+
+    Then ``1/(2R) |r|^2`` of all rows is the sum of the terms' half means.
+
+    Parameters
+    ----------
+    terms : sequence of int
+        Examples of each term, on all processes; a term without any has no rows.
+    samples : int
+        R, the numbers of all terms.
+
+    Raises
+    ------
+    ShapeError
+        If there are none.
+    """
+    if not samples:
+        raise errors.ShapeError(
+            "Expected residuals of one example or more, got none: leave an empty batch out."
+        )
+    return [(samples / max(1, examples)) ** 0.5 for examples in terms]
 
 
 def _pair(returned: Any) -> tuple[Any, Any]:

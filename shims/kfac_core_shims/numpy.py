@@ -803,7 +803,7 @@ def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
     raise kc.ShapeError(f"Say in `layers` what {name!r} is; its shapes are {shapes}.")
 
 
-def _refuse_shared(parameters: Vector) -> None:
+def _refuse_shared(parameters: Any) -> None:
     """Raise `UnsupportedError` if two arrays share memory."""
     if not isinstance(parameters, Mapping) or not all(
         isinstance(arrays, Mapping) for arrays in parameters.values()

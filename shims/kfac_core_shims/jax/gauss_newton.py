@@ -487,8 +487,7 @@ class GaussNewton:
 def _scales(terms: Sequence[Any]) -> list[float]:
     """Return the root of R over the examples of each term."""
     samples = sum(term.size for term in terms)
-    # So that 1/(2R) |r|^2 of all rows is the sum of the terms' half means.
-    return [(samples / len(term)) ** 0.5 for term in terms]
+    return kc.samples.scales_of([len(term) for term in terms], samples)
 
 
 def _vectors(problem: kc.samples.ResidualProblem) -> list[Any]:

@@ -463,7 +463,7 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             of_process = torch.tensor(counts, dtype=torch.float64)
             counts = self._processes.all_reduce(of_process).wait().tolist()
         *examples, samples = counts
-        return int(samples), [(samples / max(1, N)) ** 0.5 for N in examples]
+        return int(samples), kc.samples.scales_of(examples, samples)
 
     def _joined(
         self, parts: Sequence[Any], scales: Sequence[float], on_host: bool

@@ -122,6 +122,8 @@ def _examples_of(
     N, device = len(like), like.device
     if any(r.call.mask is not None for r in uses):
         return None
+    if not N:
+        return [torch.full((_rows(r.call),), -1, device=device) for r in uses]
     if all(_rows(r.call) == N for r in uses):
         # No gradient is needed to tell.
         return [torch.arange(N, device=device)] * len(uses)
