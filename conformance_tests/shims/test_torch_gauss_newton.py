@@ -609,3 +609,24 @@ def test_a_term_without_examples_counts_nothing():
     GaussNewton(other).step(lambda: other(x) - 1)
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_within_autocast_is_that_of_residuals_within_it():
+    torch.manual_seed(0)
+    inside = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    outside, x = copy.deepcopy(inside), torch.randn(16, 2)
+    optimizers = [GaussNewton(net) for net in (inside, outside)]
+
+    def residuals(net):
+        return (net(x) - torch.sin(x[:, :1])).float()
+
+    def within():
+        with torch.autocast("cpu", torch.bfloat16):
+            return residuals(inside)
+
+    for _ in range(3):
+        loss = optimizers[0].step(within)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert optimizers[1].step(lambda: residuals(outside)) == loss
+    for p, q in zip(inside.parameters(), outside.parameters(), strict=True):
+        assert torch.equal(p, q)
