@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from kfac_core import constraints, errors
@@ -210,26 +210,14 @@ class FactoredKronecker(CurvatureOperator):
         return self._scale() * xp.matrix_transpose(both)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        return self._bound_formula()(V, xp)
-
-    def _bound_formula(self) -> Callable[[Array, Namespace], Array]:
-        A, G, S, xp = (
-            self.input,
-            self.output,
-            self._scale(),
-            ns.own_namespace(self.scale),
-        )
+        # In this order XLA does not copy a transpose before the first product.
+        right = self.output.solve(ns.transposed(V, xp=xp))
+        both = self.input.solve(ns.transposed(right, xp=xp), overwrite=True)
         # Without shared positions S is 1, which saves a pass over the vector.
         scale = finite.plain_number(self.scale, xp=xp)
-        divides = not (scale == 1 or finite.known_true(self.scale == 1, xp=xp))
-
-        def formula(V: Array, xp: Namespace) -> Array:
-            # In this order XLA does not copy a transpose before the first product.
-            right = G.solve(ns.transposed(V, xp=xp))
-            both = A.solve(ns.transposed(right, xp=xp), overwrite=True)
-            return both / S if divides else both
-
-        return formula
+        if scale is None and finite.known_true(self.scale == 1, xp=xp):
+            scale = 1.0
+        return both if scale == 1 else both / self._scale()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)

@@ -222,14 +222,12 @@ class CurvatureOperator(LinearMap):
             self.stack_shape == shape and self.inner_shape in (None, shape)
         )
 
-        multiply = self._bound_formula() if is_plain else self._multiply_inverse
-
         def product(v: Array) -> tuple[Array, Array]:
             fits = v.shape == shape and v.dtype == like.dtype
             if not (is_plain and fits and ns.common_namespace(v, like)):
                 u = self.multiply_inverse(v)
                 return u, xp.sum(u * v, axis=(-2, -1))
-            u = multiply(v, xp)
+            u = self._multiply_inverse(v, xp)
             size = sum_of_products(v, u, xp=xp)
             # A finite sum shows that all numbers are, and one entry nearly always that
             # there is no underflow.
@@ -400,10 +398,6 @@ class CurvatureOperator(LinearMap):
     @abc.abstractmethod
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1 V``."""
-
-    def _bound_formula(self) -> Callable[[Array, Namespace], Array]:
-        """Return `_multiply_inverse`, with what all vectors have in common computed."""
-        return self._multiply_inverse
 
     @abc.abstractmethod
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:

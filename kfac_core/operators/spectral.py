@@ -18,7 +18,6 @@ Q groups of columns   ``(Q, n, m)``            a stack                      stac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kfac_core import constraints, errors
@@ -310,12 +309,8 @@ class SpectralOperator(CurvatureOperator):
         return product + self._lam() * V if damped else product
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        return self._bound_formula()(V, xp)
-
-    def _bound_formula(self) -> Callable[[Array, Namespace], Array]:
         F = self._ready("inverse")
-        damped = F._damped()
-        return lambda V, xp: F._vectors(F._coordinates(V, xp) / damped, xp)
+        return F._vectors(F._coordinates(V, xp) / F._damped(), xp)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         F = self._ready("inverse" if exponent < 0 else "eigenbasis")

@@ -24,8 +24,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-backward_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Returns the number of the backward pass that is running; -1 outside of any."""
+def backward_pass() -> int:
+    """Return the number of the backward pass that is running; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
 
 
 def is_graph_kept() -> bool:
