@@ -75,6 +75,8 @@ class Dense:
             bias=constraints.FLAG,
             weight_layout=constraints.literal(WeightLayout),
         )
+        # PyTorch's compiler cannot enter the lock of a property that is not cached yet.
+        _ = self.parameter_shapes
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

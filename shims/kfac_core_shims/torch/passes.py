@@ -474,7 +474,7 @@ class PassRecorder:
                 samples=self.samples,
                 positions=self.positions,
             )
-        return drawn.vectors.reshape(-1, *shape)
+        return drawn.vectors.reshape(len(drawn.vectors), *shape)
 
     def _watch(self, observation: Observation, reached: list[Reached]) -> None:
         """Look at gradients as they come to the calls of a pass."""
