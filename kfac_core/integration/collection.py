@@ -279,7 +279,7 @@ def collect_statistics(
     for number, part in enumerate(parts):
         file = None
         if target is not None:
-            # Of a run with another number of processes, saved sums are of other shares.
+            # Sums that another number of processes saved are of other shares of the data.
             rank = ""
             if communicator is not None:
                 rank = f".{communicator.rank}of{communicator.size}"

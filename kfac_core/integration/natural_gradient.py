@@ -230,7 +230,7 @@ class NaturalGradient(ScheduledSteps):
         calls: Iterable[LayerCall],
         /,
         *,
-        rows: Scalar,
+        rows: Scalar | None,
         loss_factor: Scalar | None,
     ) -> dict[str, dict[str, Array]]:
         """Take a step, and return `directions` before they are `_scaled`."""
@@ -378,7 +378,7 @@ class NaturalGradient(ScheduledSteps):
         self,
         gradients: Vector,
         calls: Iterable[LayerCall],
-        rows: Scalar,
+        rows: Scalar | None,
         loss_factor: Scalar | None,
         *,
         background: bool,
@@ -439,7 +439,7 @@ class NaturalGradient(ScheduledSteps):
         self,
         gradients: Vector,
         calls: Iterable[LayerCall],
-        rows: Scalar,
+        rows: Scalar | None,
         background: bool,
     ) -> tuple[Scalar, dict[str, float]]:
         """Update; return the rows and each block's examples, of all processes."""
@@ -482,7 +482,7 @@ class NaturalGradient(ScheduledSteps):
         self,
         gradients: Vector,
         used: Sequence[LayerCall],
-        rows: Scalar,
+        rows: Scalar | None,
         error: Exception | None,
         background: bool,
     ) -> tuple[Scalar, dict[str, float]] | None:
@@ -605,7 +605,7 @@ class NaturalGradient(ScheduledSteps):
         self,
         gradients: Vector,
         calls: Sequence[LayerCall],
-        rows: Scalar,
+        rows: Scalar | None,
         *,
         error: Exception | None = None,
         background: bool = False,
@@ -662,7 +662,7 @@ class NaturalGradient(ScheduledSteps):
     def _numbers(
         self,
         gradients: Vector,
-        rows: Scalar,
+        rows: Scalar | None,
         examples: Mapping[str, float],
     ) -> np.ndarray[Any, Any]:
         """Return the numbers that a vote sums, for `_read`."""

@@ -33,7 +33,7 @@ def unlike(
         the sums and of the terms ``c_r x_rs g_rs`` in them: terms that cancel, as for the
         bias of attention's keys, leave roundoff, which is no difference.
     """
-    xp, found = ns.own_namespace(J.like), J.multiply_transposed(coefficients)
+    xp, sums = ns.own_namespace(J.like), J.multiply_transposed(coefficients)
     differs: dict[str, dict[str, Array]] = {}
     for name, jacobian in J.layers.items():
         rows, layer, differs[name] = jacobian.rows, jacobian.layer, {}
@@ -42,7 +42,7 @@ def unlike(
         # Roundoff is near eps, and rows of other examples differ by about one.
         limit = ns.roundoff_of(rows.like.dtype, xp=xp) ** 0.5
         for role, terms in layer.matrix_to_parameters(squares).items():
-            x, y = found[name][role], expected[name][role]
+            x, y = sums[name][role], expected[name][role]
             x, y = (ns.cast(xp, part, terms.dtype) for part in (x, y))
             size = _norm(x, xp) + _norm(y, xp) + xp.sum(terms) ** 0.5
             differs[name][role] = _norm(x - y, xp) > limit * size

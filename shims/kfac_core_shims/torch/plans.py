@@ -150,12 +150,12 @@ class Plan:
             inputs.append(torch.cat([x, self._one], 1) if has_bias else x)
             edges.append(GradientEdge(nodes[place], 0))
         output = GradientEdge(r.grad_fn, r.output_nr)
-        found = [
+        by_output = [
             private.backpropagated(output, edges, v) for v in unit_vectors(r).unbind()
         ]
-        if any(g is None for gradients in found for g in gradients):
+        if any(g is None for gradients in by_output for g in gradients):
             return None
-        return [(x, g) for x, *g in zip(inputs, *found, strict=True)]
+        return [(x, g) for x, *g in zip(inputs, *by_output, strict=True)]
 
 
 def unit_vectors(r: Any) -> Any:
