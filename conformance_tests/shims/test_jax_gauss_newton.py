@@ -272,6 +272,26 @@ def test_rows_of_a_program_that_mixes_examples_are_refused_inside_of_one():
     assert not progress.accepted
 
 
+def test_a_step_in_which_data_begin_to_mix_examples_is_the_dense_solution():
+    """At the third step, whose rows might be taken for granted."""
+    params, data = mlp(2, 4, 1), array(7, 2, seed=3)
+
+    def residuals(params, x, weights):
+        return weights @ net(params, x)
+
+    optimizer = shim.GaussNewton(
+        residuals, learning_rate=RATE, damping=DAMPING, momentum=0.0
+    )
+    state = optimizer.init(params)
+    for step in range(4):
+        weights = np.eye(7) + (step >= 2) * array(7, 7, seed=4)
+        r, rows = dense_problem(residuals, params, (data, weights))
+        new, state, _ = optimizer.step(params, state, data, weights)
+        d = dense_direction(np.concatenate(rows, axis=1), np.asarray(r))
+        assert_close(flat(params) - flat(new), RATE * d, "inverse", "float64")
+        params = new
+
+
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_a_likelihood_gives_the_dense_step_of_gauss_newton(likelihood):
     """With the Hessian and the gradient of the loss by JAX."""

@@ -97,6 +97,48 @@ def rolled(net, x, step):
     return y[:, 0] - y.roll(0 if step < 4 else 1, 0)[:, 1]
 
 
+def mixing(step):
+    """Whether a program mixes examples; not at the first step, nor at those of 2^k."""
+    return step in (2, 4, 5)
+
+
+def permuted_by_data(net, x, step):
+    order = torch.arange(6)
+    return net(x)[order.roll(1) if mixing(step) else order][:, 0]
+
+
+def matrix_of_data(net, x, step):
+    return ((2.0 if mixing(step) else 0.0) * torch.ones(6, 6).double() @ net(x))[:, 0]
+
+
+def sum_with_weights_of_data(net, x, step):
+    A = torch.eye(6).double() + (0.3 if mixing(step) else 0.0)
+    return (A[..., None] * net(x)).sum(1)
+
+
+def sum_of_a_square(net, x, step):
+    """As many columns as examples, so that lengths of axes do not tell them apart."""
+    A = torch.eye(6).double() + (0.3 if mixing(step) else 0.0)
+    return (A * net(x)[:, :1].expand(6, 6).transpose(0, 1)).sum(1)
+
+
+def rolled_by_weights_of_data(net, x, step):
+    y = net(x)
+    return (y + (1.0 if mixing(step) else 0.0) * y.roll(1, 0))[:, 0]
+
+
+def softmax_by_weights_of_data(net, x, step):
+    y = net(x)
+    return y + (1.0 if mixing(step) else 0.0) * y.softmax(0)
+
+
+def derivative_of_mixed_outputs(net, x, step):
+    order = torch.arange(6)
+    y = net(x)[order.roll(1) if mixing(step) else order]
+    (slope,) = torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)
+    return slope[:, 0] + y[:, 1]
+
+
 def dropout(net, x, step):
     net.train(step % 3 != 2)
     return net.c(net.drop(torch.tanh(net.b(torch.tanh(net.a(x))))))[:, 0]
@@ -157,7 +199,7 @@ def parameter_replaced(net, x, step):
 
 
 PROGRAMS = [value for value in globals().values() if callable(value)]
-PROGRAMS = [f for f in PROGRAMS if f.__module__ == __name__ and f is not Net]
+PROGRAMS = [f for f in PROGRAMS if f.__module__ == __name__ and f not in (Net, mixing)]
 
 
 def dense(residuals, net):

@@ -163,11 +163,11 @@ class GaussNewton:
     the residual check of the factorization fails are raised, so that the loss stops at
     some 1e-7 of the first, not at roundoff.
 
-    Rows are compared with a backward pass at the steps 1, 2, 4, 8 and so on: where
-    residuals mix examples, as batch norm does in training, rows of layers are not those of
-    one example each.  `step` then compiles a program that forms these derivatives, and
-    takes the step again.  `transition`, inside of a program of yours, leaves the parameters
-    as they are and says so in ``progress.mixed``: call `step` once before.
+    Rows are compared with a backward pass at each step: where residuals mix examples, as
+    batch norm does in training, rows of layers are not those of one example each.  `step`
+    then compiles a program that forms these derivatives, and takes the step again.
+    `transition`, inside of a program of yours, leaves the parameters as they are and says
+    so in ``progress.mixed``: call `step` once before.
 
     A step costs a forward and a backward pass, ``R^2 (n + m)`` flops a layer and
     ``R^3 / 3`` for R residuals, and for each damping that is tried two forward passes and
@@ -378,14 +378,8 @@ class GaussNewton:
         problem = self._problem(params, data)
         scales = _scales(problem.terms)
         vectors = _vectors(problem)
-        count = state.steps + 1
         J, columns, unlike = self._finder.jacobian(
-            params,
-            data,
-            vectors=vectors,
-            scales=scales,
-            mixed=mixed,
-            compared=(count & (count - 1)) == 0,
+            params, data, vectors=vectors, scales=scales, mixed=mixed
         )
         # The rows of a model in bfloat16, in which NumPy does not compute.
         J = jax.tree.map(
@@ -439,7 +433,7 @@ class GaussNewton:
         next_state = _where(accepted if minibatch else here.good, new, state)
         moved = _moved(params, direction, result.rate)
         params = _where(accepted, moved, params)
-        # A step that is taken again is compared again.
+        # A step that is taken again counts once.
         count = jnp.where(jnp.any(here.unlike), state.steps, state.steps + 1)
         loss = here.start.loss
         reached = jnp.full_like(loss, jnp.nan) if minibatch else result.reached

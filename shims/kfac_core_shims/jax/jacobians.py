@@ -103,7 +103,6 @@ class JacobianFinder:
         vectors: Sequence[Any],
         scales: Sequence[float],
         mixed: frozenset[int] = frozenset(),
-        compared: Any = True,
     ) -> tuple[kc.samples.Jacobian, Columns, Any]:
         """Return the Jacobian of the terms, each times its scale.
 
@@ -117,8 +116,6 @@ class JacobianFinder:
             Factors on the rows of each term.
         mixed : frozenset of int
             Leaves of layers that do not have rows of one example each.
-        compared : array of bool, 0-d
-            Whether rows are compared with a backward pass.
 
         Returns
         -------
@@ -160,12 +157,8 @@ class JacobianFinder:
         if layers:
             by_rows = kc.samples.Jacobian(layers, (samples,))
             of_layers = Columns(slots, {})
-
-            def compare() -> Any:
-                return _unlike(by_rows, of_layers, pulls, vectors, scales, params)
-
-            # At run time only in steps that compare: both branches are compiled.
-            unlike = jax.lax.cond(compared, compare, lambda: unlike)
+            # At each step: data may say which examples a residual depends on.
+            unlike = _unlike(by_rows, of_layers, pulls, vectors, scales, params)
         formed = [i for i in _trained(leaves) if i in reasons]
         for i, D in self._formed(params, data, formed, vectors, scales).items():
             shape, name = leaves[i].shape or (1,), f"{names[i]} (formed)"

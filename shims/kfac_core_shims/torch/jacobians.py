@@ -57,12 +57,10 @@ class JacobianFinder:
     wants_statistics: bool = False
     share: None = None
     is_planned: bool = False
-    _compared: dict[Any, tuple[int, list[str]]] = field(default_factory=dict)
     _plans: dict[Any, Plan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_made(self.model)
-        self._modules = list(self.model.modules())
         named = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in named.items() if p.requires_grad}
         # The Jacobian by what a parametrization reads is not one of rows.
@@ -140,8 +138,11 @@ class JacobianFinder:
         self._leave(layers, derivatives, reasons)
         if layers:
             J = _flat_jacobian(layers, derivatives, samples, on_host)
-        for name in self._mixing(J, residuals, scales) if J is not None else ():
-            reasons[name] = "the residuals mix examples, as batch norm in training does"
+        if J is not None:
+            # At each step: data may say which examples a residual depends on.
+            unlike = self._unlike_autograd(residuals, scales, J)
+            why = "the residuals mix examples, as batch norm in training does"
+            reasons |= dict.fromkeys(self._of_any_process(unlike, J), why)
         # Their derivatives are formed below, one backward pass for each residual.
         self._leave(layers, derivatives, reasons)
         covered = {i for name in layers for i in _ids(self._model_blocks.sites[name])}
@@ -193,7 +194,7 @@ class JacobianFinder:
         rows = None if plan is None else plan.rows(r, nodes)
         if rows is None and (plan is not None or key not in self._plans):
             # The first graph of this form, or one with other parameters or attributes.
-            plan = Plan.of(nodes, self._linear)
+            plan = Plan.of(r, nodes, self._linear)
             rows = None if plan is None else plan.rows(r, nodes)
         # A program may build ever other graphs.
         if len(self._plans) > 64:
@@ -204,7 +205,7 @@ class JacobianFinder:
         rows = _on_host(rows) if on_host else rows
         J = kc.samples.Jacobian.of_rows(self._layers, rows, scale=scale)
         plan.steps += 1
-        # True for powers of two, as in `_mixing`.
+        # True for powers of two: comparing costs a backward pass, which becomes rare.
         due = plan.steps & (plan.steps - 1) == 0
         if due and self._unlike_autograd(residuals, scales, J):
             return None
@@ -297,32 +298,6 @@ class JacobianFinder:
             if problem:
                 reasons[name] = problem
         return {n: c for n, c in rows.items() if n not in reasons}, reasons
-
-    def _mixing(
-        self, J: kc.samples.Jacobian, residuals: Sequence[Any], scales: Sequence[float]
-    ) -> list[str]:
-        """Return the layers that do not have rows of one example each.
-
-        That is compared with a backward pass at the steps 1, 2, 4, 8 and so on of residuals
-        of these forms.
-        """
-        forms = tuple(
-            (name, getattr(jacobian.rows, "positions", 0))
-            for name, jacobian in J.layers.items()
-        )
-        # Batch norm mixes examples in training, and not in evaluation.
-        modes = tuple([module.training for module in self._modules])
-        key: Any = forms, modes
-        # Processes compare at the same steps, whatever the sizes of their shares.
-        if self.communicator is None:
-            key = *key, tuple(tuple(r.shape) for r in residuals)
-        steps, names = self._compared.get(key, (0, []))
-        steps += 1
-        # True for powers of two: comparing costs a backward pass, which becomes rare.
-        if steps & (steps - 1) == 0:
-            names = self._of_any_process(self._unlike_autograd(residuals, scales, J), J)
-        self._compared[key] = steps, names
-        return names
 
     def _of_any_process(self, names: list[str], J: kc.samples.Jacobian) -> list[str]:
         """Return the layers that any process names."""

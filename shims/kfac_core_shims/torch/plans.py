@@ -23,16 +23,19 @@ _PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 
 _KINDS = re.compile(
     "(Abs|Add|Alias|Atan|Cat|Clamp|ClampMax|ClampMin|Clone|Cos|Cosh|Div|Elu|Erf|Exp|Expand"
-    "|Expm1|Flip|Gelu|Hardsigmoid|Hardswish|Hardtanh|LeakyRelu|Log|Log1P|LogSigmoid"
-    "|LogSoftmax|MaskedFill|Maximum|Mean|Minimum|Mish|Mul|NativeDropout|NativeLayerNorm"
-    "|Neg|Permute|Pow|Reciprocal|Relu|ReshapeAlias|Roll|Rsqrt|Rsub|Select|Sigmoid|Silu|Sin"
-    "|Sinh|Slice|Softmax|Softplus|Split|Sqrt|Squeeze|Stack|Sub|Sum|T|Tan|Tanh|Threshold"
-    "|ToCopy|Transpose|UnsafeView|Unsqueeze|View|Where)Backward[0-9]+"
+    "|Expm1|Gelu|Hardsigmoid|Hardswish|Hardtanh|LeakyRelu|Log|Log1P|LogSigmoid"
+    "|MaskedFill|Maximum|Mean|Minimum|Mish|Mul|NativeDropout|Neg|Permute|Pow|Reciprocal"
+    "|Relu|ReshapeAlias|Rsqrt|Rsub|Select|Sigmoid|Silu|Sin|Sinh|Slice|Softplus|Split|Sqrt"
+    "|Squeeze|Stack|Sub|Sum|Tan|Tanh|Threshold|ToCopy|Transpose|UnsafeView|Unsqueeze|View"
+    "|Where)Backward[0-9]+"
 )
-"""Operations that move no number to another example unless their attributes say so.
+"""Operations that move no number to another example while the first axis is the examples'.
 
-An index or a product with a matrix may do so at one step and not at the next.
+An index or a product with a matrix may do so, at one step and not at the next.
 """
+
+_VIEWS = re.compile("(ReshapeAlias|UnsafeView|View)Backward[0-9]+")
+_PERMUTATIONS = re.compile("(Permute|Transpose)Backward[0-9]+")
 
 
 def form_of(r: Any, /) -> tuple[list[Any], tuple[Any, ...]]:
@@ -68,11 +71,15 @@ class Plan:
         self._attributes: list[tuple[int, str, Any]] = []
 
     @classmethod
-    def of(cls, nodes: Sequence[Any], sites: Mapping[str, Site], /) -> Plan | None:
+    def of(
+        cls, r: Any, nodes: Sequence[Any], sites: Mapping[str, Site], /
+    ) -> Plan | None:
         """Return the plan of a graph in which one product reads each layer's parameters.
 
         Parameters
         ----------
+        r : torch.Tensor, shape (N, C)
+            Residuals.
         nodes : sequence of torch.autograd.graph.Node
             The graph; see `form_of`.
         sites : mapping of str to Site
@@ -81,7 +88,8 @@ class Plan:
         Returns
         -------
         Plan or None
-            None for any other graph, such as those of derivatives.
+            None for any other graph: those of derivatives, and those in which numbers
+            could move to another example.
         """
         plan, products = cls(), {}
         reads = Counter(below for node in nodes for below, _ in node.next_functions)
@@ -89,7 +97,7 @@ class Plan:
         for place, node in enumerate(nodes):
             kind = node.name()
             if kind not in _PRODUCTS:
-                if not (_KINDS.fullmatch(kind) or _variable(node) is not None):
+                if not (_is_leaf(node) or _keeps_examples(node, r.shape[0])):
                     return None
                 plan._attributes += [
                     (place, *pair) for pair in private.numbers_of(node)
@@ -166,6 +174,36 @@ def unit_vectors(r: Any) -> Any:
     vectors = r.new_zeros(C, N, C)
     vectors.diagonal(dim1=0, dim2=2).fill_(1.0)
     return vectors
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether a node is that of a leaf, or of one's transpose."""
+    if node.name() == "TBackward0":
+        node = node.next_functions[0][0]
+    return _variable(node) is not None
+
+
+def _keeps_examples(node: Any, N: int) -> bool:
+    """Whether the first axis is certainly that of the N examples, before and after a node.
+
+    Told by the lengths of axes; whatever the data are, no number of one example is then
+    added to another one's.
+    """
+    kind = node.name()
+    below = [edge for edge in node.next_functions if edge[0] is not None]
+    shapes = private.shapes_of(node)
+    shapes += [
+        private.shapes_of(source)[output]
+        for source, output in below
+        if not _is_leaf(source)
+    ]
+    if not _KINDS.fullmatch(kind) or any(shape[:1] != (N,) for shape in shapes):
+        return False
+    one_rank = len({len(shape) for shape in shapes}) == 1
+    if _VIEWS.fullmatch(kind) or (one_rank and not _PERMUTATIONS.fullmatch(kind)):
+        return True
+    # Another axis as long could be the examples' one.
+    return not any(N in shape[1:] for shape in shapes)
 
 
 def _variable(node: Any) -> Any:

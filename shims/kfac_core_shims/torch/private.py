@@ -93,6 +93,11 @@ def numbers_of(node: Any, /) -> list[tuple[str, Any]]:
     return [(name, getattr(node, name)) for name in sorted(numbers)]
 
 
+def shapes_of(node: Any, /) -> list[tuple[int, ...]]:
+    """Return the shapes of what a node's operation returned."""
+    return [tuple(output.shape) for output in node._input_metadata]
+
+
 def signed(node: Any, name: str, /) -> Any:
     """Return a saved axis or index, or several, which nodes show without their sign."""
     value = saved(node, name)
