@@ -994,16 +994,20 @@ def test_after_fit_the_curvature_is_that_of_its_last_batch():
 
 @pytest.mark.parametrize("clip", [1e-3, kc.integration.PerOutput(1e3)])
 def test_a_step_of_fit_is_the_loop_by_hand(clip):
-    """Gradients by the backend, `observe`, `precondition` and a step by hand."""
+    """Gradients by the backend, `observe`, `precondition` and a step by hand.
+
+    Batches of weight zero count nothing, also as the first.
+    """
     model, other = compiled_model(), compiled_model()
     rng = np.random.default_rng(16)
     x, y = rng.normal(size=(8, 4)).astype("float32"), rng.integers(0, 3, size=8)
-    settings = {**SETTINGS, "kl_clip": clip, "fisher": "exact"}
-    KFAC(model, **settings)
-    kfac = KFAC(other, **settings)
+    settings = {**SETTINGS, "kl_clip": clip, "fisher": "exact", "update_every": 2}
+    attached, kfac = KFAC(model, **settings), KFAC(other, **settings)
     kfac.remove()
     kfac.learning_rate = 0.1
+    none = np.zeros(8, "float32")
 
+    model.train_on_batch(x, y, sample_weight=none)
     model.train_on_batch(x, y)
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -1017,5 +1021,7 @@ def test_a_step_of_fit_is_the_loop_by_hand(clip):
     ):
         expected = host(v.value) - 0.1 * host(g)
         np.testing.assert_allclose(host(after.value), expected, rtol=1e-4, atol=1e-6)
+    model.train_on_batch(x, y, sample_weight=none)
+    assert {int(b.updates) for b in attached.estimator.state.blocks.values()} == {1}
     # The step of a classifier is lengthened where it is below a bound for each output.
     assert (float(host(kfac.clip.scale)) < 1.0) == (clip == 1e-3)

@@ -225,8 +225,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._calls, self._rows, self._factor = self._captured(
             x, y, sample_weight, state, self.steps
         )
-        weights = keras.tree.flatten(sample_weight)
-        if not any(w is None or ops.convert_to_numpy(w).any() for w in weights):
+        if not bool(_counts_any(sample_weight)):
             self._rows = 0
 
     def precondition(self, gradients: Sequence[Any], /) -> list[Any]:
@@ -662,14 +661,15 @@ class KFAC(kc.integration.NaturalGradient):
         def unchanged(state: Any) -> Any:
             return state
 
-        if self.update_every == 1:
-            state = updated(state)
-        else:
-            every = kc.integration.value_at(self.update_every, steps)
-            state = jax.lax.cond(steps % every == 0, updated, unchanged, state)
-        every = kc.integration.value_at(self.refresh_every, steps)
+        def is_due(interval: kc.integration.Interval) -> Any:
+            at_step = steps % kc.integration.value_at(interval, steps) == 0
+            # As long as no row has counted, every batch is due.
+            return at_step | ~_any_of(state, "refreshes")
+
+        due = is_due(self.update_every) & _counts_any(weight)
+        state = jax.lax.cond(due, updated, unchanged, state)
         # Statistics that are not finite leave the last operators in use.
-        due = (steps % every == 0) & state.is_good()
+        due = is_due(self.refresh_every) & state.is_good() & _any_of(state, "updates")
         state = jax.lax.cond(due, refreshed, unchanged, state)
         vector = self._vector(gradients)
         if self.reduction == "sum":
@@ -718,6 +718,17 @@ class KFAC(kc.integration.NaturalGradient):
         leaves = jax.tree.leaves(state.in_form_of(self._form))
         for variable, leaf in zip(self._variables, (self._steps, *leaves), strict=True):
             variable.assign(ops.convert_to_numpy(leaf))
+
+
+def _counts_any(sample_weight: Any) -> Any:
+    """Return whether a row has another weight than zero."""
+    weights = keras.tree.flatten(sample_weight)
+    return sum(1 if w is None else ops.any(ops.not_equal(w, 0)) for w in weights) > 0
+
+
+def _any_of(state: kc.NetworkState, count: str) -> Any:
+    """Return whether a count of one of the blocks is above zero."""
+    return sum(getattr(block, count) for block in state.blocks.values()) > 0
 
 
 def _together(vectors: list[Any], *, one_output: bool) -> list[list[Any]]:
