@@ -177,6 +177,97 @@ def test_scores_of_tokens_of_a_weight_without_its_bias():
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
+class CalledTwice(nn.Module):
+    """A layer that sees each token twice: as a module or as a weight, in some order."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.twice, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.how = how
+
+    def forward(self, x):
+        """Return logits (N, T, 3)."""
+        time_first = self.how == "time first"
+        h = torch.tanh(self.twice(x.transpose(0, 1) if time_first else x))
+        if self.how == "weight":
+            h = nn.functional.linear(h, self.twice.weight)
+        elif self.how == "cell":
+            h = torch.stack([self.twice(h[:, t]) for t in range(h.shape[1])], 1)
+        else:
+            h = self.twice(h)
+        h = h.transpose(0, 1) if time_first else h
+        return self.head(torch.tanh(h))
+
+
+def losses_of_tokens(model, batch):
+    x, y, weights = batch
+    z = model(x).transpose(1, 2)
+    return (weights * cross_entropy(z, y, reduction="none")).sum(1)
+
+
+def tokens(count=7, length=5):
+    """Return sequences whose first token never counts, and one of a single token."""
+    torch.manual_seed(1)
+    x = torch.randn(count, length, 4, dtype=torch.float64)
+    y = torch.randint(3, (count, length))
+    weights = (torch.rand(count, length) > 0.4).double()
+    weights[:, 0], weights[0] = 0.0, 0.0
+    weights[0, 2] = 1.0
+    return x, y, weights
+
+
+@pytest.mark.parametrize("skipped", [[], ["head"]])
+@pytest.mark.parametrize("how", ["module", "weight", "time first"])
+def test_scores_of_tokens_of_a_layer_called_twice(how, skipped):
+    """Gradients by a copy of the weights of each token, summed over both calls."""
+    model, (x, y, weights) = CalledTwice(how).double(), tokens()
+    data = [*zip(x.split(3), y.split(3), weights.split(3), strict=True)]
+    factors = collect(
+        model, data, loss=losses_of_tokens, fisher="empirical", skip_layers=skipped
+    )
+    found = influence(
+        model, losses_of_tokens, data, data, factors=factors, damping=0.1,
+        by_token=True, by_layer=True,
+    ).scores  # fmt: skip
+    copies = {
+        name: p.detach().expand(*y.shape, *p.shape).clone().requires_grad_()
+        for name, p in model.named_parameters()
+    }
+
+    def linear(name, h, bias=True):
+        z = torch.einsum("ntoi,nti->nto", copies[name + ".weight"], h)
+        return z + copies[name + ".bias"] if bias else z
+
+    h = torch.tanh(linear("twice", x))
+    h = torch.tanh(linear("twice", h, bias=how != "weight"))
+    z = linear("head", h).transpose(1, 2)
+    loss = (weights * cross_entropy(z, y, reduction="none")).sum()
+    blocks = spectral_blocks(factors.blocks, factors.statistics)
+    assert blocks.keys() == found.keys() == {"twice", "head"} - {*skipped}
+    for name, F in blocks.items():
+        parameters = [copies[name + ".weight"], copies[name + ".bias"]]
+        W, b = torch.autograd.grad(loss, parameters, retain_graph=True)
+        D = torch.cat([W.mT, b[:, :, None]], 2).flatten(2)
+        F = F.to_dense(damped=False)
+        inverse = torch.linalg.inv(F + 0.1 * torch.eye(len(F), dtype=F.dtype))
+        expected = torch.einsum("qi,ij,ntj->qnt", D.sum(1), inverse, D)
+        torch.testing.assert_close(found[name], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_sequences_of_several_lengths_have_no_scores_of_tokens():
+    model, data = CalledTwice("module").double(), [tokens(3), tokens(3, 4)]
+    factors = collect(model, data, loss=losses_of_tokens, fisher="empirical")
+    with pytest.raises(kc.ShapeError, match="sequences of 5 tokens"):
+        influence(model, losses_of_tokens, data, data, factors=factors, by_token=True)
+
+
+def test_calls_of_which_no_token_is_known_have_no_scores_of_tokens():
+    model, data = CalledTwice("cell").double(), [tokens()]
+    factors = collect(model, data, loss=losses_of_tokens, fisher="empirical")
+    with pytest.raises(kc.UnsupportedError, match="skip_layers=\\['twice'\\]"):
+        influence(model, losses_of_tokens, data, data, factors=factors, by_token=True)
+
+
 def test_channels_of_a_convolution_are_not_tokens():
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten()).double()
     data = [torch.randn(5, 4, 6, dtype=torch.float64)]

@@ -312,7 +312,13 @@ class Curvature(kc.integration.NaturalGradient):
         self.estimator.absorb(statistics or {})
 
     def batches(
-        self, outputs: Any, /, weight: Any = None, *, seed: int = 0
+        self,
+        outputs: Any,
+        /,
+        weight: Any = None,
+        *,
+        seed: int = 0,
+        positions_of: int | None = None,
     ) -> list[dict[str, kc.Batch]]:
         """Return what the layers saw in a pass, and what came back from its outputs.
 
@@ -324,6 +330,8 @@ class Curvature(kc.integration.NaturalGradient):
             As of `observe`.
         seed : int
             Of the labels that are drawn.
+        positions_of : int, optional
+            Number of sequences, where each of their positions is an example of its own.
 
         Returns
         -------
@@ -335,7 +343,9 @@ class Curvature(kc.integration.NaturalGradient):
         self._passes.drawn = seed
         try:
             self.observe(outputs, weight)
-            calls = self._passes.calls_of(self._passes.observations)
+            calls = self._passes.calls_of(
+                self._passes.observations, positions_of=positions_of
+            )
             # With one row and one example for each block nothing is scaled.
             alone = {call.block: 1.0 for call in calls}
             return kc.integration.batches_in_parts(calls, rows=1.0, examples=alone)

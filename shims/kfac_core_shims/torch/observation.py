@@ -81,8 +81,10 @@ class Observation:
         if known and bool(gradient[self.unread].any()):
             self.reads_more = True
 
-    def checked_calls(self) -> list[kc.integration.LayerCall]:
-        """Return the calls; raise if they are not those of the loss."""
+    def checked_calls(
+        self, *, positions_of: int | None = None
+    ) -> list[kc.integration.LayerCall]:
+        """Return the calls, joined; raise if they are not those of the loss."""
         if self.reads_more:
             raise kc.UnsupportedError(
                 "The loss was differentiated in parts, and a part reads rows of outputs "
@@ -92,7 +94,7 @@ class Observation:
             )
         for call in self.calls:
             call.require_unchanged()
-        return uses.joined(self.calls)
+        return uses.joined(self.calls, positions_of=positions_of)
 
     def forget(self) -> None:
         """Forget the output gradients; the graph may be differentiated once more."""

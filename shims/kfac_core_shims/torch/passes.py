@@ -341,11 +341,13 @@ class PassRecorder:
             kfac.begin_with(observation)
         return observation
 
-    def calls_of(self, passes: list[Observation], /) -> list[Any]:
+    def calls_of(
+        self, passes: list[Observation], /, *, positions_of: int | None = None
+    ) -> list[Any]:
         """Return the calls of passes, for blocks with all uses known."""
         self.require_no_derivatives()
         uncovered = {name for o in passes for name in o.uncovered}
-        calls = [call for o in passes for call in o.checked_calls()]
+        calls = [c for o in passes for c in o.checked_calls(positions_of=positions_of)]
         for name in uncovered & {call.block for call in calls}:
             self.coverage.note(
                 f"of {name!r}, {self.coverage.reason(name)} of another pass"

@@ -108,7 +108,8 @@ def influence(
         When conjugate gradients stop, ``|g_q - (F + lambda I) u| <= tolerance |g_q|``, or
         give up.
     by_token : bool
-        Whether each position of the training sequences has a score; they add up.
+        Whether each position of the training sequences has a score, summed over a layer's
+        calls; they add up.
     by_layer : bool
         Whether each layer has a score, by its name; they add up.
     rank : int, optional
@@ -134,8 +135,8 @@ def influence(
         loader that shuffles, or is an iterator where it is read several times.
     kfac_core.UnsupportedError
         For a layer that sees other rows than those of the loss's examples, but not in the
-        first training batch; by token for convolutions, and for layers that see different
-        numbers of tokens.
+        first training batch; by token for convolutions, for layers that see different
+        numbers of tokens, and for several calls that do not show their rows' positions.
 
     Notes
     -----
@@ -176,6 +177,12 @@ def influence(
     _, queries = _with_first("queries", queries)
     taken, train = _taken(model, loss, train, factors, damping, damping_fraction)
     inverse = taken.inverse
+    convolutions = [n for n, b in inverse.blocks.items() if b.layer.kind == "conv"]
+    if by_token and convolutions:
+        raise kc.UnsupportedError(
+            f"Rows of convolutions are not tokens: {convolutions}. Leave them out, "
+            "collect(..., skip_layers=[...]), or ask for scores of examples."
+        )
     if storage is None:
         wide = all(F.dtype == torch.float64 for F in inverse.curvatures.values())
         storage = "float64" if wide else "float32"
@@ -186,7 +193,7 @@ def influence(
         if solver == "factors":
             for number, batch in enumerate(queries):
                 preconditioned = inverse.precondition(
-                    gradients(batch), storage=storage, rank=rank, **options
+                    gradients(batch)[0], storage=storage, rank=rank, **options
                 )
                 stored.append(_on_disk(preconditioned, folder, number))
         else:
@@ -211,10 +218,14 @@ def influence(
         )
         total = len(train) if isinstance(train, Sized) else 0
         for done, batch in enumerate(train, 1):
-            seen = gradients(batch)
-            shape: tuple[int, ...] = (-1,)
-            if by_token:
-                seen, shape = _by_token(seen, inverse.blocks)
+            seen, N = gradients(batch, by_token)
+            shape: tuple[int, ...] = (N, _tokens_of(seen, N)) if by_token else (N,)
+            before = next(iter(pieces.values()))[0].shape if pieces else (0, *shape)
+            if before[2:] != shape[1:]:
+                raise kc.ShapeError(
+                    f"Expected sequences of {before[2]} tokens as in the first batch of "
+                    f"`train`, got {shape[-1]}. Pad all batches to one length."
+                )
             for only in names:
                 part = _restricted(inverse, only) if only else inverse
                 of_part = {name: seen[name] for name in part.blocks}
@@ -273,7 +284,7 @@ def self_influence(
     with taken.gradients() as gradients:
         parts = [
             taken.inverse.self_scores(
-                gradients(batch), reduction="sum", max_elements=max_elements
+                gradients(batch)[0], reduction="sum", max_elements=max_elements
             )
             for batch in train
         ]
@@ -328,16 +339,22 @@ class _Taken:
         return skipped_parameters(self.factors, self.inverse.blocks)
 
     @contextmanager
-    def gradients(self) -> Iterator[Callable[[Any], dict[str, kc.Batch]]]:
-        """Give a function of a batch, to each layer's rows with the examples' gradients."""
+    def gradients(self) -> Iterator[Callable[..., tuple[dict[str, kc.Batch], int]]]:
+        """Give a function of a batch, to the examples' gradients and their number.
+
+        It returns each layer's rows, with each position as an example on request.
+        """
         with output_rows(self.factors, self.inverse.blocks) as rows:
 
-            def gradients(batch: Any) -> dict[str, kc.Batch]:
+            def gradients(
+                batch: Any, by_position: bool = False
+            ) -> tuple[dict[str, kc.Batch], int]:
                 losses = example_losses(self.loss, self.model, batch)
+                by_layer = rows(losses[:, None], by_position)
                 return {
                     name: replace(b, output_grads=b.output_grads[0], sources=None)
-                    for name, b in rows(losses[:, None]).items()
-                }
+                    for name, b in by_layer.items()
+                }, len(losses)
 
             yield gradients
 
@@ -407,7 +424,7 @@ class _Taken:
 @contextmanager
 def output_rows(
     factors: Factors, blocks: Mapping[str, kc.Block], /
-) -> Iterator[Callable[[Any], dict[str, kc.Batch]]]:
+) -> Iterator[Callable[..., dict[str, kc.Batch]]]:
     """Give a function of outputs (N, C), to the rows of their Jacobian by layer.
 
     Parameters
@@ -420,19 +437,22 @@ def output_rows(
     Yields
     ------
     callable
-        Returns a batch of each block, of the N examples and with C sources.
+        Returns a batch of each block, of the N examples and with C sources; on request, by
+        a second argument, each position of the examples is an example.
 
     Raises
     ------
     kfac_core.UnsupportedError
-        From the callable, for a layer that does not have N groups of rows.
+        From the callable, for a layer that does not have N groups of rows, or whose
+        positions are not known.
     """
     with _uses(factors, blocks) as uses_of:
 
-        def rows(outputs: Any) -> dict[str, kc.Batch]:
-            uses = uses_of(outputs)
+        def rows(outputs: Any, by_position: bool = False) -> dict[str, kc.Batch]:
+            uses = uses_of(outputs, by_position)
             for name in blocks:
-                if not _is_by_example(uses[name], len(outputs)):
+                separated = by_position and len(uses[name]) == 1
+                if not separated and not _is_by_example(uses[name], len(outputs)):
                     raise kc.UnsupportedError(
                         f"Layer {name!r} does not see one group of rows for each example: "
                         f"it is called {len(uses[name])} times, or merges examples. Leave "
@@ -510,7 +530,7 @@ def skipped_parameters(
 @contextmanager
 def _uses(
     factors: Factors, blocks: Mapping[str, kc.Block]
-) -> Iterator[Callable[[Any], dict[str, list[kc.Batch]]]]:
+) -> Iterator[Callable[..., dict[str, list[kc.Batch]]]]:
     """Give a function of outputs (N, C), to the batches of each layer's uses."""
     kfac = KFAC(
         factors.model,
@@ -528,8 +548,10 @@ def _uses(
         communicator="alone",
     )
 
-    def uses_of(outputs: Any) -> dict[str, list[kc.Batch]]:
-        parts = kfac.batches(outputs)
+    def uses_of(outputs: Any, by_position: bool = False) -> dict[str, list[kc.Batch]]:
+        parts = kfac.batches(
+            outputs, positions_of=len(outputs) if by_position else None
+        )
         return {name: [part[name] for part in parts if name in part] for name in blocks}
 
     try:
@@ -616,35 +638,16 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _by_token(
-    seen: dict[str, kc.Batch], blocks: Mapping[str, kc.Block]
-) -> tuple[dict[str, kc.Batch], tuple[int, int]]:
-    """Return each position as an example of its own, and their numbers."""
-    by_token, shapes = {}, set()
-    for name, batch in seen.items():
-        x, g = batch.inputs, batch.output_grads
-        N, T = g.shape[:2]
-        if g.ndim != 3 or blocks[name].layer.kind == "conv":
-            raise kc.UnsupportedError(
-                f"Layer {name!r} has rows of {tuple(g.shape)}, which are not tokens: "
-                "scores by token are for sequences (N, T, features)."
-            )
-        shapes.add((int(N), int(T)))
-        # Of each position: whether it counts, and whether it adds the bias.
-        flags = {
-            key: flag.reshape(N * T)
-            for key in ("mask", "bias")
-            if (flag := getattr(batch, key)) is not None
-        }
-        by_token[name] = replace(
-            batch,
-            inputs=x.reshape(N * T, *x.shape[2:]),
-            output_grads=g.flatten(0, 1),
-            **flags,
+def _tokens_of(seen: Mapping[str, kc.Batch], examples: int) -> int:
+    """Return how many positions of each example are examples of their own."""
+    counts = {name: len(batch.output_grads) for name, batch in seen.items()}
+    if len({*counts.values()}) > 1:
+        tokens = {name: count // examples for name, count in counts.items()}
+        raise kc.UnsupportedError(
+            f"Layers have other numbers of tokens: {tokens}. Leave out those without the "
+            "tokens that you ask for, collect(..., skip_layers=[...])."
         )
-    if len(shapes) > 1:
-        raise kc.UnsupportedError(f"Layers have other numbers of tokens: {shapes}.")
-    return by_token, shapes.pop()
+    return next(iter(counts.values())) // max(1, examples)
 
 
 def _restricted(

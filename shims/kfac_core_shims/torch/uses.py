@@ -8,6 +8,7 @@ of which use belong to which example.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -85,19 +86,28 @@ def find_examples(
             )
 
 
-def joined(calls: Iterable[RecordedCall], /) -> list[kc.integration.LayerCall]:
+def joined(
+    calls: Iterable[RecordedCall], /, *, positions_of: int | None = None
+) -> list[kc.integration.LayerCall]:
     """Return calls of which those that share examples are one.
 
     Parameters
     ----------
     calls : iterable of RecordedCall
         Calls of one pass, with their gradients.
+    positions_of : int, optional
+        Number of examples, where each position of these is an example of its own.
 
     Returns
     -------
     list of LayerCall
         Where what came back are inputs of the block, which then differ between
         backpropagated vectors, these are examples of their own.
+
+    Raises
+    ------
+    kfac_core.UnsupportedError
+        For rows whose positions are not known, with `positions_of`.
     """
     of_block: dict[str, list[RecordedCall]] = {}
     for call in calls:
@@ -106,6 +116,8 @@ def joined(calls: Iterable[RecordedCall], /) -> list[kc.integration.LayerCall]:
     for uses in of_block.values():
         derived = any(call.turned for call in uses)
         uses = [call for call in uses if call.has_rows]
+        if positions_of is not None and uses:
+            uses = _separate_positions(uses, positions_of)
         if uses and uses[0].example_of is not None:
             separate.append(_one_call(uses, derived=derived))
         elif derived:
@@ -166,6 +178,61 @@ def _coefficients(vectors: Any) -> Any:
 
 def _rows(call: RecordedCall) -> int:
     return int(call.inputs.shape[:-1].numel())
+
+
+def _separate_positions(uses: list[RecordedCall], N: int) -> list[RecordedCall]:
+    """Return calls in which each position of an example is an example of its own."""
+    first = uses[0]
+    shapes = [tuple(call.output_grads[0].shape) for call in uses]
+    alone = len(uses) == 1 and first.example_of is None
+    if alone and len(shapes[0]) == 3 and first.examples == N:
+        call = copy.copy(first)
+        call.inputs = first.inputs.flatten(0, 1)
+        call.mask = None if first.mask is None else first.mask.flatten(0, 1)
+        call.output_grads = [g.flatten(0, 1) for g in first.output_grads]
+        return [call]
+    positions = [_positions(c) for c in uses if c.example_of is not None]
+    known = [x for x in positions if x is not None]
+    if len(known) < len(uses) or len({T for _, T in known}) > 1:
+        raise kc.UnsupportedError(
+            f"Layer {first.block!r} has rows of {shapes}, which are not tokens, or whose "
+            "positions are not known: scores by token are for sequences (N, T, "
+            "features). Call the layer with all positions of the examples at once, or "
+            f"leave it out, collect(..., skip_layers=[{first.block!r}])."
+        )
+    for call, (position, T) in zip(uses, known, strict=True):
+        index = call.example_of
+        call.example_of = (index * T + position).where(index >= 0, -1)
+        call.outputs, call.in_order = call.outputs * T, False
+    return uses
+
+
+def _positions(call: RecordedCall) -> tuple[Any, int] | None:
+    """Return each row's position and their number; None if these are not known.
+
+    The rows of one example follow one another, or come with those of the others.
+    """
+    index, N = call.example_of, call.outputs
+    lead, R = call.output_grads[0].shape[:-1], len(index)
+    # Of one row for each example, as of a cell's calls, the position is not known.
+    if len(lead) > 2 or not R or R % N or (len(lead) == 1 and R == N):
+        return None
+    rows, T = torch.arange(R, device=index.device), R // N
+    readings = [
+        (index.reshape(N, T), rows % T, (N, T)),
+        (index.reshape(T, N).mT, rows // N, (T, N)),
+    ]
+    # Rows of no example have the index -1 and may be anywhere.
+    positions = [
+        position
+        for grid, position, shape in readings
+        if len(lead) == 1 or lead == shape
+        if bool(((grid == grid.amax(1, keepdim=True)) | (grid < 0)).all())
+    ]
+    # Where most rows are masked both readings may fit.
+    if len({tuple(x[index >= 0].tolist()) for x in positions}) != 1:
+        return None
+    return positions[0], T
 
 
 def _one_call(uses: list[RecordedCall], *, derived: bool) -> kc.integration.LayerCall:
