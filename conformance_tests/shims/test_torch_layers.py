@@ -13,8 +13,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import register_layer  # noqa: E402
-from kfac_core_shims.torch.layers import covered_modules  # noqa: E402
+from kfac_core_shims.torch import layers, register_layer  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
@@ -275,5 +274,7 @@ def test_the_page_has_the_table_of_the_code():
     """Every covered module, in the order of the code, and no other."""
     page = PAGE.read_text(encoding="utf-8")
     table = page.split("| modules | layer | remark |\n| --- | --- | --- |\n")[1]
-    rows = ["| " + " | ".join(row) + " |" for row in covered_modules()]
-    assert table.split("\n\n")[0].splitlines() == rows
+    names = [row.split(" | ")[0] for row in table.split("\n\n")[0].splitlines()]
+    covered = [[f"`nn.{t.__name__}`" for t in kinds] for kinds, _ in layers._TORCH]
+    covered += [[f"`{name}`"] for name, _ in layers._TRANSFORMERS]
+    assert names == ["| " + ", ".join(kinds) for kinds in covered]

@@ -238,10 +238,21 @@ def described_base(module: torch.nn.Module, /) -> type | None:
     return next((kind for kind in type(module).__mro__ if kind in _BY_TYPE), None)
 
 
-def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Parts:
-    """Return the only part of a module with a `weight` and perhaps a `bias`."""
-    names = {"weight": "weight", "bias": "bias"} if bias else {"weight": "weight"}
-    return Parts(of={"": Part(layer=layer, parameters=names, read=read, **options)})
+def _whole(
+    layer: Any,
+    read: Reader | None,
+    *,
+    bias: bool,
+    names: tuple[str, str] = ("weight", "bias"),
+    **options: Any,
+) -> Parts:
+    """Return the only part of a module with a weight and perhaps a bias, of some names."""
+    roles = ("scale", "shift") if layer.kind == "scale_shift" else ("weight", "bias")
+    count = 2 if bias else 1
+    parameters = dict(zip(roles[:count], names[:count], strict=True))
+    return Parts(
+        of={"": Part(layer=layer, parameters=parameters, read=read, **options)}
+    )
 
 
 # Linear layers and what multiplies like one.
@@ -260,8 +271,7 @@ def _linear_of(
             bias=own_bias,
             weight_layout=layout,
         )
-        names = {"weight": weight, "bias": bias} if own_bias else {"weight": weight}
-        return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
+        return _whole(layer, read, bias=own_bias, names=(weight, bias))
 
     return described
 
@@ -604,9 +614,7 @@ def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
             x = unit(module, arguments[0]).reshape(-1, *shape)
             return Reading(inputs=x, grad_shape=tuple(x.shape))
 
-        names = {"scale": weight, "shift": bias} if own_bias else {"scale": weight}
-        part = Part(layer=layer, parameters=names, read=read)
-        return Parts(of={"": part})
+        return _whole(layer, read, bias=own_bias, names=(weight, bias))
 
     return described
 
@@ -628,8 +636,7 @@ def _channel_norm(module: torch.nn.Module, owns: Owns) -> Parts | str:
         x = x.reshape(len(x), channels, math.prod(x.shape[2:]))
         return Reading(inputs=x, grad_shape=tuple(x.shape))
 
-    names = {"scale": "weight", "shift": "bias"} if bias else {"scale": "weight"}
-    return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
+    return _whole(layer, read, bias=bias)
 
 
 def _prelu(module: torch.nn.Module, owns: Owns) -> Parts | str:
@@ -644,8 +651,7 @@ def _prelu(module: torch.nn.Module, owns: Owns) -> Parts | str:
         return Reading(inputs=x, grad_shape=tuple(x.shape))
 
     layer = kc.ScaleShift(scale_shape=(channels, 1), shift_shape=None)
-    part = Part(layer=layer, parameters={"scale": "weight"}, read=read)
-    return Parts(of={"": part})
+    return _whole(layer, read, bias=False)
 
 
 # Modules that read their weights themselves.
@@ -730,114 +736,43 @@ def _experts_of(
     return described
 
 
-_LAYER_NORM = _norm_of("weight", "bias", plain=True)
-
-_TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
-    (
-        (nn.Linear,),
-        _linear_of("weight", "bias", "oi", _read_features),
-        "dense",
-        "a subclass may override `forward`",
-    ),
-    ((nn.Bilinear,), _bilinear, "dense", "its input is all products of the two inputs"),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
-    (
-        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-        _transposed_conv,
-        "conv",
-        "as a convolution of the input with zeros inserted",
-    ),
-    (
-        (nn.Embedding,),
-        _embedding,
-        "embedding",
-        "likewise; `padding_idx` does not count; not sparse; an `nn.Linear` may share its "
-        "weight",
-    ),
-    ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
-    (
-        (nn.LayerNorm, nn.RMSNorm),
-        _LAYER_NORM,
-        "scale_shift",
-        "every position counts as an example",
-    ),
-    (
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-        _channel_norm,
-        "scale_shift",
-        "",
-    ),
-    ((nn.GroupNorm,), _channel_norm, "scale_shift", ""),
-    (
-        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-        _channel_norm,
-        "scale_shift",
-        "",
-    ),
-    (
-        (nn.PReLU,),
-        _prelu,
-        "scale_shift",
-        "the slope scales the negative part; the first axis is the examples'",
-    ),
-    (
-        (nn.MultiheadAttention,),
-        _attention,
-        "dense",
-        "a block for each projection; also in `nn.TransformerEncoderLayer`",
-    ),
-    (
-        (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell),
-        _recurrent,
-        "dense",
-        "both weights, shared over time; on CPU",
-    ),
+# Documentation pages say what each of them covers.
+_TORCH: tuple[tuple[tuple[Any, ...], Describe], ...] = (
+    ((nn.Linear,), _linear_of("weight", "bias", "oi", _read_features)),
+    ((nn.Bilinear,), _bilinear),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv),
+    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _transposed_conv),
+    ((nn.Embedding,), _embedding),
+    ((nn.EmbeddingBag,), _embedding_bag),
+    ((nn.LayerNorm, nn.RMSNorm), _norm_of("weight", "bias", plain=True)),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _channel_norm),
+    ((nn.GroupNorm,), _channel_norm),
+    ((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _channel_norm),
+    ((nn.PReLU,), _prelu),
+    ((nn.MultiheadAttention,), _attention),
+    ((nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell), _recurrent),
 )
 
-_OTHERS: tuple[tuple[str, Any, str, str], ...] = (
+_EXPERTS = (
+    ("gate_up_proj", "gate_up_proj_bias"),
+    ("up_proj", "up_proj_bias"),
+    ("down_proj", "down_proj_bias"),
+)
+
+_TRANSFORMERS: tuple[tuple[str, Describe], ...] = (
     (
         "transformers.pytorch_utils.Conv1D",
         _linear_of("weight", "bias", "io", _read_features),
-        "dense",
-        "",
     ),
-    (
-        "transformers.models.*Experts",
-        _experts_of(
-            *(
-                (f"{name}_proj", f"{name}_proj_bias")
-                for name in ("gate_up", "up", "down")
-            )
-        ),
-        "dense",
-        'a block for each expert and weight; not `experts_implementation="batched_mm"`',
-    ),
-    ("transformers.models.*RMSNorm", _norm_of("weight", "bias"), "scale_shift", ""),
-    ("transformers.models.*LayerNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+    ("transformers.models.*Experts", _experts_of(*_EXPERTS)),
+    ("transformers.models.*RMSNorm", _norm_of("weight", "bias")),
+    ("transformers.models.*LayerNorm", _norm_of("weight", "bias")),
 )
 
-
-def covered_modules() -> list[tuple[str, str, str]]:
-    """Return which modules are covered: ``(names, kind of layer, remark)``.
-
-    Returns
-    -------
-    list of tuple of str
-        Rows of the table in the documentation; without what `register_layer` added.
-    """
-    rows = []
-    for kinds, _, layer, remark in _TORCH:
-        names = ", ".join(f"`nn.{kind.__name__}`" for kind in kinds)
-        rows.append((names, layer, remark))
-    for name, _, layer, remark in _OTHERS:
-        rows.append((f"`{name}`", layer, remark))
-    return rows
-
-
-for _kinds, _how, _, _ in _TORCH:
+for _kinds, _how in _TORCH:
     for _kind in _kinds:
         # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
         _defining = [t for t in _kind.__mro__ if "forward" in vars(t)]
         _BY_TYPE[_defining[0] if _defining else _kind] = _how
-for _name, _how, _, _ in _OTHERS:
+for _name, _how in _TRANSFORMERS:
     register_layer(_name, _how)
