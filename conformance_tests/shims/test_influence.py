@@ -375,7 +375,7 @@ def test_the_score_of_subsets_is_spearmans(tmp_path):
     masks, values = retrained_losses(retrain, **options)
     assert len(calls) == 12
     assert (masks.sum(1) == 10).all()
-    (tmp_path / "0-7-0.npy").unlink()
+    (tmp_path / "0-7.npy").unlink()
     again = retrained_losses(retrain, **options)[1]
     assert len(calls) == 13
     assert np.array_equal(again, values)

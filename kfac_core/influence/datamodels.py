@@ -49,7 +49,6 @@ def retrained_losses(
     examples: int,
     subsets: int = 50,
     fraction: float = 0.5,
-    repeats: int = 1,
     seed: int = 0,
     path: str | os.PathLike[str] | None = None,
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -66,10 +65,8 @@ def retrained_losses(
         Number of subsets.
     fraction : float
         Fraction of the examples that a subset has.
-    repeats : int
-        Trainings of each subset, with other seeds, of which the losses are averaged.
     seed : int
-        Seed of the subsets, and the first of the trainings.
+        Seed of the subsets, and of the first training; each has its own.
     path : path-like, optional
         Folder in which each training's losses are kept: a killed run goes on there.
 
@@ -89,20 +86,16 @@ def retrained_losses(
         folder.mkdir(parents=True, exist_ok=True)
     losses = []
     for number, mask in enumerate(masks):
-        runs = []
-        for repeat in range(repeats):
-            key = seed + number * repeats + repeat
-            file = None if folder is None else folder / f"{seed}-{number}-{repeat}.npy"
-            if file is not None and file.exists():
-                runs.append(np.load(file))
-                continue
-            run = np.asarray(retrain(np.flatnonzero(mask), key), dtype=np.float64)
-            if file is not None:
-                unfinished = file.with_suffix(".part.npy")
-                np.save(unfinished, run)
-                unfinished.replace(file)
-            runs.append(run)
-        losses.append(np.mean(runs, axis=0))
+        file = None if folder is None else folder / f"{seed}-{number}.npy"
+        if file is not None and file.exists():
+            losses.append(np.load(file))
+            continue
+        run = np.asarray(retrain(np.flatnonzero(mask), seed + number), np.float64)
+        if file is not None:
+            unfinished = file.with_suffix(".part.npy")
+            np.save(unfinished, run)
+            unfinished.replace(file)
+        losses.append(run)
     return masks, np.asarray(losses)
 
 

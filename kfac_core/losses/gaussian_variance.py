@@ -97,7 +97,6 @@ class GaussianLearnedVariance(Loss):
         )
 
     ggn_factor_multiply = ggn_multiply
-    ggn_factor_transpose_multiply = ggn_multiply
 
 
 def _opened(

@@ -191,7 +191,3 @@ class Loss(Protocol):
     def ggn_factor_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``B v`` with ``B B^T = H``; see `ggn_multiply`."""
         return self.fisher_factor_multiply(natural, v)
-
-    def ggn_factor_transpose_multiply(self, natural: Array, v: Array, /) -> Array:
-        """Return ``B^T v`` with ``B B^T = H``; see `ggn_multiply`."""
-        return self.fisher_factor_transpose_multiply(natural, v)

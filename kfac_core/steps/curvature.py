@@ -8,8 +8,8 @@ of two inputs:
 * the products ``F d_j``, as vectors of parameters;
 * the changes ``J d_j`` of the network's outputs, one forward derivative each, and
   those multiplied by the loss's own curvature, ``H J d_j``; or ``B^T J d_j`` with
-  ``B B^T = H``, which stands for both (``ggn_factor_transpose_multiply`` and
-  ``fisher_factor_transpose_multiply`` of the losses).
+  ``B B^T = H``, which stands for both (``fisher_factor_transpose_multiply`` of the
+  losses).
 
 The second costs half of the first, since no derivative goes back.
 """

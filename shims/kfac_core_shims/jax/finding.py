@@ -557,9 +557,7 @@ class _Finder:
         if params["batch_group_count"] != 1 or position != 1:
             return None
         shape = self.trace.shape(operation.inputs[1])
-        if not self._whole(view) or len(shape) != d + 2:
-            return None
-        if list(view.axes) != list(whole_axes(shape)):
+        if len(shape) != d + 2 or list(view.axes) != list(whole_axes(shape)):
             return None
         first, last = (0, 1, *range(2, d + 2)), (0, d + 1, *range(1, d + 1))
         # Examples first, then channels either before or after space, as

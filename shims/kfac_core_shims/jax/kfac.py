@@ -249,35 +249,26 @@ class KFAC:
 
     def _require_axes(self) -> None:
         """Refuse a mapped axis whose devices would keep statistics of their own."""
-        named, (inside, devices) = set(self._named_axes()), mapped.mapped_axes()
-        if devices - named and self.axis_name != ():
-            raise kc.ConventionError(
-                f"This step is mapped over the axes {sorted(map(str, inside))}, and "
-                f"`axis_name` is {self.axis_name!r}: each device would keep statistics of "
-                "its own examples, and go its own way. Say KFAC(..., axis_name=...), or "
-                "axis_name=() for independent runs."
-            )
-        if named - inside:
+        if self.axis_name != ():
+            independent = ", or axis_name=() for independent runs"
+            mapped.require_named(self.axis_name, "KFAC", unless=independent)
+        inside, _ = mapped.mapped_axes()
+        if mapped.names_of(self.axis_name) - inside:
             raise kc.ConventionError(
                 f"`axis_name` is {self.axis_name!r}, but this step is mapped over "
                 f"{sorted(map(str, inside)) or 'no axis'}. Call it inside `pmap` or "
                 "`shard_map`, or leave `axis_name` out."
             )
 
-    def _named_axes(self) -> tuple[Any, ...]:
-        if isinstance(self.axis_name, tuple):
-            return self.axis_name
-        return () if self.axis_name is None else (self.axis_name,)
-
     def _watched(
         self, state: kc.NetworkState, gradients: Any, batches: Any
     ) -> kc.NetworkState:
         """Return the state, which raises if an axis of `vmap` averages gradients alone."""
-        inside, named = mapped.mapped_axes()[0], self._named_axes()
-        if self.axis_name == () or not inside - {*named}:
+        inside, named = mapped.mapped_axes()[0], mapped.names_of(self.axis_name)
+        if self.axis_name == () or not inside - named:
             return state
         name, block = next(iter(state.blocks.items()))
-        count = mapped.watched(block.updates, gradients, batches, named)
+        count = mapped.watched(block.updates, gradients, batches, tuple(named))
         blocks = {**state.blocks, name: dataclasses.replace(block, updates=count)}
         return state.updated(blocks)
 

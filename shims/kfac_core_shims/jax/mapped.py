@@ -31,6 +31,34 @@ def mapped_axes() -> tuple[set[Any], set[Any]]:
     return names, names & set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def names_of(axis_name: Any, /) -> set[Any]:
+    """Return the names of mapped axes of an option `axis_name`: one, a tuple, or None."""
+    if isinstance(axis_name, tuple):
+        return {*axis_name}
+    return set() if axis_name is None else {axis_name}
+
+
+def require_named(axis_name: Any, owner: str, /, *, unless: str = "") -> None:
+    """Raise where devices of a mapped axis would keep statistics of their own.
+
+    Parameters
+    ----------
+    axis_name : hashable
+        The option of that name.
+    owner : str
+        What has the option.
+    unless : str
+        Further advice.
+    """
+    axes, devices = mapped_axes()
+    if devices - names_of(axis_name):
+        raise kc.ConventionError(
+            f"This step is mapped over the axes {sorted(map(str, axes))}, and `axis_name` "
+            f"is {axis_name!r}: each device would keep statistics of its own examples, and "
+            f"go its own way. Say {owner}(..., axis_name=...){unless}."
+        )
+
+
 def watched(count: Any, gradients: Any, batches: Any, axes: tuple[Any, ...], /) -> Any:
     """Return a count of a state, and raise where a ``vmap`` averages gradients alone.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core_shims.jax.mapped import averaged, mapped_axes
+from kfac_core_shims.jax.mapped import averaged, require_named
 from kfac_core_shims.jax.network import Network
 
 _DEFAULTS = kc.integration.defaults
@@ -181,7 +181,7 @@ def soap(
         captured: kc.integration.Captured,
         **_: Any,
     ) -> tuple[Any, SOAPState]:
-        _require_axis(axis_name)
+        require_named(axis_name, "soap")
         if weight_decay and params is None:
             raise kc.ArgumentError(
                 "Expected the parameters, which `weight_decay` multiplies, got None: call "
@@ -386,14 +386,3 @@ class _Bases:
             weight = self.layers[name].matrix_to_parameters(function(name, V))["weight"]
             changed[name] = {"weight": weight.astype(V.dtype)}
         return self._leaves.replaced(tree, changed, self._wiring)
-
-
-def _require_axis(axis_name: Any) -> None:
-    """Refuse a mapped axis whose devices would go their own ways."""
-    _, devices = mapped_axes()
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if devices - {*names}:
-        raise kc.ConventionError(
-            f"This step is mapped over the axes {sorted(map(str, devices))}, and "
-            f"`axis_name` is {axis_name!r}. Say soap(..., axis_name=...)."
-        )
