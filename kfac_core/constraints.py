@@ -26,6 +26,33 @@ import numpy as np
 
 from kfac_core import errors
 
+__all__ = [
+    "Constraint",
+    "either",
+    "implementation_of",
+    "instance_of",
+    "integer",
+    "literal",
+    "mapping_to",
+    "number",
+    "one_of",
+    "optional",
+    "require_any",
+    "require_check",
+    "require_flag",
+    "require_kind",
+    "require_names",
+    "require_one_of",
+    "require_options",
+    "require_ordered",
+    "require_range",
+    "require_same",
+    "require_shape",
+    "shown",
+    "tuple_of",
+    "unknown_block",
+]
+
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
 _shortened.maxstring = _shortened.maxother = 80
