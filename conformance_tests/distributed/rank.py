@@ -1295,6 +1295,47 @@ def collected(communicator):
         )
 
 
+class Failing(list):
+    """Batches of which one cannot be read on a rank, in some of the readings."""
+
+    def __init__(self, batches, rank, reading):
+        super().__init__(batches)
+        self.readings, self.failing = 0, reading if rank else None
+
+    def __iter__(self):
+        self.readings += 1
+        yield self[0]
+        if self.readings == self.failing:
+            raise ValueError("no such batch")
+        yield from self[1:]
+
+
+def not_collected(communicator):
+    """What one process cannot read or write is raised on both; then all go on."""
+    from kfac_core_shims.torch import collect
+
+    model, rank = network(), communicator.rank
+    share = [*data()[0]][rank :: communicator.size]
+    folder = communicator.folder / "not_collected"
+    for reading in (1, 2):
+        with soon_raises(ValueError if rank else CommunicationError, "no such batch"):
+            collect(model, Failing(share, rank, reading))
+    options = {"fisher": "exact", "path": folder / "factors"}
+    with soon_raises(ValueError if rank else CommunicationError, "no such batch"):
+        collect(model, Failing(share, rank, 2), **options)
+    part = f"factors.part0.{rank}of{communicator.size}"
+    saved = folder / f"{part}.1"
+    content = saved.read_bytes()
+    if rank:
+        saved.write_bytes(content[:100])
+    with soon_raises(kc.StateError, part.replace(f".{rank}of", ".1of")):
+        collect(model, share, **options)
+    saved.write_bytes(content)
+    (folder / f"factors.part0.1of{communicator.size}.2").mkdir(exist_ok=True)
+    with soon_raises(kc.StateError, "not a regular file"):
+        collect(model, share, **options)
+
+
 def by_accelerate(communicator):
     """A loop of accelerate's, with its loader, model and backward pass."""
     import torch
@@ -1400,6 +1441,7 @@ SCENARIOS = {
             resumed,
             emptied,
             collected,
+            not_collected,
             by_accelerate,
             by_lightning,
         ),

@@ -59,7 +59,8 @@ OF_TORCH = (
     *("stepped_by_kfac:2", "meshes:4", "meshes:6"),
     *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4"),
     *("owned:6", "owned:8"),
-    *("interrupted:3", "resumed:2", "resumed:4", "emptied:2", "collected:2"),
+    *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
+    *("collected:2", "not_collected:2"),
     *("by_accelerate:2", "by_lightning:2"),
 )
 ENDED_BY_MPI = "killed:3", "raises:3"
@@ -400,6 +401,12 @@ def test_meshes_of_two_dimensions(jobs, size):
 def test_steps_of_the_optimizer_are_those_of_one_process(jobs):
     """Shards have unequal numbers of rows."""
     assert jobs.said("torch", "stepped_by_kfac", 2) == dict.fromkeys((0, 1), "fine")
+
+
+@pytest.mark.parametrize("scenario", ["collected", "not_collected"])
+def test_curvature_of_a_data_set_in_shares(jobs, scenario):
+    """That of one process; an error of one process is raised on all, within seconds."""
+    assert jobs.said("torch", scenario, 2) == dict.fromkeys((0, 1), "fine")
 
 
 def test_passes_that_count_with_divided_parameters(jobs):

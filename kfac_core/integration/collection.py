@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -299,10 +299,11 @@ def collect_statistics(
     examples = runs[0].examples
     if target is None:
         return Collected(runs[0].holding(), examples)
-    if communicator is None or communicator.rank == 0:
-        files = [run.saved(2) for run in runs]
-        join_checkpoints(target, files, about={"examples": examples, "origin": origin})
-    runs[0].wait()
+    with runs[0].together("collect: the file"):
+        if communicator is None or communicator.rank == 0:
+            files = [run.saved(2) for run in runs]
+            about = {"examples": examples, "origin": origin}
+            join_checkpoints(target, files, about=about)
     # Also those that a killed run with another number of processes left.
     for file in target.parent.glob(f"{glob.escape(target.name)}.part[0-9]*"):
         file.unlink(missing_ok=True)
@@ -435,9 +436,18 @@ class _Run:
             self.stage = 2
             self._save_stage()
 
-    def wait(self) -> None:
-        """Wait until all processes have come here."""
-        self._total(asarray(np.zeros(1, np.float32), backend=self.backend))
+    @contextmanager
+    def together(self, step: str) -> Iterator[None]:
+        """Raise an error of one process on all, which wait for each other."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if self.communicator is None:
+                raise
+            error = raised
+        if self.communicator is not None:
+            Agreement(self.communicator).vote(step, error=error)
 
     def saved(self, stage: int) -> Path:
         """Return the file of a stage; 2 is the last."""
@@ -472,7 +482,8 @@ class _Run:
         conventions = self.estimator(blocks).conventions
         options = UpdateOptions(conventions, 1.0, None, skip=skip, overwrite=True)
         rank = 0 if self.communicator is None else self.communicator.rank
-        with self.capture(blocks) as passes:
+        reading = self.together(f"collect: the data, stage {self.stage}")
+        with reading, self.capture(blocks) as passes:
             # A resumed run skips the batches that its file has, so the loader must not
             # shuffle.
             remaining = itertools.islice(self.loader, self.batches, None)
@@ -628,8 +639,8 @@ class _Run:
         """
         if self.file is None:
             return
-        self._save()
-        self.wait()
+        with self.together(f"collect: the file of stage {self.stage}"):
+            self._save()
         for stage in range(self.stage):
             self.saved(stage).unlink(missing_ok=True)
 
@@ -641,13 +652,14 @@ class _Run:
         size = 1 if self.communicator is None else self.communicator.size
         stages = [k for k in (1, 2) if float(common[k - 1]) == size]
         path = self.saved(max(stages, default=0))
-        misfit = _misfit(path, self.origin) if path.exists() else None
-        if self.communicator is not None:
-            Agreement(self.communicator).vote("collect: resume", error=misfit)
-        elif misfit is not None:
+        with self.together("collect: resume"):
+            if path.exists():
+                self._load(path)
+
+    def _load(self, path: Path) -> None:
+        """Go on from what a file has."""
+        if (misfit := _misfit(path, self.origin)) is not None:
             raise misfit
-        if not path.exists():
-            return
         about = read_header(path)["document"]["about"]
         self.stage, self.batches = about["stage"], about["batches"]
         self.counted, self.examples = about["collected"], about["of"]
