@@ -1,7 +1,6 @@
 """Print the grid: ``python -m conformance_tests.precision [--quick] numpy torch jax``.
 
-The last table has all backends.  ``--cost`` prints instead what the checks of a block of
-1000 x 1000 add to its refresh.
+The last table has all backends.
 """
 
 from __future__ import annotations
@@ -11,19 +10,12 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import kfac_core as kc
-from kfac_core.damping import DampingRule
-from kfac_core.linalg import factorize
-from kfac_core.operators import spectral
 
-from ..builders.layers import dense_layer
 from . import compiled, grid
 
 QUICK: dict[str, Any] = {"scales": (1.0,), "dampings": (1e-40, 1e-14, 1e-6, 1.0, 1e30)}
@@ -34,9 +26,6 @@ Counts = dict[str, dict[str, dict[str, int]]]
 def main(arguments: list[str]) -> int:
     """Walk the grid on each backend; return how many cases are silently wrong."""
     options = _parser().parse_args(arguments)
-    if options.cost:
-        print_cost()
-        return 0
     counts: Counts = {}
     for path in options.read:
         merge(counts, json.loads(path.read_text(encoding="utf-8")))
@@ -75,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="fewer scales and dampings")
     made.add_argument("--check", nargs="+", default=["raise", "status"])
     made.add_argument("--kinds", nargs="+", metavar="NAME", help="some approximations")
-    made.add_argument("--cost", action="store_true", help="what the checks cost")
     made.add_argument("--save", type=Path, help="write the counts to a file")
     made.add_argument("--read", type=Path, nargs="+", default=[], help="add such files")
     return made
@@ -154,66 +142,6 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
-
-
-def print_cost(size: int = 1000) -> None:
-    """Print the share of a refresh that the checks of the block take, on NumPy."""
-    layer = dense_layer(size, size, bias=False)
-    block = kc.Block(layer, kc.Kronecker())
-    rng = np.random.default_rng(0)
-    x, g = (rng.normal(size=(2 * size, size)).astype(np.float32) for _ in range(2))
-    statistics = kc.update_block(
-        block,
-        block.initial(x),
-        kc.Batch(x, g),
-        kc.UpdateOptions(conventions=grid.SUMMED, decay=0.0),
-    )
-    rules: tuple[DampingRule, ...] = ("factored", "exact")
-    for rule in rules:
-        checks: list[float] = []
-        with timed(checks):
-            seconds, added = [], []
-            for _ in range(5):
-                checks.clear()
-                started = time.perf_counter()
-                kc.operator_of(
-                    block, statistics, kc.RefreshOptions(damping=1.0, rule=rule)
-                )
-                seconds.append(time.perf_counter() - started)
-                added.append(sum(checks))
-        share = min(added) / min(seconds)
-        print(
-            f"{rule}: refresh {min(seconds):.3f} s, of which checks of the damped block "
-            f"{1000 * min(added):.2f} ms ({100 * share:.2f}%)"
-        )
-
-
-@contextmanager
-def timed(seconds: list[float]) -> Iterator[None]:
-    """Collect the seconds of every check that a refresh makes, but the factors' own."""
-    places = (
-        (factorize, "settled_eigenvalues"),
-        (factorize, "pivot_error"),
-        (spectral, "accurate_bases"),
-    )
-    originals = [(module, name, getattr(module, name)) for module, name in places]
-
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            started = time.perf_counter()
-            found = function(*arguments, **options)
-            seconds.append(time.perf_counter() - started)
-            return found
-
-        return call
-
-    for module, name, function in originals:
-        setattr(module, name, watched(function))
-    try:
-        yield
-    finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
 
 
 if __name__ == "__main__":
