@@ -789,8 +789,26 @@ def stepped_by_kfac(communicator):
     model = network()
     expected = optimized(model, optimizer_of(model), all_rows, 1)
     called, optimizer = optimizer_on(communicator)
+    with soon_raises(ValueError if communicator.rank else CommunicationError, "alone"):
+        optimizer.step(failing_at(2, called, communicator))
     found = optimized(called, optimizer, *of_ranks(communicator))
     require_close(found, expected)
+
+
+def failing_at(number, called, communicator):
+    """Return a closure whose call of some number raises on the last rank."""
+    import torch
+
+    x, y = data()
+    rows, calls = rows_of(communicator, 0), itertools.count(1)
+
+    def closure():
+        z = called(x[0, rows])
+        if next(calls) == number and communicator.rank == communicator.size - 1:
+            raise ValueError("alone")
+        return torch.nn.functional.cross_entropy(z, y[0, rows])
+
+    return closure
 
 
 def of_ranks(communicator):

@@ -545,7 +545,28 @@ def test_a_step_without_forward_derivatives_changes_nothing():
     assert not torch.equal(parameters(model), before)
 
 
-def test_an_error_at_the_new_parameters_changes_nothing():
+def test_gradients_of_the_second_call_are_not_added():
+    """A closure that differentiates need not clear, and leaves what the other leaves."""
+    x, y = batch()
+    gradients = []
+    for backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).double()
+
+        def closure(model=model, backward=backward):
+            loss = fn.cross_entropy(model(x), y)
+            if backward:
+                loss.backward()
+            return loss
+
+        optimizer_of(model).step(closure)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_error_at_the_new_parameters_changes_nothing(backward):
     """Not the numbers to come either: the next step is the same to the bit."""
     x, y = batch()
     others = []
@@ -560,7 +581,10 @@ def test_an_error_at_the_new_parameters_changes_nothing():
             calls.append(1)
             if len(calls) == 4:
                 raise KeyboardInterrupt
-            return fn.cross_entropy(model(x), y)
+            loss = fn.cross_entropy(model(x), y)
+            if backward:
+                loss.backward()
+            return loss
 
         optimizer.step(closure)
         if fails:
@@ -572,8 +596,10 @@ def test_an_error_at_the_new_parameters_changes_nothing():
             torch.testing.assert_close(after, before, rtol=0, atol=0)
             assert optimizer.damping == damping
             assert optimizer.kfac.steps == 1
+            assert all(p.grad is None for p in model.parameters())
         calls += [1, 1]
         optimizer.step(closure)
-        others.append(parameters(model))
+        gradients = [p.grad.flatten() for p in model.parameters()]
+        others.append(torch.cat([parameters(model), *gradients]))
 
     assert torch.equal(*others)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -258,8 +259,8 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             For a closure that does not differentiate a loss of the model's outputs.
         kfac_core.UnsupportedError
             For a model that has no forward derivatives.  Parameters, curvature and the
-            number of steps are then unchanged, as after an error in the second call of the
-            closure, at the new parameters.
+            number of steps are then unchanged and gradients cleared, as after an error in
+            the second call of the closure, at the new parameters.
         """
         lr = self._rate()
         if closure is None:
@@ -278,7 +279,7 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
         batch = self._batch(passes, loss, lr)
         trained = self._with_gradients()
-        with self.kfac.undone_on_error():
+        with self.kfac.undone_on_error(), self._cleared_on_error():
             with torch.no_grad():
                 before = batch.loss + _penalty(trained)
                 directions, model_step = self._minimum(trained, passes, batch)
@@ -288,8 +289,7 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
                 for (p, _), change in zip(trained, changes, strict=True):
                     p.add_(change)
             try:
-                repeated = self._repeated(closure, start, differentiates)
-                [after] = self._summed("loss after the step", [repeated])
+                after = self._repeated(closure, start, differentiates)
             except BaseException:
                 start.restore()
                 with torch.no_grad():
@@ -416,9 +416,7 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
     def _differentiated(self, closure: Callable[[], Any]) -> tuple[Any, bool]:
         """Return the loss, and whether `closure` itself called ``backward``."""
         self.kfac.discard()
-        self.zero_grad()
-        for p in self.kfac.trained:  # Also of those that are in no group.
-            p.grad = None
+        self._clear()
         with torch.enable_grad():
             loss = closure()
         differentiates = bool(self._with_gradients())
@@ -431,6 +429,19 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
                 )
             loss.backward()
         return _detached(loss), differentiates
+
+    def _clear(self) -> None:
+        self.zero_grad()
+        for p in self.kfac.trained:  # Also of those that are in no group.
+            p.grad = None
+
+    @contextmanager
+    def _cleared_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._clear()
+            raise
 
     def _summed(
         self, what: str, numbers: Any, *, error: Exception | None = None
@@ -621,19 +632,26 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
     def _repeated(
         self, closure: Callable[[], Any], start: _Moment, differentiates: bool
     ) -> float:
-        """Return the loss of the same batch, and leave everything else as it is."""
+        """Return the loss of the same batch of all, and leave all else as it is."""
         end = _Moment(self.kfac.model)
-        gradients = [(p, p.grad) for p, _ in self._with_gradients()]
+        gradients = [(p, p.grad) for p in self.kfac.model.parameters()]
         start.restore()
+        loss, error = 0.0, None
         try:
+            self._clear()
             with torch.set_grad_enabled(differentiates):
                 loss = float(_detached(closure()))
+        except Exception as raised:
+            # Others may wait in an exchange of gradients, where they do not vote.
+            if differentiates:
+                raise
+            error = raised
         finally:
             end.restore()
             self.kfac.discard()
             for p, grad in gradients:
                 p.grad = grad
-        return loss
+        return self._summed("loss after the step", [loss], error=error)[0]
 
 
 @dataclass(frozen=True)
