@@ -327,6 +327,7 @@ def test_fit_gives_natural_gradients_to_the_optimizer(tmp_path):
     again.compile(optimizer=again.optimizer, loss=first.loss, jit_compile=COMPILED)
     kfac = KFAC(again, **settings)
     kfac.load(tmp_path / "k.npz")
+    assert kfac.operator_age == 1
     resumed = fitted(again, kfac, x, y, epochs=1)
 
     assert kfac.steps == 6
@@ -745,7 +746,7 @@ def test_half_precision():
     close(matrix(made, 2), damped_inverse(moment(h), G, matrix(given, 2)), atol=5e-3)
 
 
-def test_an_overflow_that_keras_skips_changes_nothing():
+def test_an_overflow_that_keras_skips_changes_nothing(tmp_path):
     """``LossScaleOptimizer`` halves its scale; the step counts for K-FAC neither."""
     model = compiled_model()
     inner = keras.optimizers.SGD(0.1)
@@ -764,10 +765,17 @@ def test_an_overflow_that_keras_skips_changes_nothing():
     model.train_on_batch(huge, y)
     after = [host(v.value) for v in model.trainable_variables]
     assert all(map(np.array_equal, before, after))
+    # Nothing is in the curvature so far, and it is saved like any other.
+    kfac.save(tmp_path / "k.npz")
+    kfac.load(tmp_path / "k.npz")
+    assert "0 steps" in repr(kfac)
     for _ in range(2):
         model.train_on_batch(x, y)
         plain.train_on_batch(x, y)
 
+    assert {int(b.updates) for b in kfac.estimator.state.blocks.values()} == {1}
+    model.train_on_batch(huge, y)
+    assert {int(b.updates) for b in kfac.estimator.state.blocks.values()} == {1}
     kfac.remove()
     reference.remove()
     assert kfac.steps == reference.steps == 2

@@ -532,6 +532,7 @@ def test_a_batch_in_which_no_row_counts_leaves_the_factors(name, fisher, options
         plain = step_of(NOTHING[name](model, x))
     values = [torch.cat([m.weight, m.bias[:, None]], 1) for m in (model[0], model[2])]
     torch.testing.assert_close(plain, values)
+    kfac.load_state_dict(kfac.state_dict())
     step_of(fn.cross_entropy(model(x), y, reduction=reduction))
     expected = dense(model, x, labels=y if fisher == "empirical" else None)
     assert_factors(kfac, expected)

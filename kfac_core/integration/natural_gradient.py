@@ -350,14 +350,10 @@ class NaturalGradient(ScheduledSteps):
         if begun is not None:
             self._restore(begun.before)
 
-    def state_dict(self, *, owned: bool = False) -> dict[str, Any]:
-        """Return the state needed to resume; see `ScheduledSteps`.
-
-        A refresh that runs in the background is installed before.
-        """
+    def _position(self) -> dict[str, Any]:
+        # Before the estimator's state is taken.
         self._install_running()
-        state = super().state_dict(owned=owned)
-        return {**state, "refreshed_at": self._refreshed_at}
+        return {**super()._position(), "refreshed_at": self._refreshed_at}
 
     def load_state_dict(
         self, state: Mapping[str, Any], /, *, owned: bool = False

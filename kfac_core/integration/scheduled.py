@@ -160,11 +160,15 @@ class ScheduledSteps:
 
         With `owned`, of the blocks that this process owns; see `Estimator.state_dict`.
         """
+        position = self._position()
+        return {**position, "estimator": self.estimator.state_dict(owned=owned)}
+
+    def _position(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the estimator's state."""
         return {
             "steps": self.steps,
             "loss_factor": float(self.loss_factor),
             "outputs": float(self.outputs),
-            "estimator": self.estimator.state_dict(owned=owned),
         }
 
     def load_state_dict(
@@ -201,7 +205,9 @@ class ScheduledSteps:
         # torch.distributed.checkpoint fills a state in place and reads only keys that
         # the new object already has; a fresh one has no statistics.
         is_read = owned or any(path.startswith("statistics") for path in paths)
-        if state["steps"] and not is_read:
+        # No row may have counted so far.
+        is_known = state["steps"] and state.get("refreshed_at", 0) >= 0
+        if is_known and not is_read:
             raise errors.StateError(
                 f"The state has {state['steps']} steps and no statistics: it was read "
                 "into the entries of a new object only. With "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, Unpack
 
 import keras
@@ -155,6 +155,8 @@ class KFAC(kc.integration.NaturalGradient):
             **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
         )
         self._variables: list[Any] = []
+        # The counter of steps that the estimator's state belongs to.
+        self._seen: Any = None
         self._compiling = False
         super().__init__(
             estimator,
@@ -168,7 +170,6 @@ class KFAC(kc.integration.NaturalGradient):
         self._calls: list[kc.integration.LayerCall] = []
         self._rows: Any = None
         self._factor: float | None = None
-        self._is_resumed = False
         self._attach()
 
     def __repr__(self) -> str:
@@ -248,16 +249,11 @@ class KFAC(kc.integration.NaturalGradient):
         NotFiniteError
             For a gradient or a row that is not finite; nothing has changed.
         """
-        if self._is_resumed and self._factor is None:
-            raise kc.NotReadyError(
-                "The first step after `load` has to know the outputs: call `observe`."
-            )
         calls, rows, factor = self._calls, self._rows, self._factor
         self._calls, self._rows, self._factor = [], None, None
         directions = self.directions(
             self._vector(gradients), calls, rows=rows, loss_factor=factor
         )
-        self._is_resumed = False
         return self._replaced(gradients, directions)
 
     def remove(self) -> None:
@@ -274,16 +270,29 @@ class KFAC(kc.integration.NaturalGradient):
         self._variables = []
 
     def save(self, path: Any, /) -> None:
-        """Write the curvature to a file; see `kfac_core.save_checkpoint`."""
-        self._pull()
-        kc.save_checkpoint(path, self.estimator)
+        """Write the curvature, and where in its schedules it is, to a file."""
+        kc.save_checkpoint(path, self.estimator, about=self._position())
 
     def load(self, path: Any, /) -> None:
-        """Read the curvature from a file, and the steps from the model's optimizer."""
-        kc.load_checkpoint(path, self._estimator, backend=keras.backend.backend())
-        self._steps = int(self.model.optimizer.iterations)
-        self._refreshed_at = self._steps or -1
-        self._is_resumed = True
+        """Read what `save` wrote; the next step is as it would have been then.
+
+        Raises
+        ------
+        StateError
+            For another file, or one of another model; nothing has changed then.
+        """
+        about = kc.checkpoint.read_header(path)["document"].get("about")
+        with self.undone_on_error():
+            backend = keras.backend.backend()
+            kc.load_checkpoint(path, self._estimator, backend=backend)
+            state = self._estimator.state_dict()
+            self.load_state_dict({**(about or {}), "estimator": state})
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], /, *, owned: bool = False
+    ) -> None:
+        """Restore a state that `state_dict` returned."""
+        super().load_state_dict(state, owned=owned)
         self._push()
 
     # What is found in the model.
@@ -588,7 +597,7 @@ class KFAC(kc.integration.NaturalGradient):
         else:
             if self.wants_statistics:
                 self.observe(*data)
-            elif self.reduction == "sum" or self._is_resumed:
+            elif self.reduction == "sum":
                 self._rows, self._factor = self._counts(data)
             directions = self.precondition(gradients)
         if scale is not None:
@@ -616,13 +625,14 @@ class KFAC(kc.integration.NaturalGradient):
         self._form = network.initial(jnp.zeros(()), damping=self.estimator.damping)
         leaves, self._structure = jax.tree.flatten(self._form)
         optimizer = self._optimizer()
-        for leaf in (jnp.zeros((), jnp.int32), *leaves):
+        for leaf in (*map(jnp.int32, (self._steps, self._refreshed_at)), *leaves):
             variable = optimizer.add_variable(
                 leaf.shape, dtype=str(leaf.dtype), name=f"kfac_{len(self._variables)}"
             )
             # Not bound to a device, as Keras's own variables: else JAX compiles twice.
             variable.assign(ops.convert_to_numpy(leaf))
             self._variables.append(variable)
+        self._seen = self._variables[0].value
         # A file of the model holds what it would without K-FAC; see `save`.
         for one in {id(o): o for o in (self.model.optimizer, optimizer)}.values():
             _save_without(one, self._variables)
@@ -630,10 +640,11 @@ class KFAC(kc.integration.NaturalGradient):
     def _compiled_step(self, gradients: Any, data: Any, values: Any) -> list[Any]:
         """Take a step inside of the program that Keras compiles."""
         import jax
+        import jax.numpy as jnp
 
         network = self.estimator.network
-        counter, *leaves = self._variables
-        steps = counter.value
+        counter, last, *leaves = self._variables
+        steps, refreshed_at = counter.value, last.value
         state = jax.tree.unflatten(self._structure, [v.value for v in leaves])
         x, y, weight = data
 
@@ -664,13 +675,15 @@ class KFAC(kc.integration.NaturalGradient):
         def is_due(interval: kc.integration.Interval) -> Any:
             at_step = steps % kc.integration.value_at(interval, steps) == 0
             # As long as no row has counted, every batch is due.
-            return at_step | ~_any_of(state, "refreshes")
+            return at_step | (refreshed_at < 0)
 
         due = is_due(self.update_every) & _counts_any(weight)
         state = jax.lax.cond(due, updated, unchanged, state)
+        is_known = sum(block.updates for block in state.blocks.values()) > 0
         # Statistics that are not finite leave the last operators in use.
-        due = is_due(self.refresh_every) & state.is_good() & _any_of(state, "updates")
+        due = is_due(self.refresh_every) & state.is_good() & is_known
         state = jax.lax.cond(due, refreshed, unchanged, state)
+        refreshed_at = jnp.where(due & state.is_good(), steps, refreshed_at)
         vector = self._vector(gradients)
         if self.reduction == "sum":
             divisor *= self._counts(data)[0]
@@ -686,7 +699,7 @@ class KFAC(kc.integration.NaturalGradient):
                 check="status",
             ).scale
             directions = jax.tree.map(lambda g: g * nu, directions)
-        assigned = (steps + 1, *jax.tree.leaves(state))
+        assigned = (steps + 1, refreshed_at, *jax.tree.leaves(state))
         for variable, leaf in zip(self._variables, assigned, strict=True):
             variable.assign(leaf)
         return self._replaced(gradients, directions)
@@ -703,10 +716,14 @@ class KFAC(kc.integration.NaturalGradient):
 
         values = [variable.value for variable in self._variables]
         # Within `fit` the program holds the buffers, which are donated.
-        if any(x.is_deleted() for x in values) or int(values[0]) <= self._steps:
+        if any(x.is_deleted() for x in values) or values[0] is self._seen:
             return
-        self._steps = int(values[0])
-        self._estimator.state = jax.tree.unflatten(self._structure, values[1:])
+        self._seen = values[0]
+        self._steps, self._refreshed_at = map(int, values[:2])
+        state = jax.tree.unflatten(self._structure, values[2:])
+        # Its operators are of zeros before the first refresh.
+        known = self._refreshed_at >= 0
+        self._estimator.state = state if known else self._estimator.network.empty()
 
     def _push(self) -> None:
         """Give the estimator's state to the compiled steps."""
@@ -716,19 +733,16 @@ class KFAC(kc.integration.NaturalGradient):
 
         state = self._estimator.state
         leaves = jax.tree.leaves(state.in_form_of(self._form))
-        for variable, leaf in zip(self._variables, (self._steps, *leaves), strict=True):
+        numbers = self._steps, self._refreshed_at
+        for variable, leaf in zip(self._variables, (*numbers, *leaves), strict=True):
             variable.assign(ops.convert_to_numpy(leaf))
+        self._seen = self._variables[0].value
 
 
 def _counts_any(sample_weight: Any) -> Any:
     """Return whether a row has another weight than zero."""
     weights = keras.tree.flatten(sample_weight)
     return sum(1 if w is None else ops.any(ops.not_equal(w, 0)) for w in weights) > 0
-
-
-def _any_of(state: kc.NetworkState, count: str) -> Any:
-    """Return whether a count of one of the blocks is above zero."""
-    return sum(getattr(block, count) for block in state.blocks.values()) > 0
 
 
 def _together(vectors: list[Any], *, one_output: bool) -> list[list[Any]]:
