@@ -67,6 +67,9 @@ def test_a_merged_model_solves_the_system_of_its_layers(tmp_path):
     for number, one in enumerate(models):
         files.append(tmp_path / f"{number}.npz")
         collect(one, data(number, 10 + 10 * number), path=files[-1])
+    for wrong in (files[::-1], files[:1] * 2, files[1:] * 2):
+        with pytest.raises(kc.ConventionError, match="The file at place "):
+            merge(models, wrong)
     merged = merge(models, files, damping_fraction=1e-2, tolerance=1e-10)
     assert max(merged.residuals.values()) <= 1e-9
     factors = [collect(one, data(k, 10 + 10 * k)) for k, one in enumerate(models)]
@@ -82,6 +85,9 @@ def test_a_merged_model_solves_the_system_of_its_layers(tmp_path):
     expected = torch.linalg.solve(sum(dense) + lam * eye, b).reshape(9, 3)
     torch.testing.assert_close(merged.parameters["4.weight"], expected[:8].T)
     torch.testing.assert_close(merged.parameters["4.bias"], expected[8])
+    narrow = [copy.deepcopy(one).float() for one in models]
+    near = merge(narrow, files, damping_fraction=1e-2, tolerance=1e-10).parameters
+    torch.testing.assert_close(near["4.bias"].double(), expected[8], rtol=1e-4, atol=0)
     same = merge([models[0], models[0]], [files[0], files[0]])
     for name, p in models[0].named_parameters():
         torch.testing.assert_close(same.parameters[name], p.detach())

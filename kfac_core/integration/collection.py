@@ -76,12 +76,15 @@ class Collected:
         The file, read when the statistics are first asked for.
     backend : str, optional
         Where its arrays go; see `kfac_core.load_checkpoint`.
+    origin : mapping of str to str
+        What the file says that it was collected from; see `collect_statistics`.
     """
 
     estimator: Estimator
     examples: int
     path: Path | None = None
     backend: str | None = None
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -145,7 +148,8 @@ class Collected:
             sources=conventions["sources"],
             mode=conventions["mode"],
         )
-        return cls(estimator, examples, Path(path), backend)
+        origin = about.get("origin") or {}
+        return cls(estimator, examples, Path(path), backend, origin)
 
     @cached_property
     def statistics(self) -> dict[str, Statistics]:

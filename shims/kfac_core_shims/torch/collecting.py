@@ -18,6 +18,9 @@ from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.likelihoods import criterion_of
 from kfac_core_shims.torch.sites import Site
 
+PARAMETERS = "parameters or buffers"
+"""Where files note the digest of a model."""
+
 
 @dataclass
 class Factors:
@@ -235,7 +238,7 @@ def collect(
     origin = {}
     if path is not None:
         origin = {
-            "parameters or buffers": kc.integration.digest_of_arrays(_arrays(plain)),
+            PARAMETERS: digest_of(plain),
             "likelihood": str(criterion_of(likelihood, None).row.likelihood),
             "fisher": mode,
             "samples": str(samples if mode == "gradients" else None),
@@ -368,6 +371,11 @@ def require_order(name: str, loader: Any, /) -> None:
             f"Expected a `{name}` that gives its examples in one order, got a DataLoader "
             "that shuffles. Say shuffle=False."
         )
+
+
+def digest_of(model: torch.nn.Module, /) -> str:
+    """Return a digest of what the outputs of a model depend on."""
+    return kc.integration.digest_of_arrays(_arrays(model))
 
 
 def _arrays(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

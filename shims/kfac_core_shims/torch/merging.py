@@ -11,7 +11,12 @@ import torch
 
 import kfac_core as kc
 from kfac_core_shims.torch import parallel
-from kfac_core_shims.torch.collecting import Factors, factors_from
+from kfac_core_shims.torch.collecting import (
+    PARAMETERS,
+    Factors,
+    digest_of,
+    factors_from,
+)
 from kfac_core_shims.torch.stacks import ParameterStacks
 
 
@@ -65,8 +70,8 @@ def merge(
     kfac_core.UnknownBlockError
         If the models' blocks differ.
     kfac_core.ConventionError
-        For other numbers of models and files, and for `Factors` of other parameters than
-        those of the model at their place.
+        For other numbers of models and files, for `Factors` of other parameters than those
+        of the model at their place, and for a file of another of the models.
 
     References
     ----------
@@ -84,6 +89,7 @@ def merge(
                 f"The `Factors` at place {number} are of a model with other parameters "
                 "than the model there. Give both lists in one order."
             )
+    _require_order(models, [f.collected.origin.get(PARAMETERS) for f in factors])
     for other in factors[1:]:
         kc.constraints.require_names("factors", other.blocks, factors[0].blocks)
     curvatures = [kc.posterior.spectral_blocks(f.blocks, f.statistics) for f in factors]
@@ -108,6 +114,24 @@ def merge(
             parts = block.matrix_to_parameters(merged.weight)
             factors[0].sites[name].place(parts, targets)
     return Merged(mean, residuals)
+
+
+def _require_order(models: Sequence[Any], noted: Sequence[str | None]) -> None:
+    """Raise for a file that notes the digest of another model than that at its place.
+
+    A digest of none of the models is no error: it changes when a model is cast.
+    """
+    if not any(noted):
+        return
+    digests = [digest_of(parallel.inner(model)) for model in models]
+    for number, (file, digest) in enumerate(zip(noted, digests, strict=True)):
+        before = zip(noted[:number], digests[:number], strict=True)
+        repeats = any(one == file and other != digest for one, other in before)
+        if file is not None and file != digest and (file in digests or repeats):
+            raise kc.ConventionError(
+                f"The file at place {number} was collected from another of the models than "
+                "that there. Give both lists in one order, and each file once."
+            )
 
 
 def _has_parameters_of(model: Any, other: Any) -> bool:
