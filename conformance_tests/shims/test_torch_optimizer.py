@@ -104,6 +104,35 @@ def test_steps_minimize_the_dense_quadratic_model(eta):
         last = delta
 
 
+def test_a_step_within_autocast_is_that_of_a_closure_within_it():
+    """Of rounded features; its rate minimizes the model of exact derivatives."""
+    torch.manual_seed(0)
+    inside = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    outside, start = copy.deepcopy(inside), copy.deepcopy(inside)
+    x, y = torch.randn(9, 4).bfloat16(), torch.randint(3, (9,))
+    optimizers = [optimizer_of(m, weight_decay=0.05) for m in (inside, outside)]
+    half = torch.autocast("cpu", torch.bfloat16)
+
+    for step in range(3):
+        loss = optimizers[0].step(half(lambda: fn.cross_entropy(inside(x), y)))
+        with half:
+            assert loss == optimizers[1].step(lambda: fn.cross_entropy(outside(x), y))
+        assert optimizers[0].metrics()["accepted"] == 1.0
+        assert optimizers[0].metrics() == optimizers[1].metrics()
+        if step == 0:
+            theta, natural = (
+                parameters(start),
+                -torch.cat([p.grad.reshape(-1) for p in inside.parameters()]),
+            )
+            with half:
+                gradient = gradient_of(start, fn.cross_entropy(start(x), y))
+            F = dense(start.double(), x.double()) + (DAMPING + 0.05) * torch.eye(51)
+            g, d = (gradient + 0.05 * theta).double(), natural.double()
+            rate = -(g @ d) / (d @ F @ d)
+            change = (parameters(inside) - theta).double()
+            torch.testing.assert_close(change, rate * d, rtol=1e-4, atol=1e-6)
+
+
 def test_the_direction_is_that_of_kfac():
     """The first step is a multiple of K-FAC's own natural gradient."""
     model, (x, y) = network(), batch()

@@ -264,16 +264,9 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             For residuals that are not finite.  Nothing was changed.
         """
         kc.constraints.require_range("residuals", residuals, kc.constraints.FUNCTION)
-        device = self._finder.parameters[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return self._step(residuals)
-        # Residuals alone are of the caller's precision.  A cache would hold the weights of
-        # an earlier trial.
-        caller = torch.autocast(
-            device, torch.get_autocast_dtype(device), cache_enabled=False
-        )
-        with torch.autocast(device, enabled=False):
-            return self._step(caller(residuals))
+        device = self._finder.parameters[0].device
+        with private.autocast_left_to(residuals, device) as called:
+            return self._step(called)
 
     def _step(self, residuals: Callable[[], Residuals]) -> torch.Tensor:
         """Take a step outside of autocast."""

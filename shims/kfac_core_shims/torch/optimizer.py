@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 import kfac_core as kc
 from kfac_core_shims.torch import options, parallel, private
@@ -272,6 +273,12 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             for p, _ in self._with_gradients():
                 self.state[p]["change"] = torch.zeros_like(p)
             return None
+        device = next(self.kfac.model.parameters()).device
+        with private.autocast_left_to(closure, device) as called:
+            return self._step(called, lr)
+
+    def _step(self, closure: Callable[[], Any], lr: float) -> torch.Tensor:
+        """Take a step outside of autocast."""
         start = _Moment(self.kfac.model)
         loss, differentiates = self._differentiated(closure)
         self.kfac.balance()
@@ -589,7 +596,13 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         along = dict(zip(names, direction, strict=True))
         # The running averages of normalizations see this batch once only.
         buffers = {n: b.clone() for n, b in self.kfac.model.named_buffers()}
-        arguments, keywords, random = observed.replay
+        *inputs, random = observed.replay
+        # What autocast has made of a parameter's inputs.
+        own = {p.dtype for p in self.kfac.model.parameters()}
+        narrow = {torch.float16, torch.bfloat16} - own
+        arguments, keywords = tree_map_only(
+            torch.Tensor, lambda x: x.float() if x.dtype in narrow else x, inputs
+        )
         _load_forward_derivatives()
         now = RandomState(self.kfac.model)
         # Dropout has to draw the masks of the observed pass.

@@ -123,6 +123,22 @@ def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
     return called
 
 
+@contextmanager
+def autocast_left_to(
+    function: Callable[..., R], device: torch.device, /
+) -> Iterator[Callable[..., R]]:
+    """Leave the caller's autocast; yield a function that is called within it."""
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        yield function
+        return
+    # A cache would hold the weights of an earlier call.
+    dtype = torch.get_autocast_dtype(kind)
+    caller = torch.autocast(kind, dtype, cache_enabled=False)
+    with torch.autocast(kind, enabled=False):
+        yield caller(function)
+
+
 def hooked(step: Callable[P, R], /) -> Callable[P, R]:
     """Call the hooks of an optimizer around its step, and PyTorch's profiler where it runs.
 
