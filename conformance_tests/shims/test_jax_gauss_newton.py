@@ -78,6 +78,11 @@ def images_and_words(params, images, ids):
     return x @ params["w"]
 
 
+def nothing_of_some_terms(params, x):
+    """Conditions that hold of no point: of values, and of slopes."""
+    return value(params, x)[:0], value(params, x) - 1.0, slopes(params, x)[len(x) :]
+
+
 def outside_of_layers(params, x):
     outputs = (net(params["net"], x) * params["c"])[:, 1]
     return outputs * jnp.sin(params["shift"]).sum() + params["c"] ** 2
@@ -139,6 +144,7 @@ PROGRAMS = {
     "Poisson": (poisson, mlp(2, 5, 4, 1), (X, EDGE), set()),
     "value and slopes": (value_and_slopes, mlp(2, 4, 1), (X,), set()),
     "conv, embedding": (images_and_words, words(), (array(5, 3, 3, 1), IDS), set()),
+    "terms of no example": (nothing_of_some_terms, mlp(2, 5, 1), (X,), set()),
     "outside of layers": (outside_of_layers, extra(), (X,), {"['c']", "['shift']"}),
     "reverse only": (reverse_only, extra(), (X,), {"['c']", "['shift']"}),
     "attention": (attention, qkv(), (array(5, 6),), {"['c']"}),
@@ -160,7 +166,9 @@ def scaled_terms(residuals, params, data):
     terms = residuals(params, *data)
     terms = terms if isinstance(terms, tuple) else (terms,)
     R = sum(term.size for term in terms)
-    return jnp.concatenate([term.ravel() * (R / len(term)) ** 0.5 for term in terms])
+    return jnp.concatenate(
+        [term.ravel() * (R / max(1, len(term))) ** 0.5 for term in terms]
+    )
 
 
 @jax.jit(static_argnums=0)
@@ -446,6 +454,20 @@ def test_errors_state_what_was_expected():
     optimizer = shim.GaussNewton(value)
     with pytest.raises(kc.NotFiniteError, match="finite residuals"):
         optimizer.step(params, optimizer.init(params), X * np.nan)
+    for likelihood, y, message in (
+        (
+            "categorical",
+            np.array([0, 1, 2, -100, 3, 0]),
+            "labels from 0 to 2.*got 3 of",
+        ),
+        ("bernoulli", np.full((6, 3), -1.0), "from 0 to 1, got .* of example 0"),
+    ):
+        fitted = shim.GaussNewton(lambda p, x, y: (net(p, x), y), likelihood=likelihood)
+        start = mlp(2, 3)
+        with pytest.raises(kc.ConventionError, match=f"`targets` to be .*{message}"):
+            fitted.step(start, fitted.init(start), X, y)
+    with pytest.raises(kc.DtypeError, match=r"real parameters, got \['c'\] of complex"):
+        optimizer.init({**params, "c": np.ones(2, complex)})
 
 
 def test_weakly_typed_parameters_take_the_dense_step():

@@ -48,6 +48,13 @@ def poisson(net):
     return lambda: (laplacian(net, x) - 1.0, 5.0 * net(edge)[:, 0])
 
 
+def nothing_of_some_terms(net):
+    """Conditions that hold of no point: of values, of slopes, and of no network."""
+    x = points(6)
+    slopes = torch_residuals.slopes
+    return lambda: (net(x)[:0, 0], net(x)[:, 0] - 1.0, slopes(net, x)[x[:, 0] > 9.0])
+
+
 def not_a_layer(net):
     net.register_parameter("shift", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     x = points(5)
@@ -156,6 +163,7 @@ PROGRAMS = {
     "embedding": ((2, 5, 2), embedding),
     "batch norm in training": ((2, 5, 4, 1), mixes_examples),
     "value": ((2, 5, 4, 1), of(torch_residuals.value)),
+    "terms of no example": ((2, 5, 4, 1), nothing_of_some_terms),
     "several outputs": ((2, 4, 2), of(torch_residuals.value)),
     "slopes": ((2, 5, 4, 1), of(torch_residuals.slopes)),
     "Poisson": ((2, 5, 4, 1), poisson),
@@ -168,7 +176,7 @@ PROGRAMS = {
 def dense_jacobian(net, terms):
     """Return the derivatives of the scaled residuals by all parameters, and these."""
     N = sum(len(term) for term in terms)
-    scaled = [(term * (N / len(term)) ** 0.5).reshape(-1) for term in terms]
+    scaled = [(term * (N / max(1, len(term))) ** 0.5).reshape(-1) for term in terms]
     r = torch.cat(scaled)
     parameters = list(net.parameters())
     rows = []
@@ -515,6 +523,7 @@ def test_a_model_in_bfloat16_takes_the_step_of_float32(likelihood):
 def test_what_raises_changes_nothing():
     net = mlp(2, 4, 1)
     x = points(6)
+    head = nn.Linear(1, 2).double()
     optimizer = GaussNewton(net)
     before = copy.deepcopy(net.state_dict())
     calls = []
@@ -548,6 +557,22 @@ def test_what_raises_changes_nothing():
         optimizer.step(lambda: net(x[:0]))
     with pytest.raises(kc.UnsupportedError, match="Term 1 of the loss"):
         optimizer.step(lambda: (net(x), torch.ones(3)))
+    for likelihood, targets, message in (
+        (
+            "categorical",
+            torch.tensor([0, 1, -100, 2, 0, -1]),
+            "0 to 1.*got 2 of exampl",
+        ),
+        ("bernoulli", x.detach().round() - 1.0, r"from 0 to 1, got .* of example"),
+        ("gaussian", x.detach() / 0.0 * 0.0, r"finite numbers, got .* of example 0"),
+    ):
+        fitted = GaussNewton(nn.Sequential(net, head), likelihood=likelihood)
+        with pytest.raises(kc.ConventionError, match=f"`targets` to be .*{message}"):
+            fitted.step(lambda y=targets: (head(net(x)), y))
+    with pytest.raises(
+        kc.DtypeError, match=r"real parameters, got weight of .*complex"
+    ):
+        GaussNewton(nn.Linear(2, 2, dtype=torch.complex128))
     with pytest.raises(kc.ConventionError, match="damping"):
         GaussNewton(net, damping=0.0)
     with pytest.raises(kc.ConventionError, match="minibatch=True"):

@@ -26,6 +26,8 @@ from kfac_core.samples.jacobian import Jacobian, LayerJacobian
 from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residuals
 from kfac_core.samples.problem import (
     ResidualProblem,
+    complex_parameter,
+    not_finite,
     residual_problem,
     residual_terms,
     scales_of,
@@ -46,12 +48,14 @@ __all__ = [
     "ResidualProblem",
     "SampleCurvature",
     "SearchedStep",
+    "complex_parameter",
     "damped_kernel",
     "gathered",
     "gathered_jacobian",
     "gauss_newton_step",
     "likelihood_residuals",
     "nystrom_kernel",
+    "not_finite",
     "residual_problem",
     "residual_terms",
     "sample_curvature",

@@ -9,7 +9,7 @@ from kfac_core import errors
 from kfac_core.array import Array
 from kfac_core.array import namespaces as ns
 from kfac_core.layers.feeding import detached_array
-from kfac_core.losses import Categorical
+from kfac_core.losses import Bernoulli, Categorical
 from kfac_core.samples.gauss_newton import GaussNewtonOptions
 from kfac_core.samples.likelihood import LikelihoodResiduals, likelihood_residuals
 
@@ -25,11 +25,14 @@ class ResidualProblem(NamedTuple):
         The r with ``J^T r`` the gradient; of least squares the terms themselves.
     root : LikelihoodResiduals or None
         Of a likelihood: J is the Jacobian of ``root.rows(term)``.
+    targets : array or None
+        Of a likelihood.
     """
 
     terms: list[Array]
     residuals: list[Array]
     root: LikelihoodResiduals | None
+    targets: Array | None = None
 
 
 # Any: of what a user's function returned nothing is known before it is checked.
@@ -101,7 +104,57 @@ def residual_problem(
         options.likelihood, detached_array(outputs), targets, weight=weight
     )
     here = here if root is None else here._replace(root=root.root)
-    return ResidualProblem(terms, [here.residuals], here)
+    return ResidualProblem(terms, [here.residuals], here, targets)
+
+
+def complex_parameter(name: str, dtype: object, /) -> errors.DtypeError:
+    """Return the error for a complex parameter."""
+    return errors.DtypeError(
+        f"Expected real parameters, got {name} of {dtype}. Train its real and imaginary "
+        "parts as two parameters, and keep constants apart from parameters."
+    )
+
+
+def not_finite(
+    options: GaussNewtonOptions, problem: ResidualProblem, loss: float, /
+) -> errors.KFACError:
+    """Return the error for a loss that is not finite.
+
+    Parameters
+    ----------
+    options : GaussNewtonOptions
+        Likelihood.
+    problem : ResidualProblem
+        At the parameters of the loss.
+    loss : float
+        The loss.
+
+    Returns
+    -------
+    ConventionError or NotFiniteError
+        The former for targets that the likelihood does not have.
+    """
+    outputs, targets = problem.terms[0], problem.targets
+    if targets is not None:
+        xp = ns.own_namespace(outputs)
+        unfit = xp.any(xp.isnan(problem.residuals[0]), axis=1)
+        unfit = unfit & xp.all(xp.isfinite(outputs), axis=1)
+        if bool(xp.any(unfit)):
+            n = int(xp.argmax(xp.astype(unfit, xp.int32)))
+            expected = "finite numbers"
+            if isinstance(options.likelihood, Bernoulli):
+                expected = "numbers from 0 to 1"
+            elif targets.ndim == 1:
+                last = outputs.shape[1] - 1
+                expected = f"labels from 0 to {last}, or -100 to be left out"
+            return errors.ConventionError(
+                f"Expected `targets` to be {expected}, got {targets[n, ...]} of example "
+                f"{n}. Nothing was changed; map the targets to this range."
+            )
+    return errors.NotFiniteError(
+        f"Expected finite residuals, got a loss of {loss}. Nothing was changed; begin "
+        "with smaller weights, or look at the data."
+    )
 
 
 def scales_of(terms: Sequence[int], samples: int, /) -> list[float]:

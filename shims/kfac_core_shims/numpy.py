@@ -709,10 +709,8 @@ class GaussNewton:
             )
         start = self._evaluation(r, J)
         if not np.isfinite(start.loss):
-            raise kc.NotFiniteError(
-                f"Expected finite residuals, got a loss of {start.loss}. Nothing was "
-                "changed; begin with smaller weights, or look at the data."
-            )
+            problem = kc.samples.ResidualProblem([r], [r], None)
+            raise kc.samples.not_finite(self.options, problem, float(start.loss))
         before = _copied(self.parameters)
 
         def evaluate(step: Any) -> kc.samples.Evaluation:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import kfac_core as kc
 from kfac_core_shims.jax.jacobians import Columns, JacobianFinder
+from kfac_core_shims.jax.leaves import leaf_name
 
 
 class GaussNewtonState(NamedTuple):
@@ -249,7 +250,15 @@ class GaussNewton:
         -------
         GaussNewtonState
             State to pass to `step`.
+
+        Raises
+        ------
+        kfac_core.DtypeError
+            For complex arrays, which have no real Jacobian.
         """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if jnp.iscomplexobj(leaf):
+                raise kc.samples.complex_parameter(leaf_name(path), leaf.dtype)
         wide = jnp.zeros((), jnp.result_type(float))
         if not self.options.minibatch:
             damping = jnp.full_like(wide, self.options.damping)
@@ -288,6 +297,8 @@ class GaussNewton:
             For residuals of another shape.
         kfac_core.NotFiniteError
             For residuals that are not finite.
+        kfac_core.ConventionError
+            For targets out of range: labels, or probabilities.
         """
         on_host = _in_memory_of_host((params, data))
         take = self._on_host if on_host else self._compiled
@@ -295,11 +306,8 @@ class GaussNewton:
         while True:
             new, next_state, progress = take(self._mixed, params, state, *data)
             if not math.isfinite(float(progress.loss)):
-                raise kc.NotFiniteError(
-                    "Expected finite residuals, got a loss of "
-                    f"{float(progress.loss)}. Begin with smaller weights, or look at the "
-                    "data."
-                )
+                problem = self._problem(*jax.tree.map(jnp.asarray, (params, data)))
+                raise kc.samples.not_finite(self.options, problem, float(progress.loss))
             mixed = [i for i, flag in enumerate(progress.mixed.tolist()) if flag]
             if not mixed:
                 return new, next_state, progress
@@ -451,14 +459,17 @@ class GaussNewton:
         )
 
     def _outputs(self, params: Any, *data: Any) -> list[Any]:
-        return kc.samples.residual_terms(self.options, self.residuals(params, *data))
+        returned = self.residuals(params, *data)
+        return _counted(kc.samples.residual_terms(self.options, returned))
 
     def _problem(
         self, params: Any, data: Any, root: Any = None
     ) -> kc.samples.ResidualProblem:
         """Evaluate the residuals; with the root where the step began, if any."""
         returned = jax.tree.map(jnp.asarray, self.residuals(params, *data))
-        return kc.samples.residual_problem(self.options, returned, root)
+        problem = kc.samples.residual_problem(self.options, returned, root)
+        terms, residuals = _counted(problem.terms), _counted(problem.residuals)
+        return problem._replace(terms=terms, residuals=residuals)
 
     def _values(
         self, problem: kc.samples.ResidualProblem, scales: Sequence[float]
@@ -476,6 +487,11 @@ class GaussNewton:
             return root.loss.astype(wide)
         r = r.astype(wide)
         return jnp.sum(r * r) / (2 * r.size)
+
+
+def _counted(terms: list[Any]) -> list[Any]:
+    """Return terms without those of no example, unless all are."""
+    return [term for term in terms if len(term)] or terms
 
 
 def _scales(terms: Sequence[Any]) -> list[float]:

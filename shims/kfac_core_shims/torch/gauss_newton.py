@@ -140,6 +140,8 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
     ------
     kfac_core.ConventionError
         For options out of range, and for a rate or a momentum on fixed points.
+    kfac_core.DtypeError
+        For complex parameters.
 
     Notes
     -----
@@ -262,6 +264,8 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             For residuals without a graph, and parameters frozen since.
         kfac_core.NotFiniteError
             For residuals that are not finite.  Nothing was changed.
+        kfac_core.ConventionError
+            For targets out of range: labels, or probabilities.  Nothing was changed.
         """
         kc.constraints.require_range("residuals", residuals, kc.constraints.FUNCTION)
         device = self._finder.parameters[0].device
@@ -308,10 +312,7 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             loss = r.mean() if self._options.centered else self._loss(r, problem.root)
             loss_here = float(loss)
             if not math.isfinite(loss_here):
-                raise kc.NotFiniteError(
-                    f"Expected finite residuals, got a loss of {loss_here}. Nothing was "
-                    "changed; begin with smaller weights, or look at the data."
-                )
+                raise kc.samples.not_finite(self._options, problem, loss_here)
             start, root = kc.samples.Evaluation(values, loss), problem.root
             # The graph, which holds the activations, is not needed beside K.
             del problem

@@ -63,6 +63,9 @@ class JacobianFinder:
         require_made(self.model)
         named = dict(self.model.named_parameters())
         self._parameters = {name: p for name, p in named.items() if p.requires_grad}
+        for name, p in self._parameters.items():
+            if p.is_complex():
+                raise kc.samples.complex_parameter(name, p.dtype)
         # The Jacobian by what a parametrization reads is not one of rows.
         modules = self.model.named_modules()
         computed = [name for name, m in modules if is_parametrized(m)]

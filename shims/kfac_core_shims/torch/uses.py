@@ -318,7 +318,7 @@ def _slots(example_of: Any, count: int) -> tuple[Any, int]:
     positions = torch.empty_like(order)
     numbers = torch.arange(len(order), device=order.device)
     positions[order] = numbers - starts[example_of[order] + 1]
-    width = max(1, int(counts[1:].max()))
+    width = max(1, int(counts[1:].max())) if count else 1
     return (example_of * width + positions).where(example_of >= 0, -1), width
 
 
