@@ -442,18 +442,35 @@ def test_an_overflow_leaves_the_rows_of_the_next_pass():
 
 
 def test_autocast():
-    """Output gradients are narrow, and the factors are not."""
-    model = network().float()
-    optimizer = SOAP(model)
-    for x, y in batches(4):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = fn.cross_entropy(model(x.float()), y)
-        loss.backward()
-        optimizer.step()
-    factor = optimizer.state[model[3].weight]["left_factor"]
-    assert factor.dtype == torch.float32
-    assert bool(torch.isfinite(factor).all())
+    """Output gradients are narrow, and the factors are not; also of a step within it."""
+    half, trained_by = torch.autocast("cpu", dtype=torch.bfloat16), {}
+    for steps in ("outside", "within", "closure"):
+        torch.manual_seed(0)
+        model = network().float()
+        optimizer = SOAP(model)
+        for x, y in batches(4):
+
+            def loss_of(model=model, optimizer=optimizer, x=x, y=y, steps=steps):
+                optimizer.zero_grad()
+                loss = fn.cross_entropy(model(x.float()), y)
+                if steps != "outside":
+                    loss.backward()
+                return loss
+
+            if steps == "closure":
+                half(optimizer.step)(loss_of)
+                continue
+            loss = half(loss_of)()
+            if steps == "outside":
+                loss.backward()
+            (half(optimizer.step) if steps == "within" else optimizer.step)()
+        trained_by[steps] = [p.detach() for p in model.parameters()]
+        factor = optimizer.state[model[3].weight]["left_factor"]
+        assert factor.dtype == torch.float32
+        assert bool(torch.isfinite(factor).all())
+    for steps in ("within", "closure"):
+        for p, q in zip(trained_by[steps], trained_by["outside"], strict=True):
+            torch.testing.assert_close(p, q)
 
 
 def test_parameters_come_and_go():

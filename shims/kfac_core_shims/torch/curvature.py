@@ -11,7 +11,7 @@ from warnings import warn
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import hooks
+from kfac_core_shims.torch import hooks, private
 from kfac_core_shims.torch.balance import (
     balance,
     have_weights,
@@ -468,13 +468,9 @@ class Curvature(kc.integration.NaturalGradient):
     @contextmanager
     def _exact(self) -> Iterator[None]:
         """Compute without graphs, and within autocast without half precision."""
-        device = next(iter(self.sites.values())).trained[0].device.type
-        with torch.no_grad():
-            if not torch.is_autocast_enabled(device):
-                yield
-                return
-            with torch.autocast(device, enabled=False):
-                yield
+        device = next(iter(self.sites.values())).trained[0].device
+        with torch.no_grad(), private.without_autocast(device):
+            yield
 
     def discard(self) -> None:
         """Forget the passes since the last step, as for a batch that is left out.

@@ -269,7 +269,7 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         """
         kc.constraints.require_range("residuals", residuals, kc.constraints.FUNCTION)
         device = self._finder.parameters[0].device
-        with private.autocast_left_to(residuals, device) as called:
+        with private.without_autocast(device, residuals) as called:
             return self._step(called)
 
     def _step(self, residuals: Callable[[], Residuals]) -> torch.Tensor:

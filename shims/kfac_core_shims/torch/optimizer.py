@@ -274,7 +274,7 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
                 self.state[p]["change"] = torch.zeros_like(p)
             return None
         device = next(self.kfac.model.parameters()).device
-        with private.autocast_left_to(closure, device) as called:
+        with private.without_autocast(device, closure) as called:
             return self._step(called, lr)
 
     def _step(self, closure: Callable[[], Any], lr: float) -> torch.Tensor:

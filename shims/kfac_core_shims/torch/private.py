@@ -124,19 +124,17 @@ def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
 
 
 @contextmanager
-def autocast_left_to(
-    function: Callable[..., R], device: torch.device, /
-) -> Iterator[Callable[..., R]]:
-    """Leave the caller's autocast; yield a function that is called within it."""
+def without_autocast(device: torch.device, called: Any = None, /) -> Iterator[Any]:
+    """Leave the caller's autocast; yield `called`, a function, as run within it."""
     kind = device.type
     if not torch.is_autocast_enabled(kind):
-        yield function
+        yield called
         return
     # A cache would hold the weights of an earlier call.
     dtype = torch.get_autocast_dtype(kind)
     caller = torch.autocast(kind, dtype, cache_enabled=False)
     with torch.autocast(kind, enabled=False):
-        yield caller(function)
+        yield called and caller(called)
 
 
 def hooked(step: Callable[P, R], /) -> Callable[P, R]:

@@ -262,10 +262,17 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         object
             What `closure` returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        device = next(p.device for g in self.param_groups for p in g["params"])
+        with private.without_autocast(device, closure) as called:
+            loss = None
+            if called is not None:
+                with torch.enable_grad():
+                    loss = called()
+            self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
+        """Take one step with the gradients that there are."""
         self._arrange()
         for group, stacks in zip(self.param_groups, self._stacks, strict=True):
             for stack in stacks:
@@ -281,7 +288,6 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 self._step(group, moments, gradients, jump)
             group["steps"] += 1
         self._record_next()
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, in the dtypes that it has.
@@ -650,7 +656,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         if group is None or not keys:
             return keys
         # A process that uses one of two layers sees no rows that they share.
-        device = self.param_groups[0]["params"][0].device
+        device = next(p.device for g in self.param_groups for p in g["params"])
         # The smallest is the negative of the largest negative: one reduction does for
         # both.
         ends = torch.tensor([keys, [-key for key in keys]], device=device)

@@ -166,16 +166,18 @@ class RowRecorder:
         # A pass that makes a graph, as for a penalty, is not the loss's own.
         if not self.wants_statistics or torch.is_grad_enabled():
             return
-        dtype = torch.promote_types(site.parameters["weight"].dtype, torch.float32)
-        for rows, is_input in ((inputs, True), (outputs, False)):
-            key = site.name, is_input
-            if rows is not None and key in self.counts:
-                self.grams[key] = rows.added(
-                    self.grams.get(key),
-                    self.counts[key],
-                    largest=self._largest,
-                    dtype=dtype,
-                )
+        weight = site.parameters["weight"]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        with private.without_autocast(weight.device):
+            for rows, is_input in ((inputs, True), (outputs, False)):
+                key = site.name, is_input
+                if rows is not None and key in self.counts:
+                    self.grams[key] = rows.added(
+                        self.grams.get(key),
+                        self.counts[key],
+                        largest=self._largest,
+                        dtype=dtype,
+                    )
 
     def input_rows(self, site: Site, x: Any, argument: Any) -> Rows | None:
         """Return the inputs of a call as rows, the same ones for calls that share them."""
