@@ -71,6 +71,24 @@ class Preconditioned:
         self.sgd.step()
 
 
+class _LongMomentum(Preconditioned):
+    """The same with a momentum over the last tenth of the steps, ten at least.
+
+    The rate falls as the sum of the momentum's weights grows, and the KL clip does not
+    read it, so that momentum and clip together move as far as with a momentum of 0.9.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        both = kfac(problem, lr=1.0)
+        super().__init__(both.sgd, both.preconditioner)
+
+    def step(self) -> None:
+        """Set momentum and rate, and take the step."""
+        horizon = max(10.0, self.preconditioner.steps / 10.0)
+        self.param_groups[0].update(lr=10.0 / horizon, momentum=1.0 - 1.0 / horizon)
+        super().step()
+
+
 class _Muon:
     """`torch.optim.Muon` for hidden matrices, and AdamW for the rest."""
 
@@ -113,8 +131,9 @@ def kfac(
         nesterov=True,
         fused=fused,
     )
+    options = {"lr": sgd, **options}
     preconditioner = shims.KFAC(
-        problem.network, likelihood=problem.likelihood, lr=sgd, **options
+        problem.network, likelihood=problem.likelihood, **options
     )
     return Preconditioned(sgd, preconditioner)
 
@@ -151,6 +170,11 @@ METHODS: dict[str, Method] = {
     "kfac": Method(
         title="`KFAC(model)`",
         make=lambda problem, rate: kfac(problem),
+        uses="preconditioner",
+    ),
+    "kfac-long-momentum": Method(
+        title="`KFAC(model)`, long momentum",
+        make=lambda problem, rate: _LongMomentum(problem),
         uses="preconditioner",
     ),
     "kfac-optimizer": Method(
