@@ -169,7 +169,7 @@ def drift() -> str:
     ]
     heads += ["$0.01 w_1$", "$0.001 w_1$", "$r$, ascending"]
     heads += ["error, ascending, $0.01 w_1$"]
-    return _markdown(heads, importlib.import_module("drift").rows()[0])
+    return _markdown(heads, importlib.import_module("drift").rows())
 
 
 def influence() -> str:

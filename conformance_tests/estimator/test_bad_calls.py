@@ -90,14 +90,6 @@ CALLS = {
     "empty vectors": (lambda: steps.inner_product({}, {}), "at least one of"),
     "distribution": (lambda: noise("gaussian"), "'gaussian'"),
     "generator": (lambda: noise(rng=np.random.RandomState(0)), "`rng`"),
-    "basis": (
-        lambda: roots.refreshed_basis(roots.ordered_basis(EYE), np.eye(2), name="fc"),
-        r"fc.*\(8, 8\).*\(2, 2\)",
-    ),
-    "iterations": (
-        lambda: roots.refreshed_basis(roots.ordered_basis(EYE), EYE, steps=0),
-        "steps",
-    ),
     "a root of a rectangle": (
         lambda: roots.inverse_root(np.ones((2, 3)), damping=0.1, degree=2),
         r"`matrix`.*\(2, 3\)",

@@ -147,9 +147,11 @@ def _inverse_root(A: Any) -> Any:
 
 def _followed(A: Any) -> Any:
     """Return a preconditioned vector in a basis after one QR step."""
-    basis = roots.ordered_basis(_like(SYMMETRIC, A), **STATUS)
-    made = roots.refreshed_basis(basis, _symmetrized(A), **STATUS)
-    return _pairing(made.multiply_matpower(_like(V, A), -0.5, damping=0.2))
+    xp, A = array_api_compat.array_namespace(A), _symmetrized(A)
+    Q, _ = roots.renewed_basis(None, _like(SYMMETRIC, A))
+    Q, _ = roots.renewed_basis(Q, A)
+    w = xp.sum(Q * (A @ Q), axis=0)
+    return _pairing(Q @ ((w + 0.2) ** -0.5 * (Q.T @ _like(V, A)).T).T)
 
 
 def _quadratic_model(v: Any) -> Any:
@@ -195,7 +197,7 @@ FUNCTIONS = {
     "damped_matrix, Cholesky": Differentiated(_shifted("cholesky", "lower"), SYMMETRIC),
     "damped_matrix, power": Differentiated(_shifted("eigenbasis", "power"), SYMMETRIC),
     "inverse_root": Differentiated(_inverse_root, SYMMETRIC),
-    "refreshed_basis": Differentiated(_followed, SYMMETRIC + 0.1 * np.eye(n)[::-1]),
+    "renewed_basis": Differentiated(_followed, SYMMETRIC + 0.1 * np.eye(n)[::-1]),
     "kronecker_multiply": Differentiated(_kronecker, SYMMETRIC),
     "quadratic_model": Differentiated(_quadratic_model, 0.3 * V[::-1].copy()),
     "kl_clip": Differentiated(_kl_clip, V + 0.1),

@@ -11,7 +11,6 @@ from kfac_core.linalg.certificate import probe_of
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 from kfac_core.roots.gradient_side import GradientFactors
-from kfac_core.roots.orthogonal_iteration import ordered_basis, refreshed_basis
 from kfac_core.roots.roots import inverse_root, root_residual
 
 from ..array.test_fake_cuda import fake_cuda
@@ -202,7 +201,6 @@ def test_nothing_waits_for_the_device(requires_backend):
         eyes = [torch.ones(k, k, device="cuda") for k in (3, 4)]
         status = {"check": "status"}
         made = [inverse_root(A, damping=A[:, 0, 0], degree=4, **status)]
-        made.append(refreshed_basis(ordered_basis(A, **status), A, **status))
         factors = GradientFactors(shape=(3, 4))
         start = factors.initial(V)
         made.append(factors.updated(start, V, decay=0.9, roots=eyes, **status))

@@ -1,7 +1,7 @@
 """An eigenbasis that follows a drifting matrix by one QR step a refresh, in float32.
 
 A population of spectrum i^-a, whose eigenbasis turns by 0.05 radians a step, is observed
-through 256 rows a step and a moving average.  `kfac_core.roots.refreshed_basis` keeps the
+through 256 rows a step and a moving average.  `kfac_core.roots.renewed_basis` takes the
 columns in descending order; beside it stands the same step in ascending order, which
 eigensolvers return.  Run it by
 
@@ -10,7 +10,7 @@ eigensolvers return.  Run it by
 
 import numpy as np
 
-from kfac_core.roots import ordered_basis, refreshed_basis
+from kfac_core.roots import renewed_basis
 
 SIZE, STEPS, ROWS, ANGLE, LAST = 64, 200, 256, 0.05, 50
 STREAMS = (("1", 1, 0.01), ("1", 1, 0.1), ("2", 2, 0.01), ("2", 2, 0.1))
@@ -49,34 +49,32 @@ def inverse_error(A, Q, damping):
 
 
 def measured(power, share):
-    """Return the columns of the table, and how many refreshes were refused."""
+    """Return the columns of the table."""
     first, *later = averages(power, share)
-    basis, refused = ordered_basis(first), 0
+    basis, _ = renewed_basis(None, first)
     ascending = np.linalg.eigh(first)[1]
     before, after, wrong, wrong_errors = [], [], [], []
     errors = {damping: [] for damping in DAMPINGS}
     for A in later:
-        before.append(ratio(A, basis.eigenvectors))
-        basis = refreshed_basis(basis, A)
-        refused += int(basis.refused)
-        after.append(ratio(A, basis.eigenvectors))
+        before.append(ratio(A, basis))
+        basis, _ = renewed_basis(basis, A)
+        after.append(ratio(A, basis))
         for damping, of_damping in errors.items():
-            of_damping.append(inverse_error(A, basis.eigenvectors, damping))
+            of_damping.append(inverse_error(A, basis, damping))
         ascending = np.linalg.qr(A @ ascending)[0]
         ascending = ascending[:, np.argsort(np.diag(ascending.T @ A @ ascending))]
         wrong.append(ratio(A, ascending))
         wrong_errors.append(inverse_error(A, ascending, 0.01))
     means = [np.mean(values[-LAST:]) for values in (before, after, wrong, wrong_errors)]
     largest = {damping: max(values) for damping, values in errors.items()}
-    return means, largest, refused
+    return means, largest
 
 
 def rows():
-    """Return the cells of a row for each stream, and all refused refreshes."""
-    table, refused = [], 0
+    """Return the cells of a row for each stream."""
+    table = []
     for name, power, share in STREAMS:
-        (before, after, wrong, wrong_error), errors, more = measured(power, share)
-        refused += more
+        (before, after, wrong, wrong_error), errors = measured(power, share)
         table.append(
             [
                 f"$i^{{-{name}}}$, {100 * share:g}%",
@@ -86,16 +84,14 @@ def rows():
                 f"{100 * wrong_error:.0f}%",
             ]
         )
-    return table, refused
+    return table
 
 
 def main():
     """Print the table."""
-    table, refused = rows()
     print("stream; r before, after; errors at three dampings; ascending: r, error")
-    for cells in table:
+    for cells in rows():
         print("  ".join(f"{cell:>12}" for cell in cells))
-    print(f"{refused} refreshes were refused")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,6 @@
 """Preconditioners of gradients' second moments: roots and bases (Shampoo, SOAP)."""
 
 from kfac_core.roots.gradient_side import GradientFactors
-from kfac_core.roots.orthogonal_iteration import (
-    OrderedBasis,
-    ordered_basis,
-    refreshed_basis,
-)
 from kfac_core.roots.roots import InverseRoot, inverse_root
 from kfac_core.roots.soap import (
     adam_quotient,
@@ -26,7 +21,6 @@ from kfac_core.roots.soap import (
 __all__ = [
     "GradientFactors",
     "InverseRoot",
-    "OrderedBasis",
     "adam_quotient",
     "adapted_share",
     "agreement",
@@ -39,8 +33,6 @@ __all__ = [
     "gradient_jump",
     "in_basis",
     "inverse_root",
-    "ordered_basis",
-    "refreshed_basis",
     "renewed_basis",
     "side_blocks",
 ]

@@ -217,7 +217,7 @@ class GradientFactors:
             Matrices of sizes ``n_1, ..., n_k``: to be damped
             (`kfac_core.operators.kronecker_operator`),
             to have a root of (`kfac_core.roots.inverse_root`), or a basis
-            (`kfac_core.roots.ordered_basis`).
+            (`kfac_core.roots.renewed_basis`).
         """
         return tuple(
             statistics.averages[f"axis{i}"].value(debias=debias)

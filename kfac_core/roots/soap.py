@@ -25,7 +25,8 @@ import math
 
 from kfac_core.array import Array, Scalar
 from kfac_core.array import namespaces as ns
-from kfac_core.roots.orthogonal_iteration import ordered_basis
+from kfac_core.linalg.factorize import eigendecomposition
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 
 def side_blocks(
@@ -146,18 +147,28 @@ def renewed_basis(basis: Array | None, factor: Array, /) -> tuple[Array, Array]:
     basis : array, shape (..., b, b)
         New Q; the permutation sorts its columns by Rayleigh quotients, descending.
     residual : array, shape (...)
-        r of the basis of before, for the factor of now; of an eigendecomposition its own.
+        r of the basis of before, for the factor of now; of an eigendecomposition its
+        residual check.
 
     Notes
     -----
-    One product and a QR decomposition with its Q, about ``5 b^3`` flops.  `refreshed_basis`
-    takes three products more and refuses steps that do not improve the basis, which was
-    not observed for positive semidefinite matrices.  r is a difference, and reads zero
-    below the root of the roundoff.
+    One product and a QR decomposition with its Q, about ``5 b^3`` flops; an
+    eigendecomposition takes about ``11 b^3``.  r is a difference, and reads zero below the
+    root of the roundoff.
+
+    References
+    ----------
+    Golub and Van Loan (2013), "Matrix Computations", section 8.2.4 (orthogonal iteration).
     """
     if basis is None:
-        ordered = ordered_basis(factor, check="status")
-        return ordered.eigenvectors, ordered.off_diagonal
+        xp = ns.namespace_of(factor=factor)
+        one = ns.full_of(xp, 1.0, factor)
+        C = SymmetricMatrix(factor, full_storage=True)
+        unshifted = ScaledMatrix(C, one, xp.zeros_like(one))
+        made = eigendecomposition(unshifted, check="status", name="factor")
+        Q = made.eigenvectors
+        w = xp.sum(Q * (factor @ Q), axis=-2)
+        return _descending(Q, w), made.residual
     xp = ns.namespace_of(basis=basis, factor=factor)
     CQ = factor @ basis
     w = xp.sum(basis * CQ, axis=-2)
@@ -166,9 +177,7 @@ def renewed_basis(basis: Array | None, factor: Array, /) -> tuple[Array, Array]:
     outside = (squares - xp.sum(w * w, axis=-1)) / squares
     residual = xp.where(outside > 0, outside, xp.zeros_like(outside)) ** 0.5
     # A step from a basis in ascending order would destroy it.
-    order = xp.argsort(w, axis=-1, descending=True)
-    columns = xp.broadcast_to(order[..., None, :], CQ.shape)
-    return xp.linalg.qr(xp.take_along_axis(CQ, columns, axis=-1)).Q, residual
+    return xp.linalg.qr(_descending(CQ, w)).Q, residual
 
 
 def in_basis(V: Array, rows: Array | None, columns: Array | None, /) -> Array:
@@ -503,6 +512,14 @@ def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Sca
     (0.01, 0.005)
     """
     return rate if after is None else rate / (1 + steps / after) ** 0.5
+
+
+def _descending(X: Array, w: Array) -> Array:
+    """Return the columns of matrices in the descending order of a number of each."""
+    xp = ns.own_namespace(X)
+    order = xp.argsort(w, axis=-1, descending=True)
+    columns = xp.broadcast_to(order[..., None, :], X.shape)
+    return xp.take_along_axis(X, columns, axis=-1)
 
 
 def _times_rows(Q: Array, V: Array) -> Array:

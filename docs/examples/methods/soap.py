@@ -26,20 +26,21 @@ class SOAP(Shampoo):
         factors = self.factors[name]
         old = self.statistics.get(name) or factors.initial(V)
         self.statistics[name] = factors.updated(old, V, decay=BETA2)
-        values = factors.values(self.statistics[name], debias=True)
+        values = [F.full() for F in factors.values(self.statistics[name], debias=True)]
         if not started:
-            self.bases[name] = [kc.roots.ordered_basis(F) for F in values]
+            self.bases[name] = [kc.roots.renewed_basis(None, F)[0] for F in values]
             self.momentum[name], self.squares[name] = np.zeros_like(V), np.zeros_like(V)
         elif is_due(self.steps):
-            pairs = zip(self.bases[name], values, strict=True)
-            new = [kc.roots.refreshed_basis(basis, F) for basis, F in pairs]
-            self.squares[name] = self.followed(name, new)
+            pairs = list(zip(self.bases[name], values, strict=True))
+            new = [kc.roots.renewed_basis(Q, F)[0] for Q, F in pairs]
+            orders = [np.argsort(-np.sum(Q * (F @ Q), axis=0)) for Q, F in pairs]
+            self.squares[name] = self.followed(name, new, orders)
             self.bases[name] = new
         return direction
 
     def adam(self, name, V):
         """Return Adam's direction in the bases."""
-        left, right = (basis.eigenvectors for basis in self.bases[name])
+        left, right = self.bases[name]
         rotated = left.T @ V @ right
         self.momentum[name] = BETA1 * self.momentum[name] + (1.0 - BETA1) * V
         self.squares[name] = BETA2 * self.squares[name] + (1.0 - BETA2) * rotated**2
@@ -47,9 +48,9 @@ class SOAP(Shampoo):
         spread = np.sqrt(self.squares[name] / (1.0 - BETA2**self.steps))
         return left @ (mean / (spread + self.damping)) @ right.T
 
-    def followed(self, name, new):
-        """Return the squares in the order of the new bases' columns."""
-        left, right = (basis.order for basis in new)
+    def followed(self, name, new, orders):
+        """Return the squares in the order in which columns are before their step."""
+        left, right = orders
         return self.squares[name][left, :][:, right]
 
 
@@ -61,9 +62,9 @@ class CarriedSOAP(SOAP):
     permutes them, so that a direction that had no gradient yet may get a momentum.
     """
 
-    def followed(self, name, new):
+    def followed(self, name, new, orders):
         left, right = (
-            (before.eigenvectors.T @ after.eigenvectors) ** 2
+            (before.T @ after) ** 2
             for before, after in zip(self.bases[name], new, strict=True)
         )
         return left.T @ self.squares[name] @ right
