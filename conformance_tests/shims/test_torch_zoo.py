@@ -182,6 +182,18 @@ def unbatched(layer, *space):
     return Program(model=model, loop=loop, options=TOKENS)
 
 
+def around_rows(m, x):
+    """Layers of the positions of one example, of which one is called twice."""
+    h = m.rows(torch.tanh(m.rows(m.first(x).T)))
+    return m.out(m.last(h.T).T)
+
+
+def one_by_one(m, x):
+    """Examples in turn, each of as many positions as there are examples."""
+    rows = [m.rows(torch.tanh(m.first(example)).T) for example in x]
+    return m.out(torch.stack([torch.tanh(row).mean(0) for row in rows]))
+
+
 def layers(forward, loop=None, **options):
     """Two linear layers, of which a function says how they are called."""
     model = calling(forward, one=linear(3, 3), two=linear(3, 2))
@@ -419,6 +431,32 @@ PROGRAMS = {
     ),
     "unbatched convolution": unbatched(lambda: nn.Conv2d(2, 3, 2, padding=1), 3, 2),
     "unbatched, transposed": unbatched(lambda: nn.ConvTranspose1d(2, 3, 2, 2), 4),
+    "unbatched, then a norm": Program(
+        model=lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.LayerNorm(3)),
+        loop=squares(randn(2, 3, 4)),
+        diagonal=["1.weight", "1.bias"],
+        options=TOKENS,
+    ),
+    "unbatched, between rows": Program(
+        model=calling(
+            around_rows,
+            first=lambda: nn.Conv1d(2, 3, 2),
+            rows=linear(3, 3),
+            last=lambda: nn.Conv1d(3, 3, 2),
+            out=linear(3, 2),
+        ),
+        loop=squares(randn(2, 6)),
+        options=TOKENS,
+    ),
+    "unbatched, in a loop": Program(
+        model=calling(
+            one_by_one,
+            first=lambda: nn.Conv1d(2, 3, 2),
+            rows=linear(3, 3),
+            out=linear(3, 2),
+        ),
+        loop=squares(randn(4, 2, 5)),
+    ),
     "unbatched, 3d": unbatched(lambda: nn.Conv3d(2, 2, (2, 1, 2)), 3, 1, 2),
     "bilinear": Program(
         model=calling(

@@ -451,7 +451,25 @@ class PassRecorder:
 
     def _find_examples(self, edge: Any, reached: Any, vectors: Any, z: Any) -> None:
         blocks = self.kfac.estimator.network.blocks
-        uses.find_examples(edge, reached, vectors, like=z, blocks=blocks)
+        convolved = self._convolutions(reached)
+        # Several calls of one convolution may be of one example each.
+        of_one = all(len(calls) == 1 and all(calls) for calls in convolved.values())
+        uses.find_examples(
+            edge,
+            reached,
+            vectors,
+            like=z,
+            blocks=blocks,
+            of_one=of_one and bool(convolved),
+        )
+
+    def _convolutions(self, reached: list[Reached]) -> dict[str, list[bool]]:
+        """Return whether each call of convolutions had no axis of examples."""
+        convolved: dict[str, list[bool]] = {}
+        for r in reached:
+            if self.kfac.sites[r.call.block].kind == "conv":
+                convolved.setdefault(r.call.block, []).append(bool(r.call.grad_shape))
+        return convolved
 
     def _vectors(self, z: Any, reached: list[Reached]) -> Any:
         """Return the vectors that are backpropagated from outputs, one for each source."""
@@ -461,7 +479,8 @@ class PassRecorder:
         examples = {r.call.examples for r in reached}
         shared = self.positions == "signs" or z.ndim > 2 or min(examples) < len(z)
         shape = z.shape
-        if self.positions == "separate" and examples == {1}:
+        alone = any(map(any, self._convolutions(reached).values()))
+        if self.positions == "separate" and (alone or examples == {1}):
             # Of an input without an axis of examples, all rows are its one example's.
             z = z.reshape(1, -1, shape[-1])
         # One for each pass of each step on each process, and the same in a resumed run.

@@ -33,6 +33,7 @@ def find_examples(
     *,
     like: torch.Tensor,
     blocks: Mapping[str, kc.Block],
+    of_one: bool = False,
 ) -> None:
     """Find the example of each row, of blocks that sum over several uses.
 
@@ -48,6 +49,8 @@ def find_examples(
         The outputs.
     blocks : mapping of str to Block
         All blocks.
+    of_one : bool
+        Whether all outputs are of one example, whose positions are their rows.
 
     Raises
     ------
@@ -62,8 +65,12 @@ def find_examples(
             continue
         if sums_over_positions(block):
             of_block.setdefault(r.call.block, []).append(r)
-    N = like.shape[0]
+    whole = like
     for name, uses in of_block.items():
+        # Rows of the outputs' own axis are left apart, as those of a batch.
+        several = any(r.call.examples != len(whole) for r in uses)
+        like = whole.reshape(1, -1, whole.shape[-1]) if of_one and several else whole
+        N = len(like)
         derived = any(r.call.turned for r in uses)
         if len(uses) == 1 and not derived and uses[0].call.examples == N:
             continue
@@ -71,7 +78,9 @@ def find_examples(
         if blocks[name].layer.kind == "dense" and uses[0].share is None:
             indices = _examples_of(outputs, uses, vectors, like)
         if indices is not None:
-            in_order = all(_rows(r.call) == N for r in uses)
+            # Most often one array for all calls: asking synchronizes with the device.
+            different = {id(index): index for index in indices}.values()
+            in_order = all(_are_in_order(index, N) for index in different)
             for r, index in zip(uses, indices, strict=True):
                 r.call.example_of, r.call.outputs = index, N
                 r.call.in_order = in_order
@@ -134,10 +143,12 @@ def _examples_of(
     N, device = len(like), like.device
     if any(r.call.mask is not None for r in uses):
         return None
-    if not N:
-        return [torch.full((_rows(r.call),), -1, device=device) for r in uses]
-    if all(_rows(r.call) == N for r in uses):
-        # No gradient is needed to tell.
+    if N < 2:
+        # Each row is of the only example, or of none.
+        return [torch.full((_rows(r.call),), N - 1, device=device) for r in uses]
+    by_example = len(uses) >= N and vectors is not None
+    if all(_rows(r.call) == N for r in uses) and not by_example:
+        # No gradient is needed to tell, unless each call may be of one example.
         return [torch.arange(N, device=device)] * len(uses)
     if vectors is None:
         return None
@@ -164,6 +175,14 @@ def _examples_of(
             return None
         indices.append(index.where(unlike_zero, -1))
     return indices
+
+
+def _are_in_order(index: Any, N: int) -> bool:
+    """Whether row n is of example n, or of none."""
+    if len(index) != N:
+        return False
+    numbers = torch.arange(N, device=index.device)
+    return bool(((index == numbers) | (index < 0)).all())
 
 
 def _is_time_first(call: RecordedCall, N: int) -> bool:
