@@ -12,7 +12,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.utils import parameters_to_vector  # noqa: E402
 
-from kfac_core_shims.torch import collect, merge, scipy_operator  # noqa: E402
+from kfac_core_shims.torch import (  # noqa: E402
+    Posterior,
+    collect,
+    influence,
+    merge,
+    scipy_operator,
+    self_influence,
+)
 
 
 def model(seed):
@@ -51,6 +58,50 @@ def test_operators_are_the_dense_blocks_in_the_models_order():
     np.testing.assert_allclose(F[-27:, -27:], expected, atol=1e-12)
     v = np.random.default_rng(0).normal(size=size)
     np.testing.assert_allclose(scipy_operator(factors, damping=0.1) @ v, F @ v)
+
+
+class InSingle(nn.Sequential):
+    """A model that is in single precision within autocast too."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+def test_nothing_but_the_model_is_autocast():
+    """Factors, conjugate gradients, scores and variances are what they are without."""
+    pytest.importorskip("scipy")
+    torch.manual_seed(0)
+    one = InSingle(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        other[0].weight.add_(0.1 * torch.randn(6, 4))
+    batches = [(torch.randn(10, 4), torch.randint(3, (10,))) for _ in range(2)]
+
+    def loss(model, batch):
+        z = model(batch[0])
+        return nn.functional.cross_entropy(z, batch[1], reduction="none")
+
+    def computed():
+        pair = [collect(m, batches, fisher="exact") for m in (one, other)]
+        scored = {"loss": loss, "train": batches, "factors": pair[0]}
+        posterior = Posterior(one, batches, factors=pair[0])
+        operator = scipy_operator(pair[0], damping=0.1, inverse=True)
+        yield from merge([one, other], pair).parameters.values()
+        yield influence(one, queries=batches[:1], **scored).scores
+        yield influence(one, queries=batches[:1], solver="cg", **scored).scores
+        yield self_influence(one, **scored)
+        yield posterior.variance(batches[0])
+        yield posterior.covariance(batches[0])
+        yield posterior.log_marginal_likelihood()
+        yield from next(posterior.samples(1)).values()
+        yield torch.from_numpy(operator @ np.ones(operator.shape[0]))
+
+    expected = [*computed()]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [*computed()]
+    for one_of, other_of in zip(found, expected, strict=True):
+        assert torch.equal(one_of, other_of)
 
 
 def test_operators_of_half_precision_are_in_single():

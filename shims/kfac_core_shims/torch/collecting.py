@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import parallel
+from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.coverage import choose
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.kfac import KFAC
@@ -225,7 +225,7 @@ def collect(
 
         def passes(batch: Any, seed: int) -> tuple[Any, int]:
             with torch.enable_grad():
-                outputs = run(model, batch)
+                outputs = within(run)(model, batch)
             outputs, weight = outputs if isinstance(outputs, tuple) else (outputs, None)
             return kfac.batches(outputs, weight, seed=seed), len(outputs)
 
@@ -244,19 +244,20 @@ def collect(
             "samples": str(samples if mode == "gradients" else None),
             "positions": positions,
         }
-    collected = kc.integration.collect_statistics(
-        blocks,
-        capture,
-        loader,
-        fisher=fisher,
-        path=path,
-        origin=origin,
-        backend=_backend(plain),
-        max_elements=max_elements,
-        save_every=save_every,
-        progress=progress,
-        communicator=parallel.processes_of(communicator),
-    )
+    with private.without_autocast(next(plain.parameters()).device) as within:
+        collected = kc.integration.collect_statistics(
+            blocks,
+            capture,
+            loader,
+            fisher=fisher,
+            path=path,
+            origin=origin,
+            backend=_backend(plain),
+            max_elements=max_elements,
+            save_every=save_every,
+            progress=progress,
+            communicator=parallel.processes_of(communicator),
+        )
     sites = {name: model_blocks.sites[name] for name in blocks}
     return Factors(plain, sites, collected, dict(model_blocks.reasons))
 

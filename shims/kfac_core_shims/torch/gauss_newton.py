@@ -269,8 +269,8 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         """
         kc.constraints.require_range("residuals", residuals, kc.constraints.FUNCTION)
         device = self._finder.parameters[0].device
-        with private.without_autocast(device, residuals) as called:
-            return self._step(called)
+        with private.without_autocast(device) as within:
+            return self._step(within(residuals))
 
     def _step(self, residuals: Callable[[], Residuals]) -> torch.Tensor:
         """Take a step outside of autocast."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import parallel
+from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.collecting import (
     PARAMETERS,
     Factors,
@@ -92,9 +92,12 @@ def merge(
     _require_order(models, [f.collected.origin.get(PARAMETERS) for f in factors])
     for other in factors[1:]:
         kc.constraints.require_names("factors", other.blocks, factors[0].blocks)
-    curvatures = [kc.posterior.spectral_blocks(f.blocks, f.statistics) for f in factors]
     named = [dict(f.model.named_parameters()) for f in factors]
-    with torch.no_grad():
+    device = next(factors[0].model.parameters()).device
+    with torch.no_grad(), private.without_autocast(device):
+        curvatures = [
+            kc.posterior.spectral_blocks(f.blocks, f.statistics) for f in factors
+        ]
         mean = {
             name: torch.stack([p[name].detach() for p in named]).mean(0)
             for name in named[0]
@@ -168,17 +171,21 @@ class FactorProducts:
         self._stacks = ParameterStacks(
             factors.sites, order=[*factors.model.parameters()]
         )
-        self._spectra = kc.posterior.spectral_blocks(factors.blocks, factors.statistics)
         self._damping, self._power = damping, -1 if inverse else 1
         self.parameters = self._stacks.parameters
+        with private.without_autocast(self.parameters[0].device):
+            self._spectra = kc.posterior.spectral_blocks(
+                factors.blocks, factors.statistics
+            )
 
     def __call__(self, vectors: Sequence[Any], /) -> list[Any]:
         """Multiply Q vectors, each a list of tensors (Q, *shape) by parameter."""
         products = {}
-        for name, V in self._stacks.matrices(vectors).items():
-            F: Any = self._spectra[name]
-            weights = (F.spectrum + self._damping) ** self._power
-            products[name] = F.from_basis(F.to_basis(V) * weights).to(V.dtype)
+        with private.without_autocast(self.parameters[0].device):
+            for name, V in self._stacks.matrices(vectors).items():
+                F: Any = self._spectra[name]
+                weights = (F.spectrum + self._damping) ** self._power
+                products[name] = F.from_basis(F.to_basis(V) * weights).to(V.dtype)
         return self._stacks.stacks(products)
 
 

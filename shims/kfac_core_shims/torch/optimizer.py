@@ -274,8 +274,8 @@ class KFACOptimizer(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
                 self.state[p]["change"] = torch.zeros_like(p)
             return None
         device = next(self.kfac.model.parameters()).device
-        with private.without_autocast(device, closure) as called:
-            return self._step(called, lr)
+        with private.without_autocast(device) as within:
+            return self._step(within(closure), lr)
 
     def _step(self, closure: Callable[[], Any], lr: float) -> torch.Tensor:
         """Take a step outside of autocast."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.collecting import (
     Factors,
     collect,
@@ -123,12 +125,13 @@ class Posterior:
             self.factors, lambda: _flat(self._outputs(first)[0])[:, :1]
         )
         self.skipped = skipped_parameters(self.factors, blocks)
-        self.posterior = kc.Posterior.of_statistics(
-            blocks,
-            {name: self.factors.statistics[name] for name in blocks},
-            examples=self.factors.examples,
-            prior_precision=prior_precision,
-        )
+        with self._without_autocast():
+            self.posterior = kc.Posterior.of_statistics(
+                blocks,
+                {name: self.factors.statistics[name] for name in blocks},
+                examples=self.factors.examples,
+                prior_precision=prior_precision,
+            )
         self._log_likelihood: Any = None
 
     def with_prior(self, prior_precision: float | Mapping[str, float], /) -> Posterior:
@@ -157,7 +160,8 @@ class Posterior:
             self._log_likelihood = total
         values = self.factors.parameters()
         mode = {name: values[name] for name in self.posterior.blocks}
-        terms = self.posterior.evidence(self._log_likelihood, mode, prior_mean=0.0)
+        with self._without_autocast():
+            terms = self.posterior.evidence(self._log_likelihood, mode, prior_mean=0.0)
         return terms.log_marginal_likelihood
 
     def variance(self, batch: Any, /, *, outputs_at_a_time: int = 64) -> torch.Tensor:
@@ -178,10 +182,14 @@ class Posterior:
         """
         parts = []
         start, count = 0, 1
-        with output_rows(self.factors, self.posterior.blocks) as rows:
+        blocks = self.posterior.blocks
+        with (
+            self._without_autocast() as within,
+            output_rows(self.factors, blocks) as rows,
+        ):
             while start < count:
                 with torch.enable_grad():
-                    z, _ = self._outputs(batch)
+                    z, _ = within(self._outputs)(batch)
                     shape, z = z.shape, _flat(z)
                 count, stop = z.shape[1], start + outputs_at_a_time
                 J = rows(z[:, start:stop])
@@ -191,9 +199,13 @@ class Posterior:
 
     def covariance(self, batch: Any, /) -> Any:
         """Return the covariance of an example's C outputs of all rows, (N, C, C)."""
-        with output_rows(self.factors, self.posterior.blocks) as rows:
+        blocks = self.posterior.blocks
+        with (
+            self._without_autocast() as within,
+            output_rows(self.factors, blocks) as rows,
+        ):
             with torch.enable_grad():
-                z = _flat(self._outputs(batch)[0])
+                z = _flat(within(self._outputs)(batch)[0])
             return self.posterior.functional_covariance(rows(z))
 
     def probabilities(self, batch: Any, /) -> Any:
@@ -257,12 +269,16 @@ class Posterior:
                 }
                 for name, parts in mean.items()
             }
-            sample = self.posterior.sample(mean, noise)
+            with self._without_autocast():
+                sample = self.posterior.sample(mean, noise)
             named = dict(self.factors.model.named_parameters())
             targets = {p: p.detach().clone() for p in named.values()}
             for name, parts in sample.items():
                 self.factors.sites[name].place(parts, targets)
             yield {name: targets[p] for name, p in named.items()}
+
+    def _without_autocast(self) -> AbstractContextManager[Callable[[Any], Any]]:
+        return private.without_autocast(next(self.model.parameters()).device)
 
     def _outputs(self, batch: Any) -> tuple[Any, Any]:
         """Return outputs, and weights of their rows or None."""

@@ -124,17 +124,16 @@ def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
 
 
 @contextmanager
-def without_autocast(device: torch.device, called: Any = None, /) -> Iterator[Any]:
-    """Leave the caller's autocast; yield `called`, a function, as run within it."""
+def without_autocast(device: torch.device, /) -> Iterator[Callable[[Any], Any]]:
+    """Leave the caller's autocast; yield what makes a function run within it."""
     kind = device.type
     if not torch.is_autocast_enabled(kind):
-        yield called
+        yield lambda function: function
         return
-    # A cache would hold the weights of an earlier call.
     dtype = torch.get_autocast_dtype(kind)
-    caller = torch.autocast(kind, dtype, cache_enabled=False)
     with torch.autocast(kind, enabled=False):
-        yield called and caller(called)
+        # A cache would hold the weights of an earlier call.
+        yield torch.autocast(kind, dtype, cache_enabled=False)
 
 
 def hooked(step: Callable[P, R], /) -> Callable[P, R]:

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.collecting import (
     Factors,
     evaluated,
@@ -307,9 +308,10 @@ def _taken(
     first, train = _with_first("train", train)
     blocks = scored_blocks(factors, lambda: example_losses(loss, model, first)[:, None])
     statistics = {name: factors.statistics[name] for name in blocks}
-    inverse = kc.influence.Influence.of_statistics(
-        blocks, statistics, damping=damping, damping_fraction=fraction
-    )
+    with private.without_autocast(_device(factors)):
+        inverse = kc.influence.Influence.of_statistics(
+            blocks, statistics, damping=damping, damping_fraction=fraction
+        )
     return _Taken(model, loss, factors, inverse), train
 
 
@@ -332,6 +334,7 @@ class _Taken:
     loss: Losses
     factors: Factors
     inverse: kc.influence.Influence
+    within: Callable[[Any], Any] = field(init=False)
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -344,12 +347,16 @@ class _Taken:
 
         It returns each layer's rows, with each position as an example on request.
         """
-        with output_rows(self.factors, self.inverse.blocks) as rows:
+        blocks, device = self.inverse.blocks, _device(self.factors)
+        with (
+            private.without_autocast(device) as self.within,
+            output_rows(self.factors, blocks) as rows,
+        ):
 
             def gradients(
                 batch: Any, by_position: bool = False
             ) -> tuple[dict[str, kc.Batch], int]:
-                losses = example_losses(self.loss, self.model, batch)
+                losses = example_losses(self.within(self.loss), self.model, batch)
                 by_layer = rows(losses[:, None], by_position)
                 return {
                     name: replace(b, output_grads=b.output_grads[0], sources=None)
@@ -360,7 +367,7 @@ class _Taken:
 
     def matrices(self, batch: Any) -> dict[str, Any]:
         """Return the gradients of a batch's examples as matrices, by block."""
-        losses = example_losses(self.loss, self.model, batch)
+        losses = example_losses(self.within(self.loss), self.model, batch)
         rows = [
             torch.autograd.grad(
                 x, self.stacks.parameters, retain_graph=True, allow_unused=True
@@ -399,7 +406,7 @@ class _Taken:
             for batch in train:
                 # Fused attention has no second derivative.
                 with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                    outputs = run(self.model, batch)
+                    outputs = self.within(run)(self.model, batch)
                 z, weight = outputs if isinstance(outputs, tuple) else (outputs, None)
                 curved = []
                 for forward_product in _forward_products(z, self.stacks.parameters, V):
@@ -419,6 +426,10 @@ class _Taken:
             return self._to_matrices([x / examples for x in total])
 
         return product
+
+
+def _device(factors: Factors) -> torch.device:
+    return next(factors.model.parameters()).device
 
 
 @contextmanager

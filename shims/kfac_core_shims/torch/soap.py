@@ -263,11 +263,11 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             What `closure` returned.
         """
         device = next(p.device for g in self.param_groups for p in g["params"])
-        with private.without_autocast(device, closure) as called:
-            loss = None
-            if called is not None:
+        loss = None
+        with private.without_autocast(device) as within:
+            if closure is not None:
                 with torch.enable_grad():
-                    loss = called()
+                    loss = within(closure)()
             self._take_step()
         return loss
 
