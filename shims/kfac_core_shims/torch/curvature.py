@@ -184,7 +184,9 @@ class Curvature(kc.integration.NaturalGradient):
         For outputs that the model's own hook does not see as the loss reads them: of a
         part of a model, without padded rows, with weights, or of several heads as one;
         and for gradients that do not come by ``backward()``.  A step with outputs that
-        were observed by hand counts nothing else.
+        were observed by hand counts nothing else.  All rows have the one `likelihood`,
+        which is not compared with the loss: heads of another need a
+        `kfac_core.losses.Loss` of both side by side.
 
         Parameters
         ----------
