@@ -133,6 +133,14 @@ def test_a_step_within_autocast_is_that_of_a_closure_within_it():
             torch.testing.assert_close(change, rate * d, rtol=1e-4, atol=1e-6)
 
 
+def test_data_parallel_on_one_device_is_its_module():
+    model, (x, y) = network(), batch()
+    wrapped = nn.DataParallel(copy.deepcopy(model))
+    for one in (model, wrapped):
+        optimizer_of(one).step(lambda one=one: fn.cross_entropy(one(x), y))
+    assert torch.equal(parameters(model), parameters(wrapped))
+
+
 def test_the_direction_is_that_of_kfac():
     """The first step is a multiple of K-FAC's own natural gradient."""
     model, (x, y) = network(), batch()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
@@ -19,7 +19,7 @@ TIMEOUT = 1800.0
 
 
 def inner(model: torch.nn.Module, /) -> torch.nn.Module:
-    """Return the module itself, without ``torch.compile`` and DistributedDataParallel.
+    """Return the module itself, without ``torch.compile`` and what runs it in parallel.
 
     Parameters
     ----------
@@ -32,7 +32,9 @@ def inner(model: torch.nn.Module, /) -> torch.nn.Module:
         Whose forward pass the wrappers call.
     """
     model = private.unwrapped(model)
-    if isinstance(model, DistributedDataParallel):
+    # On one device at most, DataParallel calls its module as it is.
+    is_alone = isinstance(model, DataParallel) and len(model.device_ids) < 2
+    if is_alone or isinstance(model, DistributedDataParallel):
         model = private.unwrapped(model.module)
     return model
 
