@@ -301,6 +301,29 @@ def test_a_step_in_which_data_begin_to_mix_examples_is_the_dense_solution():
         params = new
 
 
+def test_one_example_whose_program_is_another_than_that_of_two_has_the_dense_step():
+    """JAX broadcasts nothing along an axis of one; operations are as many by chance."""
+    params, x = mlp(2, 3, 1), array(1, 2, seed=3)
+
+    def value(params, x):
+        first, last = params.values()
+        h = x @ first["w"] + first["b"]
+        h = h / (h.var(axis=-1, keepdims=True) + 0.1) ** 0.5
+        return (h @ last["w"] + last["b"]).sum()
+
+    def residuals(params, x):
+        return jax.grad(value, 1)(params, x).sum(axis=1)
+
+    r, rows = dense_problem(residuals, params, (x,))
+    optimizer = shim.GaussNewton(
+        residuals, learning_rate=RATE, damping=DAMPING, momentum=0.0
+    )
+    new, _, _ = optimizer.step(params, optimizer.init(params), x)
+
+    d = dense_direction(np.concatenate(rows, axis=1), np.asarray(r))
+    assert_close(flat(params) - flat(new), RATE * d, "inverse", "float64")
+
+
 @pytest.mark.parametrize("likelihood", ["categorical", "bernoulli"])
 def test_a_likelihood_gives_the_dense_step_of_gauss_newton(likelihood):
     """With the Hessian and the gradient of the loss by JAX."""

@@ -200,20 +200,17 @@ def example_axes(
         if not doubled(twice, outputs, batch):
             continue  # A fixed order of the batch, for example, has as many rows as before.
         other = find(twice, outputs).sites
-        # A network that branches on the batch size has another program.
-        same = len(twice.avals) == len(trace.avals) and [
-            (site.kind, site.parts) for site in other
-        ] == [(site.kind, site.parts) for site in sites]
-        if same:
-            pairs = zip(
-                operations_of(trace.program), operations_of(twice.program), strict=True
-            )
-            ordered = not any(
-                _moves_examples(
-                    _Shaped.within(one, trace), _Shaped.within(other, twice)
-                )
-                for one, other in pairs
-            )
+        # A network that branches on the batch size has another program, and one example
+        # may have.
+        shaped = [
+            [_Shaped.within(operation, of) for operation in operations_of(of.program)]
+            for of in (trace, twice)
+        ]
+        operations = [[one.form() for one in of] for of in shaped]
+        layers_of = [[(site.kind, site.parts) for site in of] for of in (sites, other)]
+        if operations[0] == operations[1] and layers_of[0] == layers_of[1]:
+            pairs = zip(*shaped, strict=True)
+            ordered = not any(_moves_examples(*pair) for pair in pairs)
             places = [_by_doubling(site, trace, twice, batch, layers) for site in sites]
             return [
                 replace(where, ordered=ordered)
@@ -457,6 +454,15 @@ class _Shaped(NamedTuple):
         output = trace.shape(operation.outputs[0]) if operation.outputs else ()
         params = {} if operation.body is not None else operation.params
         return _Shaped(operation.name, params, inputs, output)
+
+    def form(self) -> tuple[Any, ...]:
+        """Return what is the same for any number of examples: names, numbers of axes."""
+        inner = [
+            _Shaped.of(equation).form()
+            for jaxpr in jaxprs_in(self.params)
+            for equation in jaxpr.eqns
+        ]
+        return self.name, [*map(len, self.inputs)], len(self.output), inner
 
 
 def _reorders(name: str, params: Mapping[str, Any]) -> bool:
