@@ -782,6 +782,21 @@ def gauss_newton(communicator):
         got = run(share, minibatch=minibatch)
         for one, other in zip(got, expected, strict=True):
             assert torch.linalg.norm(one - other) < 1e-10 * torch.linalg.norm(other)
+    # An error of one process alone, where a step begins and at a trial.
+    model, last = network(), communicator.size - 1
+    optimizer = GaussNewton(model)
+    for failing in (1, 2):
+        before, calls = parameters_of(model), itertools.count(1)
+
+        def residuals(failing=failing, calls=calls):
+            if next(calls) == failing and communicator.rank == last:
+                raise ValueError("alone")
+            return model(x[0, share(0)])
+
+        kind = ValueError if communicator.rank == last else CommunicationError
+        with soon_raises(kind, "alone"):
+            optimizer.step(residuals)
+        require_close(parameters_of(model), before)
 
 
 def stepped_by_kfac(communicator):

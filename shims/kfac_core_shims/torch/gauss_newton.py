@@ -285,12 +285,6 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             problem = self._problem(residuals)
         finally:
             self._finder.wants_statistics = False
-        alone = [i for i, term in enumerate(problem.terms) if not term.requires_grad]
-        if alone:
-            raise kc.UnsupportedError(
-                f"Term {alone[0]} of the loss does not depend on the model's parameters. "
-                "Leave it out; or compute it with a graph, not in torch.no_grad()."
-            )
         samples, scales = self._scales(problem.terms)
         # NumPy's calls take a third of the time of PyTorch's.
         on_host = samples <= self._direct_up_to
@@ -368,7 +362,7 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
 
         def evaluate(step: Any) -> kc.samples.Evaluation:
             go(step)
-            problem = self._problem(residuals, root)
+            problem = self._problem(residuals, root, is_trial=True)
             values = self._joined(problem.terms, scales, on_host)
             return kc.samples.Evaluation(values, self._loss(values, problem.root))
 
@@ -427,25 +421,34 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         probes = torch.randn(shape, dtype=torch.float64, generator=generator)
         return kc.samples.nystrom_kernel(J, probes.to(J.like.device))
 
-    def _problem(self, residuals: Any, root: Any = None) -> kc.samples.ResidualProblem:
+    def _problem(
+        self, residuals: Any, root: Any = None, *, is_trial: bool = False
+    ) -> kc.samples.ResidualProblem:
         """Evaluate the caller's function; with the root where the step began, if any."""
         if not torch.is_grad_enabled():
             with torch.enable_grad():
-                return self._problem(residuals, root)
-        returned = residuals()
-        here = kc.samples.residual_problem(self._options, returned, root)
-        for array in [*here.terms, *here.residuals]:
-            if not isinstance(array, torch.Tensor):
-                raise kc.ShapeError(
-                    f"Expected tensors from `residuals`, got {type(array)}: "
-                    "return them with their graphs, and not as arrays."
-                )
-        if here.root is None:
-            return here
+                return self._problem(residuals, root, is_trial=is_trial)
+        here: Any = None
+        returned: Any = None
+        error: Exception | None = None
+        try:
+            returned = residuals()
+            here = kc.samples.residual_problem(self._options, returned, root)
+            _require_tensors(here, with_graphs=not is_trial)
+        except Exception as raised:
+            if self._processes is None:
+                raise
+            error = raised
         if self._processes is not None:
-            here = self._shared(self._processes, here, returned[1], root)
-        factor: Any = here.root
-        return here._replace(terms=[factor.rows(term) for term in here.terms])
+            agreement = kc.distributed.Agreement(self._processes)
+            agreement.vote("residuals of a step", error=error)
+        if here.root is not None:
+            if self._processes is not None:
+                here = self._shared(self._processes, here, returned[1], root)
+            terms = [here.root.rows(term) for term in here.terms]
+            here = here._replace(terms=terms)
+        problem: kc.samples.ResidualProblem = here
+        return problem
 
     def _shared(self, processes: Any, here: Any, labels: Any, root: Any) -> Any:
         """Return a problem whose examples count as those of all processes do."""
@@ -505,6 +508,21 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
             total, count = self._processes.all_reduce(sums).wait()
             nats = total / count
         return nats if isinstance(r, torch.Tensor) else viewed(nats)
+
+
+def _require_tensors(problem: kc.samples.ResidualProblem, *, with_graphs: bool) -> None:
+    for array in [*problem.terms, *problem.residuals]:
+        if not isinstance(array, torch.Tensor):
+            raise kc.ShapeError(
+                f"Expected tensors from `residuals`, got {type(array)}: "
+                "return them with their graphs, and not as arrays."
+            )
+    for i, term in enumerate(problem.terms):
+        if with_graphs and not term.requires_grad:
+            raise kc.UnsupportedError(
+                f"Term {i} of the loss does not depend on the model's parameters. "
+                "Leave it out; or compute it with a graph, not in torch.no_grad()."
+            )
 
 
 def _mark(directions: list[Any], J: kc.samples.Jacobian) -> object:
