@@ -769,6 +769,9 @@ def test_an_overflow_that_keras_skips_changes_nothing(tmp_path):
     kfac.save(tmp_path / "k.npz")
     kfac.load(tmp_path / "k.npz")
     assert "0 steps" in repr(kfac)
+    kc.save_checkpoint(tmp_path / "e.npz", kfac.estimator)
+    with pytest.raises(kc.StateError, match=r"KFAC\.save"):
+        kfac.load(tmp_path / "e.npz")
     for _ in range(2):
         model.train_on_batch(x, y)
         plain.train_on_batch(x, y)

@@ -467,6 +467,9 @@ def test_a_saved_optimizer_goes_on_as_it_would_have():
         other = copy.deepcopy(net)
         resumed = GaussNewton(other, **options)
         resumed.load_state_dict(optimizer.state_dict())
+        sgd = torch.optim.SGD(other.parameters())
+        with pytest.raises(kc.StateError, match="another optimizer"):
+            resumed.load_state_dict(sgd.state_dict())
 
         optimizer.step(lambda net=net, x=x: net(x)[:, 0] - 1.0)
         resumed.step(lambda net=other, x=x: net(x)[:, 0] - 1.0)

@@ -235,6 +235,17 @@ def test_a_resumed_run_is_the_same_to_the_bit(width, tmp_path):
         assert torch.equal(trained(b, second, data[cut:]), expected)
 
 
+def test_a_state_of_another_optimizer_changes_nothing():
+    (model, twin), data = (network(), network()), batches(6)
+    first, second = SOAP(model), SOAP(twin)
+    trained(model, first, data[:3])
+    trained(twin, second, data[:3])
+    with pytest.raises(kc.StateError, match="another optimizer"):
+        first.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    expected = trained(twin, second, data[3:])
+    assert torch.equal(trained(model, first, data[3:]), expected)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )

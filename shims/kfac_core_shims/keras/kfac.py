@@ -282,11 +282,13 @@ class KFAC(kc.integration.NaturalGradient):
             For another file, or one of another model; nothing has changed then.
         """
         about = kc.checkpoint.read_header(path)["document"].get("about")
+        if about is None:
+            raise kc.StateError(f"{path}: expected a file that KFAC.save wrote.")
         with self.undone_on_error():
             backend = keras.backend.backend()
             kc.load_checkpoint(path, self._estimator, backend=backend)
             state = self._estimator.state_dict()
-            self.load_state_dict({**(about or {}), "estimator": state})
+            self.load_state_dict({**about, "estimator": state})
 
     def load_state_dict(
         self, state: Mapping[str, Any], /, *, owned: bool = False

@@ -19,7 +19,7 @@ import torch
 import kfac_core as kc
 from kfac_core_shims.torch import parallel, private
 from kfac_core_shims.torch.jacobians import JacobianFinder, namespace, viewed
-from kfac_core_shims.torch.saving import OfOneModel
+from kfac_core_shims.torch.saving import OfOneModel, require_own_state
 
 Residuals: TypeAlias = Any
 """A tensor of residuals of shape (N,) or (N, C), or a sequence of such terms; or outputs
@@ -214,6 +214,17 @@ class GaussNewton(OfOneModel, torch.optim.Optimizer):  # type: ignore[misc]
         text = f"minibatch={self._options.minibatch}, {text}"
         last = "no steps yet" if self._report is None else str(self._report)
         return f"GaussNewton({text})\n{last}"
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state that `state_dict` returned.
+
+        Raises
+        ------
+        kfac_core.StateError
+            For the state of another optimizer; nothing was changed then.
+        """
+        require_own_state(self, state_dict)
+        super().load_state_dict(state_dict)
 
     def report(self) -> GaussNewtonReport:
         """Return what the last step did; prints as a few lines.

@@ -25,6 +25,17 @@ def of_bytes(written: Any, device: torch.device, /) -> Any:
     return torch.load(io.BytesIO(written), map_location=device, weights_only=True)
 
 
+def require_own_state(optimizer: torch.optim.Optimizer, state: Any, /) -> None:
+    """Raise `StateError` for the state of another kind of optimizer."""
+    name = type(optimizer).__name__
+    for group in state["param_groups"]:
+        if missing := optimizer.defaults.keys() - group.keys():
+            raise kc.StateError(
+                f"Expected a state of {name}, got one without {sorted(missing)}, as of "
+                f"another optimizer: load the model alone, and begin with a new {name}."
+            )
+
+
 class OfOneModel:
     """What belongs to its model: it is saved by its state, and not copied or pickled."""
 

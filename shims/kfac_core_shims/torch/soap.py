@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 import kfac_core as kc
 from kfac_core_shims.torch import parallel, private
+from kfac_core_shims.torch.saving import require_own_state
 from kfac_core_shims.torch.soap_rows import RowRecorder
 from kfac_core_shims.torch.soap_stacks import (
     Moments,
@@ -296,7 +297,13 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         ----------
         state_dict : dict
             Of `state_dict`.
+
+        Raises
+        ------
+        kfac_core.StateError
+            For the state of another optimizer; nothing was changed then.
         """
+        require_own_state(self, state_dict)
         super().load_state_dict(state_dict)
         # PyTorch casts to the parameters' dtype, which may be narrower.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
