@@ -62,7 +62,6 @@ from . import (
 )
 from .approximations.approximation import Approximation as Approximation
 from .approximations.ekfac import EKFAC as EKFAC
-from .approximations.kfoc import KFOC as KFOC
 from .approximations.kronecker import Kronecker as Kronecker
 from .approximations.options import (
     RefreshOptions as RefreshOptions,
@@ -251,7 +250,6 @@ __all__ = [
     "IdRangeError",
     "Influence",
     "KFACError",
-    "KFOC",
     "Kronecker",
     "Layer",
     "MixedArraysError",

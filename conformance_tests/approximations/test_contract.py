@@ -25,9 +25,6 @@ every_case = pytest.mark.parametrize("name", CASES)
 every_rule = pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name in CASES for rule in CASES[name].rules]
 )
-mergeable = pytest.mark.parametrize(
-    "name", [k for k, case in CASES.items() if case.merges]
-)
 in_networks = pytest.mark.parametrize(
     "name", [k for k, case in CASES.items() if case.of_a_network]
 )
@@ -107,7 +104,7 @@ def test_conventions_scale_the_block(backend, rng, name, loss, sources):
     assert_is(case, statistics, case.moments(meant), backend, "float64")
 
 
-@mergeable
+@every_case
 def test_moments_of_parts_merge_into_those_of_the_whole(backend, dtype, rng, name):
     """Parts of unequal size, each with its mask, in two updates that decay."""
     case = CASES[name]
@@ -142,10 +139,8 @@ def test_updates_decay_and_have_weights(backend, dtype, rng, name):
         batch = case.placed(backend, dtype, rows)
         statistics = learn(case.block, batch, statistics, decay=decay, weight=weight)
         new = case.moments(rows)
-        if stats is None:
-            stats = new
-        else:
-            stats = case.mean([case.past(stats), new], [decay * total, weight])
+        shares = [decay * total, weight]
+        stats = new if stats is None else case.mean([stats, new], shares)
         total = decay * total + weight
 
     assert_is(case, statistics, stats, backend, dtype)
@@ -258,7 +253,7 @@ def test_one_program_of_jax_updates_and_solves(requires_backend, rng, name):
         )
 
     first, second = (case.moments(rows) for rows in both)
-    stats = case.mean([case.past(first), second], [0.5, 1.0])
+    stats = case.mean([first, second], [0.5, 1.0])
     expected = np.linalg.solve(expected_of(case, stats), V.ravel())
     assert step.traces == 1
     assert int(status) == kc.Status.OK

@@ -16,7 +16,7 @@ import kfac_core as kc
 from kfac_core_conformance.records.block import describe
 
 from ..builders import reference
-from ..builders.approximations import IDENTITY_GRADIENTS, identity_gradients
+from ..builders.approximations import EXAMPLES, example_module
 from ..builders.estimators import make_estimator
 from ..builders.one_block import SUM
 from ..builders.tolerances import assert_close
@@ -24,11 +24,11 @@ from ..builders.tolerances import assert_close
 DAMPING = 0.3
 N, n, m = 6, 4, 3
 
-if not IDENTITY_GRADIENTS.is_file():
+if not EXAMPLES.is_dir():
     pytest.skip("the documentation is not here", allow_module_level=True)
 
 
-IdentityGradients = identity_gradients().IdentityGradients
+IdentityGradients = example_module("identity_gradients").IdentityGradients
 
 
 def dense_layer(*, bias=True, inputs=n, outputs=m):
@@ -166,10 +166,11 @@ def test_the_record_format_refuses_it_by_name():
         describe(block_of())
 
 
-def test_the_file_imports_public_names_alone():
+@pytest.mark.parametrize("name", ["identity_gradients", "kfoc"])
+def test_the_file_imports_public_names_alone(name):
     """From `kfac_core` and its documented packages, each name listed in ``__all__``."""
-    tree = ast.parse(IDENTITY_GRADIENTS.read_text(encoding="utf-8"))
-    groups = IDENTITY_GRADIENTS.parents[1] / "extensions" / "api_groups.py"
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text(encoding="utf-8"))
+    groups = EXAMPLES.parent / "extensions" / "api_groups.py"
     public = groups.read_text(encoding="utf-8")
     used = set()
     for node in ast.walk(tree):

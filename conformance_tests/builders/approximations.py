@@ -98,9 +98,6 @@ class Case:
     placed: Callable[[Any, str, Rows], Any] = placed
     start: Callable[[Case, Any, str], Any] | None = None
     """What makes the statistics before the first update, where they are not empty."""
-    past: Callable[[Stats], Stats] = dict
-    """What an update leaves of the averaged statistics before it."""
-    merges: bool = True
     of_a_network: bool = True
 
     @property
@@ -178,20 +175,6 @@ def _tensor(stats: Stats, damping: float, rule: str) -> np.ndarray:
     shifts = shares * (damping / scale) ** (1 / k)
     damped = [_shifted(F, s) for F, s in zip(factors, shifts, strict=True)]
     return scale * functools.reduce(np.kron, damped)
-
-
-def _best_product(F: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors of the nearest Kronecker product, of one norm."""
-    R = F.reshape(n + 1, m, n + 1, m).transpose(0, 2, 1, 3).reshape((n + 1) ** 2, m * m)
-    U, s, V = np.linalg.svd(R)
-    sign, root = np.sign(np.trace(V[0].reshape(m, m))), np.sqrt(s[0])
-    return sign * root * U[:, 0].reshape(n + 1, -1), sign * root * V[0].reshape(m, m)
-
-
-def _fit(stats: Stats, damping: float, rule: str) -> np.ndarray:
-    return reference.damped_block(
-        *_best_product(stats["F"]), 1.0, damping=damping, rule=rule
-    )
 
 
 def _input_moment(rows: Rows) -> Stats:
@@ -272,16 +255,13 @@ def _corrected(stats: Stats, damping: float, rule: str) -> np.ndarray:
     return _shifted((Q * np.diag(Q.T @ stats["F"] @ Q)) @ Q.T, damping)
 
 
-IDENTITY_GRADIENTS = (
-    Path(__file__).parents[2] / "docs" / "examples" / "identity_gradients.py"
-)
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def identity_gradients() -> Any:
-    """Return the documentation's module, loaded once: a structure registers once."""
-    name = "identity_gradients"
+def example_module(name: str) -> Any:
+    """Return a module of the documentation, loaded once: a structure registers once."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, IDENTITY_GRADIENTS)
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -324,14 +304,6 @@ CASES = {
     "eigen": Case(
         DENSE, kc.EKFAC(), _exact, _corrected, start=_in_bases, of_a_network=False
     ),
-    "kfoc": Case(
-        DENSE,
-        kc.KFOC(iterations=40),
-        _exact,
-        _fit,
-        past=lambda stats: {"F": np.kron(*_best_product(stats["F"]))},
-        merges=False,
-    ),
     "diagonal": Case(
         DENSE,
         kc.Diagonal(),
@@ -359,10 +331,10 @@ CASES = {
         of_a_network=False,
     ),
 }
-if IDENTITY_GRADIENTS.is_file():
+if EXAMPLES.is_dir():
     CASES["identity gradients"] = Case(
         DENSE,
-        identity_gradients().IdentityGradients(),
+        example_module("identity_gradients").IdentityGradients(),
         _input_moment,
         lambda stats, damping, _: np.kron(_shifted(stats["A"], damping), np.eye(m)),
     )

@@ -17,7 +17,6 @@ PAIRS = {
     "uncorrelated": (CONV, kc.Kronecker(input="uncorrelated")),
     "tnt": (DENSE, kc.TNT()),
     "tnt of an array": (kc.Parameters(shapes={"w": (2, 3, 2)}), kc.TNT()),
-    "kfoc": (DENSE, kc.KFOC(iterations=2)),
     "eigen": (DENSE, kc.EKFAC()),
     "diagonal": (DENSE, kc.Diagonal()),
     "full": (DENSE, kc.Full()),

@@ -32,7 +32,6 @@ OPTIONS: dict[type, Any] = {
     kc.Diagonal: kc.Diagonal(),
     kc.Full: kc.Full(),
     kc.TNT: kc.TNT(),
-    kc.KFOC: kc.KFOC(iterations=2),
     kc.ScaledIdentity: kc.ScaledIdentity(scale=1.0),
     kc.Series: kc.Series(variant="symmetric", steps=3),
     kc.BlockTridiagonal: kc.BlockTridiagonal(),

@@ -504,14 +504,13 @@ def test_parts_of_a_batch_and_flags_with_statistics_at_owners():
 
 
 def test_statistics_that_cannot_be_reduced_raise():
-    """KFOC, centered moments, and whatever does not say."""
+    """Centered moments, and whatever does not say."""
 
     class Undeclared(kc.Diagonal):
         reduction = kc.Approximation.reduction
 
     conv = conv_layer(2, 3, (2,))
     pairs = {
-        "best product": (dense(3, 2), kc.KFOC(iterations=2)),
         "centered": (conv, kc.Kronecker(input="uncorrelated")),
         "does not say": (dense(3, 2), Undeclared()),
     }

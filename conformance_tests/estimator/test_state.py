@@ -258,7 +258,7 @@ def test_negative_scales_and_counts_raise(rng, pair):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    "pair", ["kronecker", "uncorrelated", "tnt", "kfoc", "eigen", "diagonal", "full"]
+    "pair", ["kronecker", "uncorrelated", "tnt", "eigen", "diagonal", "full"]
 )
 def test_a_load_factorizes_nothing(rng, monkeypatch, pair, rule):
     """What is prepared is read, and the template has nothing prepared."""

@@ -195,31 +195,6 @@ def _tnt(rows: Rows) -> Product:
     return Product(sides, 1 / trace if trace > 0 else mp.mpf(1))
 
 
-def _kfoc(rows: Rows) -> Product:
-    """Return the nearest Kronecker product: the top singular pair of the rearranged F."""
-    X, G = references.exact(rows["x"]), references.exact(rows["g"])
-    rearranged = mp.matrix(n * n, m * m)
-    for k in range(X.rows):
-        a = [X[k, i] * X[k, j] for i, j in itertools.product(range(n), repeat=2)]
-        b = [G[k, i] * G[k, j] for i, j in itertools.product(range(m), repeat=2)]
-        rearranged += mp.matrix(a) * mp.matrix([b]) / X.rows
-    if max(map(abs, rearranged)) == 0:
-        zeros = [references.diagonal([mp.mpf(0)] * size) for size in (n, m)]
-        return Product((zeros[0], zeros[1]))
-    squares, V = mp.eigsy(rearranged.T * rearranged)
-    top = max(range(len(squares)), key=lambda i: squares[i])
-    b = V[:, top] / mp.norm(V[:, top])
-    a = rearranged * b
-    sign = 1 if mp.fsum(b[i * m + i] for i in range(m)) > 0 else -1
-    root = mp.sqrt(mp.norm(a))
-    A, B = mp.matrix(n, n), mp.matrix(m, m)
-    for i, j in itertools.product(range(n), repeat=2):
-        A[i, j] = sign * a[i * n + j] / root
-    for i, j in itertools.product(range(m), repeat=2):
-        B[i, j] = sign * root * b[i * m + j]
-    return Product((references.decomposed(A), references.decomposed(B)))
-
-
 def _uncorrelated(rows: Rows) -> Product:
     """Return ``A = blockdiag(I_K (x) Sigma, 0) + u u^T`` and G, with S positions."""
     x, g = rows["x"], rows["g"]
@@ -296,7 +271,6 @@ KINDS = {
         _batch,
         _uncorrelated,
     ),
-    "KFOC": _of_layer(kc.KFOC(iterations=60), RULES, _kfoc),
     "EKFAC": _of_layer(kc.EKFAC(), EXACT, _kronecker),
     "TNT": Kind(kc.Block(_TENSOR, kc.TNT()), RULES, _draw, _gradient_batch, _tnt),
     "Full": _of_layer(kc.Full(), EXACT, _full),

@@ -35,7 +35,6 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "scale": (SCALE, kc.Full(), "exact"),
     "tnt": (DENSE, kc.TNT(), "factored"),
     "tnt of an array": (ARRAY, kc.TNT(), "factored"),
-    "kfoc": (DENSE, kc.KFOC(iterations=2), "factored"),
     "symmetric": (PLAIN, kc.Series(variant="symmetric", steps=S), "factored"),
     "infinite": (PLAIN, kc.Series(variant="infinite"), "factored"),
     "infinite alone": (PLAIN, kc.Series(variant="infinite"), "factored"),

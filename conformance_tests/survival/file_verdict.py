@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "eigen": (DENSE, kc.EKFAC(), "exact"),
     "full": (DENSE, kc.Full(), "factored"),
     "tnt": (kc.Parameters(shapes={"w": (2, 2, 2)}), kc.TNT(), "factored"),
-    "kfoc": (DENSE, kc.KFOC(iterations=2), "factored"),
     "symmetric": (DENSE, kc.Series(variant="symmetric", steps=3), "factored"),
     "infinite": (DENSE, kc.Series(variant="infinite"), "factored"),
 }

@@ -33,7 +33,6 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "eigen": (LAYER, kc.EKFAC(), "exact"),
     "full": (LAYER, kc.Full(), "exact"),
     "diagonal": (LAYER, kc.Diagonal(), "exact"),
-    "kfoc": (LAYER, kc.KFOC(iterations=3), "factored"),
     "symmetric": (LAYER, kc.Series(variant="symmetric", steps=S), "factored"),
     "infinite": (LAYER, kc.Series(variant="infinite"), "factored"),
     "tnt": (TENSOR, kc.TNT(), "factored"),

@@ -19,7 +19,6 @@ KINDS = {
     "eigen": (kc.EKFAC(), "exact"),
     "full": (kc.Full(), "exact"),
     "diagonal": (kc.Diagonal(), "exact"),
-    "kfoc": (kc.KFOC(iterations=2), "factored"),
     "series": (kc.Series(variant="infinite"), "factored"),
 }
 

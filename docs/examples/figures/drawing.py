@@ -82,7 +82,7 @@ def draw_fidelity(found: Sequence[tuple[Seen, Sequence[Fidelity]]], path: Path) 
 def short(name: str) -> str:
     """Return a name for the picture."""
     plain = name.replace("Kronecker(", "Kronecker ").replace("(", " ").replace(")", "")
-    for word in ("input=", "sharing=", "variant=", "iterations=5", '"'):
+    for word in ("input=", "sharing=", "variant=", '"'):
         plain = plain.replace(word, "")
     return plain.strip()
 

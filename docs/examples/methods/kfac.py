@@ -4,6 +4,8 @@ Martens and Grosse (2015), arXiv:1503.05671; Koroko et al. (2022), arXiv:2201.10
 and Goldfarb (2021), arXiv:2106.02925; George et al. (2018), arXiv:1806.03884.
 """
 
+from kfoc import KFOC
+
 import kfac_core as kc
 from methods.curvature import Estimated, is_due
 
@@ -15,7 +17,7 @@ def kfac(problem, *, damping):
 
 def kfoc(problem, *, damping):
     """The Kronecker product nearest to the block."""
-    return Estimated(problem, kc.KFOC(iterations=3), damping=damping)
+    return Estimated(problem, KFOC(iterations=3), damping=damping)
 
 
 def tnt(problem, *, damping):
