@@ -67,7 +67,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "levenberg_marquardt": (
-        lambda **o: kc.levenberg_marquardt(o.pop("damping"), o.pop("ratio", 1.0), **o),
+        lambda damping, **o: kc.levenberg_marquardt(damping, o.pop("ratio", 1.0), **o),
         {"damping": 1.0, "decay": 0.5, "minimum": 0.0},
     ),
     "kl_clip": (
@@ -79,11 +79,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"learning_rate": 0.1},
     ),
     "gamma_candidates": (
-        lambda **o: kc.steps.gamma_candidates(o.pop("gamma"), **o),
+        lambda gamma, **o: kc.steps.gamma_candidates(gamma, **o),
         {"gamma": 1.0, "factor": 0.5, "minimum": 0.1},
     ),
     "noise_spec": (
-        lambda **o: kc.losses.noise_spec(o.pop("loss"), Z, **o),
+        lambda loss, **o: kc.losses.noise_spec(loss, Z, **o),
         {"loss": LOSS, "mode": "gradients", "samples": 1},
     ),
     "vectors": (
@@ -109,7 +109,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"debias": True, "precision": kc.Precision(), "check": "raise"},
     ),
     "run_ranks": (
-        lambda **o: kc.distributed.run_ranks(o.pop("size"), lambda c: c.rank, **o),
+        lambda size, **o: kc.distributed.run_ranks(size, lambda c: c.rank, **o),
         {"size": 1, "timeout": 9.0},
     ),
     "Threaded": (kc.execution.Threaded, {"workers": 1, "inner": plain}),

@@ -103,7 +103,7 @@ def require_positive(value: float, name: str, /) -> float:
     """Return a number as a float; raise unless it is finite and positive."""
     if not ns.is_finite_number(value) or value <= 0 or not math.isfinite(1.0 / value):
         raise errors.ConventionError(
-            f"Expected `{name}` to be a finite number > 0, got {value!r}."
+            f"Expected `{name}` to be a finite number > 0, got {constraints.shown(value)}."
         )
     return float(value)
 

@@ -33,6 +33,11 @@ from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import damping_array, symmetric_argument
 
+_DEGREE = constraints.Constraint(
+    "an integer from 1 to 10,000",
+    lambda degree: constraints.COUNT.accepts(degree) and degree <= 10_000,
+)
+
 
 @structure(static=("degree",))
 class InverseRoot:
@@ -85,7 +90,7 @@ def inverse_root(
     damping : float, or array of shape () or (...)
         Damping ``lam``, finite and >= 0.
     degree : int
-        Degree ``p >= 1`` of the root.
+        Degree ``p`` of the root, from 1 to 10,000: the check takes p products.
     check : {"raise", "status"}
         Whether to use the fallback chain and raise, or to report.
     name : str
@@ -122,7 +127,7 @@ def inverse_root(
     >>> np.round(root.matrix.diagonal(), 6)
     array([0.5     , 0.333333])
     """
-    constraints.require_range("degree", degree, constraints.COUNT)
+    constraints.require_range("degree", degree, _DEGREE)
     constraints.require_check(check)
     A, xp = symmetric_argument(matrix, name)
     shift = damping_array(damping, A, xp=xp)
