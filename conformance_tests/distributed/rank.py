@@ -202,7 +202,11 @@ def start_elastic(place, size):
                 timeout=datetime.timedelta(seconds=PATIENCE),
             )
             communicator = connect("torch", timeout=PATIENCE)
-            (place / f"started_{rank}").touch()
+            # PyTorch makes groups until the first step has ended, and waits for as long as
+            # it may for a rank that is killed meanwhile.
+            torch_elastic.batch = functools.partial(
+                noted, torch_elastic.batch, place / f"started_{rank}", itertools.count()
+            )
             file.write_text(repr(torch_elastic.train(place, communicator)))
         except Exception as error:
             text = f"{type(error).__name__}: {error}".replace("\n", " ")
@@ -210,6 +214,13 @@ def start_elastic(place, size):
         finally:
             os._exit(0)
     return ranks
+
+
+def noted(batch, file, calls, step):
+    """Return the batch of a step, and note by a file that it is not the first one."""
+    if next(calls):
+        file.touch()
+    return batch(step)
 
 
 def one_program(command):
