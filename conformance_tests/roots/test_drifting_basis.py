@@ -7,7 +7,7 @@ from kfac_core.roots import renewed_basis
 N, STEPS = 64, 200
 # Spectrum i^-a of the population, and the share of the average that a step replaces.
 STREAMS = [(1, 0.01), (1, 0.1), (2, 0.01), (2, 0.1)]
-DAMPING = 0.01  # of the largest eigenvalue
+DAMPING = 0.01  # times the largest eigenvalue
 
 
 def drift():

@@ -14,7 +14,7 @@ from kfac_core.roots import renewed_basis
 
 SIZE, STEPS, ROWS, ANGLE, LAST = 64, 200, 256, 0.05, 50
 STREAMS = (("1", 1, 0.01), ("1", 1, 0.1), ("2", 2, 0.01), ("2", 2, 0.1))
-DAMPINGS = (0.1, 0.01, 0.001)  # of the largest eigenvalue
+DAMPINGS = (0.1, 0.01, 0.001)  # times the largest eigenvalue
 
 
 def averages(power, share, seed=5):

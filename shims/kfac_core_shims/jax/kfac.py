@@ -253,7 +253,7 @@ class KFAC:
             independent = ", or axis_name=() for independent runs"
             mapped.require_named(self.axis_name, "KFAC", unless=independent)
         inside, _ = mapped.mapped_axes()
-        if mapped.names_of(self.axis_name) - inside:
+        if {*mapped.names_of(self.axis_name)} - inside:
             raise kc.ConventionError(
                 f"`axis_name` is {self.axis_name!r}, but this step is mapped over "
                 f"{sorted(map(str, inside)) or 'no axis'}. Call it inside `pmap` or "
@@ -265,10 +265,10 @@ class KFAC:
     ) -> kc.NetworkState:
         """Return the state, which raises if an axis of `vmap` averages gradients alone."""
         inside, named = mapped.mapped_axes()[0], mapped.names_of(self.axis_name)
-        if self.axis_name == () or not inside - named:
+        if self.axis_name == () or not inside - {*named}:
             return state
         name, block = next(iter(state.blocks.items()))
-        count = mapped.watched(block.updates, gradients, batches, tuple(named))
+        count = mapped.watched(block.updates, gradients, batches, named)
         blocks = {**state.blocks, name: dataclasses.replace(block, updates=count)}
         return state.updated(blocks)
 

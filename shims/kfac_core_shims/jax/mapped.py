@@ -31,11 +31,14 @@ def mapped_axes() -> tuple[set[Any], set[Any]]:
     return names, names & set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def names_of(axis_name: Any, /) -> set[Any]:
-    """Return the names of mapped axes of an option `axis_name`: one, a tuple, or None."""
+def names_of(axis_name: Any, /) -> tuple[Any, ...]:
+    """Return the names of mapped axes of an option `axis_name`: one, a tuple, or None.
+
+    In their order, which is in the compiled program and has to be the same on all hosts.
+    """
     if isinstance(axis_name, tuple):
-        return {*axis_name}
-    return set() if axis_name is None else {axis_name}
+        return axis_name
+    return () if axis_name is None else (axis_name,)
 
 
 def require_named(axis_name: Any, owner: str, /, *, unless: str = "") -> None:
@@ -51,7 +54,7 @@ def require_named(axis_name: Any, owner: str, /, *, unless: str = "") -> None:
         Further advice.
     """
     axes, devices = mapped_axes()
-    if devices - names_of(axis_name):
+    if devices - {*names_of(axis_name)}:
         raise kc.ConventionError(
             f"This step is mapped over the axes {sorted(map(str, axes))}, and `axis_name` "
             f"is {axis_name!r}: each device would keep statistics of its own examples, and "
