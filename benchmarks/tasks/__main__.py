@@ -33,16 +33,23 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=Path, help="folder with soap.py and kfac-pytorch's package"
     )
+    parser.add_argument(
+        "--times", type=float, default=1.0, help="multiple of the tasks' seconds"
+    )
     parser.add_argument("--tables", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.tables:
         chosen = [m for m in available(options.peers) if m in options.methods]
-        run_missing(options.file, options.tasks, chosen, options.seeds)
+        run_missing(
+            options.file, options.tasks, chosen, options.seeds, times=options.times
+        )
     for table in tables(read_runs(options.file)).values():
         print(f"\n{table}")
 
 
-def run_missing(path: Path, tasks: list[str], methods: list[str], seeds: int) -> None:
+def run_missing(
+    path: Path, tasks: list[str], methods: list[str], seeds: int, *, times: float
+) -> None:
     """Append the runs that a file does not have yet, one line each."""
     reference = reference_of(path, read_runs(path))
     warm: set[str] = set()
@@ -51,7 +58,7 @@ def run_missing(path: Path, tasks: list[str], methods: list[str], seeds: int) ->
             # The first steps of a process import modules, a quarter of a second of K-FAC's.
             run(task, method, rate, seed, reference=reference, share=0.05)
             warm.add(method)
-        measured = run(task, method, rate, seed, reference=reference)
+        measured = run(task, method, rate, seed, reference=reference, share=times)
         key = {"task": task, "method": method, "rate": rate, "seed": seed}
         line = json.dumps({**key, **measured, "reference": reference})
         with path.open("a", encoding="utf-8") as file:

@@ -51,7 +51,6 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
         "loss",
         {
             "lr": (3e-3, 6e-3, 1e-2, 2e-2, 3e-2),
-            "anneal_after": (100.0, 400.0, 1200.0, None),
             "gradient_bound": (1.0, 1.5, 2.0, 4.0, None),
             "gain": (0.02, 0.05, 0.1, None),
             "betas": (

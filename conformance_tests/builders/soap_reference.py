@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-BETAS, FALL = (0.93, 0.93), 400
+BETAS = 0.93, 0.93
 
 Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Gradient, first and second moment in the bases."""
@@ -84,4 +84,5 @@ def share_at(t: int, share: float, parts: Sequence[Moments]) -> tuple[float, flo
         usual = sum(v.sum() for _, _, v in parts) / (1 - BETAS[1] ** (t - 1))
         jump = float(sum(np.sum(V * V) for V, _, _ in parts) / usual) ** 0.5
     excess = np.log(max(1.0, jump / 1.5))
-    return 1 / max(1.0, 1 / share - 0.2 * float(cosine - excess)), jump
+    reciprocal = max(1.0, 1 / share - 0.2 * float(cosine - excess))
+    return 1 / min(reciprocal, (25 + (t - 1) / 20) ** 0.5), jump

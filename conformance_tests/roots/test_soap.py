@@ -237,7 +237,7 @@ def test_the_share_follows_the_cosine_of_all_coordinates(backend, dtype, rng, ga
 
     for sign in (1, -1):
         sums = [agreement(sign * x, y, z, steps=4, decay=0.5) for x, y, z in arrays]
-        got = adapted_share(0.9, sums[0] + sums[1], gain=gain)
+        got = adapted_share(0.9, sums[0] + sums[1], steps=4, gain=gain)
 
         known = np.r_[0:4, 6:9]
         a, b = (sign * x[known] / np.sqrt(v[known]) for x in (g, sign * m))
@@ -260,13 +260,25 @@ def test_a_jump_is_a_gradient_above_the_usual(backend, dtype, rng, size, steps):
     ]
 
     jump = float(gradient_jump(parts[0] + parts[1]))
-    got = float(adapted_share(1.0, parts[0] + parts[1], gain=0.5))
+    got = float(adapted_share(1.0, parts[0] + parts[1], steps=steps, gain=0.5))
 
     is_jump = size > 1.5 and steps >= 5
     assert jump == pytest.approx(size**2 if is_jump else 0.0, rel=1e-5)
     excess = np.log(size / 1.5) if is_jump else 0.0
     expected = 1 / max(1.0, 1 - 0.5 * ((3 / 7) ** 0.5 - excess))
     assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("steps", [0, 7500, 10**6])
+def test_the_share_of_long_runs_falls_like_one_over_a_root(backend, dtype, steps):
+    """However often gradients point back; the sum of all rates has no bound."""
+    g = backend.asarray([1.0, 2.0], dtype)
+    sums = agreement(g, -g, g * g, steps=9, decay=0.9)
+    share = 1.0
+    for _ in range(5000):
+        share = adapted_share(share, sums, steps=steps, gain=0.5)
+    got = backend.to_numpy(share)
+    assert_close(got, (25 + steps / 20) ** -0.5, "product", dtype)
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
@@ -277,5 +289,5 @@ def test_the_share_stays_without_a_cosine(backend, bad):
         m = m + 1
     v = backend.asarray([1.0, 1.0, 1.0])
     sums = agreement(g, m, v, steps=9, decay=0.9)
-    assert float(adapted_share(0.25, sums, gain=0.05)) == 0.25
+    assert float(adapted_share(0.25, sums, steps=9, gain=0.05)) == 0.25
     assert float(gradient_jump(sums)) == 0.0

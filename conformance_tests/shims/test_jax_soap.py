@@ -79,7 +79,7 @@ def test_steps_are_those_of_a_naive_program():
             naive["b"].rotated(back.sum(0)[None]),
         ]
         share, jump = soap_reference.share_at(t, share, parts)
-        rate = share * RATE / (1 + (t - 1) / soap_reference.FALL) ** 0.5
+        rate = share * RATE
         for name, weight in naive.items():
             p[name] -= rate * weight.direction(jump).reshape(p[name].shape)
     assert 0 < share < 1

@@ -92,7 +92,7 @@ def naively_trained(data, *, by_rows, classes=3, eps=1e-10):
                 )
             )
         share, jump = soap_reference.share_at(t, share, parts)
-        rate = share * RATE / (1 + (t - 1) / soap_reference.FALL) ** 0.5
+        rate = share * RATE
         for p, weight in naive.items():
             p.data -= rate * torch.from_numpy(weight.direction(jump)).reshape(p.shape)
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -124,7 +124,7 @@ def test_parameters_without_a_basis_take_adamw_steps():
     values = torch.randn(5), torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, 1)
     ours = [nn.Parameter(x.clone()) for x in values[:2]]
     theirs = [nn.Parameter(x.clone()) for x in values[:2]]
-    soap = SOAP(ours, lr=0.1, eps=1e-8, anneal_after=None, gain=None)
+    soap = SOAP(ours, lr=0.1, eps=1e-8, gain=None)
     adamw = torch.optim.AdamW(
         theirs, lr=0.1, betas=BETAS, weight_decay=0.0, fused=False
     )
@@ -142,7 +142,7 @@ def test_weight_decay_is_decoupled():
     """Zero gradients leave ``(1 - lr weight_decay)^t`` of each weight, vectors too."""
     model = nn.Linear(4, 3).double()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = SOAP(model, lr=0.1, weight_decay=0.5, anneal_after=None)
+    optimizer = SOAP(model, lr=0.1, weight_decay=0.5)
     for _ in range(2):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)

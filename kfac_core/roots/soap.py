@@ -408,6 +408,10 @@ _JUMP = 1.5
 """Batches differ by less than this in the root mean square of their gradients."""
 
 
+_FREE, _SLOWING = 5, 20
+"""Largest reciprocal of the share early on; steps after which it grows by half of one."""
+
+
 def gradient_jump(sums: Array, /) -> Array:
     r"""Return by how much a gradient is larger than usual: a jump of the loss.
 
@@ -434,11 +438,14 @@ def gradient_jump(sums: Array, /) -> Array:
     return xp.where(is_jump, ratio, xp.zeros_like(ratio))
 
 
-def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
+def adapted_share(
+    share: Scalar, sums: Array, /, *, steps: Scalar, gain: float
+) -> Array:
     r"""Return the share of its rate that an optimizer takes, after a gradient.
 
-    .. math:: \frac{1}{s} \leftarrow \max\left(1, \, \frac{1}{s} - \gamma \cos
-        + \gamma \log^+ \frac{r}{1.5}\right),
+    .. math:: \frac{1}{s} \leftarrow \min\left(\sqrt{25 + \frac{t}{20}}, \;
+        \max\left(1, \, \frac{1}{s} - \gamma \cos
+        + \gamma \log^+ \frac{r}{1.5}\right)\right),
         \qquad \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
 
     Where gradients go on in the direction of the steps, as in a classifier whose margins
@@ -446,12 +453,18 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     valley is wide, it falls, after t steps of a constant cosine like 1 / t.  It also falls
     where a step made the gradient r times as large as is usual; see `gradient_jump`.
 
+    Batches of few examples, drawn without replacement, point back however short the steps
+    are.  So the share falls to a fifth at any time, and further no faster than
+    :math:`t^{-1/2}`, after which the sum of all rates still grows without bound.
+
     Parameters
     ----------
     share : float or 0-d array
         Share s so far, at first 1.
     sums : array, shape (5,)
         Sums of `agreement`, over all parameters.
+    steps : int or 0-d array
+        Number t of steps taken.
     gain : float
         Gain gamma.
 
@@ -471,7 +484,7 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     >>> from kfac_core.roots import adapted_share, agreement
     >>> g, v = np.array([1.0, 1.0]), np.ones(2)
     >>> sums = agreement(g, -g, v, steps=9, decay=0.5)
-    >>> float(adapted_share(1.0, sums, gain=0.25))
+    >>> float(adapted_share(1.0, sums, steps=9, gain=0.25))
     0.8
     """
     xp = ns.own_namespace(sums)
@@ -482,36 +495,9 @@ def adapted_share(share: Scalar, sums: Array, /, *, gain: float) -> Array:
     one = xp.ones_like(norm)
     cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
     excess = xp.log(xp.maximum(gradient_jump(sums) / _JUMP**2, one)) / 2
-    return 1 / xp.maximum(1 / share - gain * (cosine - excess), one)
-
-
-def annealed_rate(rate: Scalar, steps: Scalar, /, *, after: float | None) -> Scalar:
-    r"""Return :math:`\eta / \sqrt{1 + t / \tau}`, a learning rate that falls by itself.
-
-    Steps of Adam are as long as their rate, however small the gradient, so that a constant
-    rate that is large enough at first makes the loss jump at the end.
-
-    Parameters
-    ----------
-    rate : float or 0-d array
-        Rate eta of the first step.
-    steps : int or 0-d array
-        Number t of steps taken.
-    after : float or None
-        Steps tau after which the rate falls; None for a constant one.
-
-    Returns
-    -------
-    float or 0-d array
-        Rate of the next step.
-
-    Examples
-    --------
-    >>> from kfac_core.roots import annealed_rate
-    >>> annealed_rate(0.01, 0, after=100.0), annealed_rate(0.01, 300, after=100.0)
-    (0.01, 0.005)
-    """
-    return rate if after is None else rate / (1 + steps / after) ** 0.5
+    reciprocal = xp.maximum(1 / share - gain * (cosine - excess), one)
+    most = (_FREE**2 + steps / _SLOWING) ** 0.5
+    return 1 / xp.minimum(reciprocal, most * one)
 
 
 def _descending(X: Array, w: Array) -> Array:

@@ -54,7 +54,6 @@ def soap(
     *,
     weight_decay: float = 0.0,
     update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
-    anneal_after: float | None = 400.0,
     gradient_bound: float | None = 1.5,
     gain: float | None = _DEFAULTS.SOAP_GAIN,
     eps: float = 1e-10,
@@ -86,15 +85,12 @@ def soap(
     update_every : int or callable of int
         Steps between new bases, after three at the first three steps; by default 10, and
         20 from step 200 on.
-    anneal_after : float, optional
-        Steps tau after which the rate falls, ``rate / sqrt(1 + t / tau)`` after t steps,
-        beside its schedule; None for the rate as it is.
     gradient_bound : float, optional
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
         The share s of the rate follows the cosine of each gradient and the direction
-        before it, ``1 / s = max(1, 1 / s - gain * (cosine - excess))``, see
+        before it, ``1 / s = max(1, 1 / s - gain * (cosine - excess))`` within bounds, see
         `kfac_core.roots.adapted_share`; None for the whole rate.
     eps : float
         Added to the root of the second moment.
@@ -161,7 +157,6 @@ def soap(
     constraints.require_range("decay", decay, constraints.DECAY)
     kc.integration.interval_at("update_every", update_every, 0)
     positive_or_none = constraints.optional(constraints.POSITIVE)
-    constraints.require_range("anneal_after", anneal_after, positive_or_none)
     constraints.require_range("gradient_bound", gradient_bound, positive_or_none)
     constraints.require_range("gain", gain, positive_or_none)
     constraints.require_range("block", block, constraints.COUNT)
@@ -210,7 +205,8 @@ def soap(
         total = sum(jax.tree.leaves(sums))
         share = state.share
         if gain is not None:
-            share = kc.roots.adapted_share(share, total, gain=gain).astype(share.dtype)
+            adapted = kc.roots.adapted_share(share, total, steps=state.steps, gain=gain)
+            share = adapted.astype(share.dtype)
         jump = 0.0 if gradient_bound is None else kc.roots.gradient_jump(total)
 
         def moved(is_dense: Any, g: Any, m: Any, v: Any) -> Any:
@@ -229,8 +225,7 @@ def soap(
         d = basis.rotated(quotient, state.bases, back=True)
         if weight_decay:
             d = jax.tree.map(lambda x, p: x + weight_decay * p, d, params)
-        rate = kc.integration.value_at(learning_rate, state.steps)
-        rate = share * kc.roots.annealed_rate(rate, state.steps, after=anneal_after)
+        rate = share * kc.integration.value_at(learning_rate, state.steps)
         d = jax.tree.map(lambda x: (-rate * x).astype(x.dtype), d)
         return d, state._replace(steps=step, share=share, first=first, second=second)
 

@@ -38,11 +38,12 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
 
     .. math:: W \leftarrow (1 - \eta_t \lambda) W - \eta_t \, Q_G \,
         \mathrm{Adam}\left(Q_G^T V Q_A\right) Q_A^T, \qquad
-        \eta_t = s_t \, \eta / \sqrt{1 + t / \tau}
+        \eta_t = s_t \, \eta
 
     The share :math:`s_t \le 1` of the rate follows the cosine of each gradient and the
     direction before it, and falls where the gradient is larger than usual:
-    ``1 / s = max(1, 1 / s - gain * (cosine - excess))``.
+    ``1 / s = max(1, 1 / s - gain * (cosine - excess))``, but after t steps not below
+    ``1 / sqrt(25 + t / 20)``.
 
     Parameters
     ----------
@@ -59,9 +60,6 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     update_every : int or callable of int
         Steps between new bases, after three at the first three steps; by default 10, and
         20 from step 200 on.
-    anneal_after : float, optional
-        Steps tau after which the rate falls by itself, beside any scheduler's factor; None
-        for a rate that does not fall with the steps.
     gradient_bound : float, optional
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
@@ -142,7 +140,6 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         *,
         weight_decay: float = 0.0,
         update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
-        anneal_after: float | None = 400.0,
         gradient_bound: float | None = 1.5,
         gain: float | None = _DEFAULTS.SOAP_GAIN,
         rows_of: torch.nn.Module | None = None,
@@ -155,7 +152,6 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         require = kc.constraints.require_range
         kc.integration.interval_at("update_every", update_every, 0)
         positive_or_none = kc.constraints.optional(kc.constraints.POSITIVE)
-        require("anneal_after", anneal_after, positive_or_none)
         require("gradient_bound", gradient_bound, positive_or_none)
         require("gain", gain, positive_or_none)
         require("decay", decay, kc.constraints.DECAY)
@@ -171,7 +167,6 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             parameters, rows_of = model.parameters(), model
         self._options: dict[str, Any] = {
             "update_every": update_every,
-            "anneal_after": anneal_after,
             "gradient_bound": gradient_bound,
             "gain": gain,
             "decay": decay,
@@ -478,9 +473,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self, group: dict[str, Any], moments: list[Moments], grads: list[Any], jump: Any
     ) -> None:
         """Update the parameters of a group: AdamW, on stacks in their bases."""
-        rate = group["share"] * kc.roots.annealed_rate(
-            group["lr"], group["steps"], after=self._options["anneal_after"]
-        )
+        rate = group["share"] * group["lr"]
         for i, m in enumerate(moments):
             if m.is_dense:
                 decay = group["betas"][1]
@@ -546,8 +539,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         on_host = total.device.type == "cpu"
         total = total.numpy() if on_host else total
         if gain is not None:
+            first = self.param_groups[0]
             share = kc.roots.adapted_share(
-                self.param_groups[0]["share"], total, gain=gain
+                first["share"], total, steps=first["steps"], gain=gain
             )
             for group in self.param_groups:
                 group["share"] = float(share) if on_host else share
