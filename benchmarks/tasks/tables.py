@@ -110,6 +110,12 @@ def tables(runs: list[dict[str, Any]], /) -> dict[str, str]:
         "tasks tests": _table(
             found, [*chosen, *aside], names, lambda r: number(r.test)
         ),
+        "tasks long": _table(
+            found,
+            [*chosen, *aside],
+            names,
+            lambda r: f"{number(r.final)} ({number(r.test)})",
+        ),
         "tasks seconds": _seconds(found, [*chosen, *aside], names),
         "tasks verdict": _verdict(found, chosen, aside, names),
         "tasks named": _named(found, [*chosen, *aside]),

@@ -84,5 +84,6 @@ def share_at(t: int, share: float, parts: Sequence[Moments]) -> tuple[float, flo
         usual = sum(v.sum() for _, _, v in parts) / (1 - BETAS[1] ** (t - 1))
         jump = float(sum(np.sum(V * V) for V, _, _ in parts) / usual) ** 0.5
     excess = np.log(max(1.0, jump / 1.5))
-    reciprocal = max(1.0, 1 / share - 0.2 * float(cosine - excess))
-    return 1 / min(reciprocal, (25 + (t - 1) / 20) ** 0.5), jump
+    least, most = (1 + (t - 1) / 400) ** 0.5, (25 + (t - 1) / 20) ** 0.5
+    reciprocal = max(least, 1 / share - 0.2 * float(cosine - excess))
+    return 1 / min(reciprocal, most), jump

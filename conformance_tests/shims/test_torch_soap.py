@@ -142,7 +142,7 @@ def test_weight_decay_is_decoupled():
     """Zero gradients leave ``(1 - lr weight_decay)^t`` of each weight, vectors too."""
     model = nn.Linear(4, 3).double()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = SOAP(model, lr=0.1, weight_decay=0.5)
+    optimizer = SOAP(model, lr=0.1, weight_decay=0.5, gain=None)
     for _ in range(2):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)

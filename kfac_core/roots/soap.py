@@ -408,8 +408,9 @@ _JUMP = 1.5
 """Batches differ by less than this in the root mean square of their gradients."""
 
 
-_FREE, _SLOWING = 5, 20
-"""Largest reciprocal of the share early on; steps after which it grows by half of one."""
+_BOUNDS = (1.0, 400.0), (5.0, 20.0)
+"""Of the share's reciprocal, least and most: at first, and steps after which its square
+grows by one."""
 
 
 def gradient_jump(sums: Array, /) -> Array:
@@ -444,7 +445,7 @@ def adapted_share(
     r"""Return the share of its rate that an optimizer takes, after a gradient.
 
     .. math:: \frac{1}{s} \leftarrow \min\left(\sqrt{25 + \frac{t}{20}}, \;
-        \max\left(1, \, \frac{1}{s} - \gamma \cos
+        \max\left(\sqrt{1 + \frac{t}{400}}, \, \frac{1}{s} - \gamma \cos
         + \gamma \log^+ \frac{r}{1.5}\right)\right),
         \qquad \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
 
@@ -453,9 +454,9 @@ def adapted_share(
     valley is wide, it falls, after t steps of a constant cosine like 1 / t.  It also falls
     where a step made the gradient r times as large as is usual; see `gradient_jump`.
 
-    Batches of few examples, drawn without replacement, point back however short the steps
-    are.  So the share falls to a fifth at any time, and further no faster than
-    :math:`t^{-1/2}`, after which the sum of all rates still grows without bound.
+    In long runs it falls like :math:`t^{-1/2}`, whatever the cosines are: those of few
+    batches, drawn without replacement, are below zero however short the steps are, so that
+    steps would end; and those of many are close to zero, however noisy.
 
     Parameters
     ----------
@@ -495,9 +496,9 @@ def adapted_share(
     one = xp.ones_like(norm)
     cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
     excess = xp.log(xp.maximum(gradient_jump(sums) / _JUMP**2, one)) / 2
-    reciprocal = xp.maximum(1 / share - gain * (cosine - excess), one)
-    most = (_FREE**2 + steps / _SLOWING) ** 0.5
-    return 1 / xp.minimum(reciprocal, most * one)
+    least, most = (one * (c**2 + steps / tau) ** 0.5 for c, tau in _BOUNDS)
+    reciprocal = xp.maximum(1 / share - gain * (cosine - excess), least)
+    return 1 / xp.minimum(reciprocal, most)
 
 
 def _descending(X: Array, w: Array) -> Array:

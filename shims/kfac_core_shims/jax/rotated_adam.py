@@ -90,8 +90,8 @@ def soap(
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
         The share s of the rate follows the cosine of each gradient and the direction
-        before it, ``1 / s = max(1, 1 / s - gain * (cosine - excess))`` within bounds, see
-        `kfac_core.roots.adapted_share`; None for the whole rate.
+        before it, ``1 / s = 1 / s - gain * (cosine - excess)``, between bounds that grow
+        with the steps, see `kfac_core.roots.adapted_share`; None for the whole rate.
     eps : float
         Added to the root of the second moment.
     decay : float

@@ -42,8 +42,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
 
     The share :math:`s_t \le 1` of the rate follows the cosine of each gradient and the
     direction before it, and falls where the gradient is larger than usual:
-    ``1 / s = max(1, 1 / s - gain * (cosine - excess))``, but after t steps not below
-    ``1 / sqrt(25 + t / 20)``.
+    ``1 / s = 1 / s - gain * (cosine - excess)``, between ``sqrt(1 + t / 400)`` and
+    ``sqrt(25 + t / 20)`` after t steps.
 
     Parameters
     ----------
