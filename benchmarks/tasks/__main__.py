@@ -36,19 +36,31 @@ def main() -> None:
     parser.add_argument(
         "--times", type=float, default=1.0, help="multiple of the tasks' seconds"
     )
+    parser.add_argument("--width", type=int, help="of all networks")
     parser.add_argument("--tables", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.tables:
         chosen = [m for m in available(options.peers) if m in options.methods]
         run_missing(
-            options.file, options.tasks, chosen, options.seeds, times=options.times
+            options.file,
+            options.tasks,
+            chosen,
+            options.seeds,
+            times=options.times,
+            width=options.width,
         )
     for table in tables(read_runs(options.file)).values():
         print(f"\n{table}")
 
 
 def run_missing(
-    path: Path, tasks: list[str], methods: list[str], seeds: int, *, times: float
+    path: Path,
+    tasks: list[str],
+    methods: list[str],
+    seeds: int,
+    *,
+    times: float,
+    width: int | None,
 ) -> None:
     """Append the runs that a file does not have yet, one line each."""
     reference = reference_of(path, read_runs(path))
@@ -56,9 +68,11 @@ def run_missing(
     for task, method, rate, seed in _wanted(path, tasks, methods, seeds):
         if method not in warm:
             # The first steps of a process import modules, a quarter of a second of K-FAC's.
-            run(task, method, rate, seed, reference=reference, share=0.05)
+            run(task, method, rate, seed, reference=reference, share=0.05, width=width)
             warm.add(method)
-        measured = run(task, method, rate, seed, reference=reference, share=times)
+        measured = run(
+            task, method, rate, seed, reference=reference, share=times, width=width
+        )
         key = {"task": task, "method": method, "rate": rate, "seed": seed}
         line = json.dumps({**key, **measured, "reference": reference})
         with path.open("a", encoding="utf-8") as file:

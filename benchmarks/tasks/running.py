@@ -60,6 +60,7 @@ def run(
     *,
     reference: float,
     share: float = 1.0,
+    width: int | None = None,
 ) -> dict[str, Any]:
     """Train, and return what was measured.
 
@@ -77,6 +78,8 @@ def run(
         `price_of_work` at the file's first run.
     share : float
         Of the task's seconds.
+    width : int, optional
+        Of the network; by default the task's own.
 
     Returns
     -------
@@ -89,7 +92,7 @@ def run(
     of_method = METHODS[method] if isinstance(method, str) else method
     slowdown = price_of_work() / reference
     torch.manual_seed(seed)
-    problem = task.build()
+    problem = task.build() if width is None else task.build(width)
     problem.network.train()
     batches = problem.batches(seed)
     budget = task.seconds * share * slowdown
