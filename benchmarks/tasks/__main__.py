@@ -34,9 +34,12 @@ def main() -> None:
         "--peers", type=Path, help="folder with soap.py and kfac-pytorch's package"
     )
     parser.add_argument(
-        "--times", type=float, default=1.0, help="multiple of the tasks' seconds"
+        "--times",
+        type=float,
+        default=1.0,
+        help="multiple of the tasks' seconds, in a file of its own",
     )
-    parser.add_argument("--width", type=int, help="of all networks")
+    parser.add_argument("--width", type=int, help="of all networks, in its own file")
     parser.add_argument("--tables", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.tables:

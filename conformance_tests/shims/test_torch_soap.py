@@ -138,6 +138,19 @@ def test_parameters_without_a_basis_take_adamw_steps():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_rates_fall_without_a_cosine():
+    """Of an embedding alone, and where the first group has no gradients."""
+    frozen, table = nn.Parameter(torch.zeros(3)), nn.Embedding(5, 4)
+    optimizer = SOAP([{"params": [frozen]}, {"params": table.parameters()}])
+    for _ in range(6):
+        optimizer.zero_grad()
+        table(torch.arange(3)).square().sum().backward()
+        optimizer.step()
+    assert [g["share"] for g in optimizer.param_groups] == 2 * [
+        pytest.approx((1 + 5 / 400) ** -0.5)
+    ]
+
+
 def test_weight_decay_is_decoupled():
     """Zero gradients leave ``(1 - lr weight_decay)^t`` of each weight, vectors too."""
     model = nn.Linear(4, 3).double()

@@ -532,9 +532,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             for m, V in zip(moments, gradients, strict=True)
             if m.is_dense and (gain is not None or bound is not None)
         ]
-        if not sums:
-            return 0.0
-        total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
+        total = torch.zeros(5)
+        if sums:
+            total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
         # Reading a number synchronizes a GPU; on a CPU it saves operations.
         on_host = total.device.type == "cpu"
         total = total.numpy() if on_host else total
