@@ -37,9 +37,11 @@ def main() -> None:
         "--times",
         type=float,
         default=1.0,
-        help="multiple of the tasks' seconds, in a file of its own",
+        help="multiple of the tasks' seconds; a file holds runs of one",
     )
-    parser.add_argument("--width", type=int, help="of all networks, in its own file")
+    parser.add_argument(
+        "--width", type=int, help="width of all networks; a file holds runs of one"
+    )
     parser.add_argument("--tables", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.tables:
@@ -66,7 +68,12 @@ def run_missing(
     width: int | None,
 ) -> None:
     """Append the runs that a file does not have yet, one line each."""
-    reference = reference_of(path, read_runs(path))
+    done = read_runs(path)
+    if any((r.get("times", 1.0), r.get("width")) != (times, width) for r in done):
+        raise SystemExit(
+            f"{path} holds runs of other --times or --width: begin a new --file."
+        )
+    reference = reference_of(path, done)
     warm: set[str] = set()
     for task, method, rate, seed in _wanted(path, tasks, methods, seeds):
         if method not in warm:
@@ -77,7 +84,8 @@ def run_missing(
             task, method, rate, seed, reference=reference, share=times, width=width
         )
         key = {"task": task, "method": method, "rate": rate, "seed": seed}
-        line = json.dumps({**key, **measured, "reference": reference})
+        size = {"times": times, "width": width, "reference": reference}
+        line = json.dumps({**key, **measured, **size})
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(

@@ -409,8 +409,8 @@ _JUMP = 1.5
 
 
 _BOUNDS = (1.0, 400.0), (5.0, 20.0)
-"""Of the share's reciprocal, least and most: at first, and steps after which its square
-grows by one."""
+"""Least and most of the share's reciprocal: its first value, and in how many steps its
+square grows by one."""
 
 
 def gradient_jump(sums: Array, /) -> Array:
