@@ -87,6 +87,13 @@ def embedding(net):
     return lambda: net(ids)
 
 
+def bags(net):
+    """Sums of two ids and of three, which have no common form."""
+    net.insert(0, nn.EmbeddingBag(4, 2, mode="sum").double())
+    ids = torch.tensor([[0, 3, 1], [3, 2, 2]])
+    return lambda: (net(ids), net(ids[:, :2]))
+
+
 def tied_embedding(net):
     """A weight that makes the outputs too."""
     net.insert(0, nn.Embedding(4, 2).double())
@@ -164,6 +171,11 @@ PROGRAMS = {
     "batch norm in training": ((2, 5, 4, 1), mixes_examples),
     "value": ((2, 5, 4, 1), of(torch_residuals.value)),
     "terms of no example": ((2, 5, 4, 1), nothing_of_some_terms),
+    "bags": ((2, 5, 1), bags),
+    "two terms of several outputs": (
+        (2, 4, 2),
+        of(lambda net, x: (net(x), net(x[:2]))),
+    ),
     "several outputs": ((2, 4, 2), of(torch_residuals.value)),
     "slopes": ((2, 5, 4, 1), of(torch_residuals.slopes)),
     "Poisson": ((2, 5, 4, 1), poisson),
@@ -217,6 +229,7 @@ def test_a_step_of_fixed_length_is_the_dense_solution(program):
         mixes_examples: {"0.weight", "0.bias"},
         weight_norm: {"0.parametrizations.weight.original1", "0.bias"},
         tied_embedding: {"0.weight"},
+        bags: {"0.weight"},
         transformer: NORMS,
         part_of_a_weight: {*NORMS, "2.self_attn.in_proj_weight"},
     }

@@ -33,6 +33,7 @@ from kfac_core.samples.problem import (
     scales_of,
 )
 from kfac_core.samples.search import Evaluation, SearchedStep, search_step
+from kfac_core.samples.terms import by_output, joined_rows
 
 __all__ = [
     "BatchProgress",
@@ -48,11 +49,13 @@ __all__ = [
     "ResidualProblem",
     "SampleCurvature",
     "SearchedStep",
+    "by_output",
     "complex_parameter",
     "damped_kernel",
     "gathered",
     "gathered_jacobian",
     "gauss_newton_step",
+    "joined_rows",
     "likelihood_residuals",
     "nystrom_kernel",
     "not_finite",

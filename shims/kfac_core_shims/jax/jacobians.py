@@ -382,97 +382,20 @@ def _joined(
     scales: Sequence[float],
     widest: _Piece,
 ) -> Any:
-    """Return the rows of a layer of all terms, one after the other.
-
-    Each has as many positions as the most has, and of an example C outputs only where
-    there is one term: else each output is an example.
-    """
-    if len(pieces) == 1:
-        ((C, N),) = sizes
-        rows = widest.rows
-        return _scaled(
-            rows if rows.examples == N else _by_output(rows, N, C), scales[0]
-        )
-    parts: list[list[Any] | None] = []
-    for piece, (C, N), scale in zip(pieces, sizes, scales, strict=True):
-        if piece is None:
-            parts.append(None)
-            continue
-        arrays = _arrays(_scaled(_by_output(piece.rows, N, C), scale))
-        if _is_transposed(piece, widest):
+    """Return the rows of a layer of all terms, one after the other."""
+    parts: list[Any] = []
+    forms: list[tuple[int, int]] = []
+    for piece, (C, N) in zip(pieces, sizes, strict=True):
+        rows: Any = None if piece is None else piece.rows
+        form = N, C
+        if piece is not None and _is_transposed(piece, widest):
+            rows, form = kc.samples.by_output(rows, N, C), (N * C, 1)
             # The derivative by the transpose is sum g x^T.
-            arrays = [arrays[1][0], arrays[0][None]]
-        parts.append(arrays)
-    known = [arrays for arrays in parts if arrays is not None]
-    # The last axes of an array are those of examples, positions and features.
-    shapes = [
-        tuple(max(lengths) for lengths in zip(*(x.shape for x in xs), strict=True))
-        for xs in zip(*known, strict=True)
-    ]
-    padded = [
-        [
-            _padded(None if arrays is None else arrays[i], shape, C * N, known[0][i])
-            for arrays, (C, N) in zip(parts, sizes, strict=True)
-        ]
-        for i, shape in enumerate(shapes)
-    ]
-    arrays = [jnp.concatenate(xs, axis=-3) for xs in padded]
-    return _with_arrays(widest.rows, arrays)
-
-
-def _arrays(rows: Any) -> list[Any]:
-    """Return the arrays of rows with the last axes (examples, positions, features)."""
-    if isinstance(rows, kc.layers.ExampleGradients):
-        return [rows.gradients[:, None, :]]
-    if isinstance(rows, kc.layers.IdRows):
-        return [rows.ids[:, :, None], rows.output_grads]
-    return [rows.full_inputs(rows.inputs.dtype, xp=jnp), rows.output_grads]
-
-
-def _with_arrays(rows: Any, arrays: Sequence[Any]) -> Any:
-    """Return rows of the same kind with other arrays."""
-    if isinstance(rows, kc.layers.ExampleGradients):
-        D = arrays[0][:, 0]
-        return kc.layers.ExampleGradients(D, len(D), 1)
-    x, g = arrays
-    if isinstance(rows, kc.layers.IdRows):
-        return kc.array.replaced(rows, ids=x[:, :, 0], output_grads=g, mask=None)
-    return kc.layers.Rows(x, g, None, False)
-
-
-def _padded(x: Any, shape: Sequence[int], examples: int, like: Any) -> Any:
-    """Return an array with zeros for positions and for the coordinate of a bias."""
-    if x is None:
-        return jnp.zeros((*shape[:-3], examples, *shape[-2:]), like.dtype)
-    ends = [(0, 0)] * (x.ndim - 2)
-    ends += [(0, n - have) for n, have in zip(shape[-2:], x.shape[-2:], strict=True)]
-    return jnp.pad(x, ends)
-
-
-def _by_output(rows: Any, N: int, C: int) -> Any:
-    """Return rows with each output as an example, those of an example side by side."""
-
-    def ordered(x: Any) -> Any:
-        """From one source after the other, on the third axis from the end."""
-        x = x.reshape(*x.shape[:-3], C, N, *x.shape[-2:])
-        x = jnp.moveaxis(x, -4, -3)
-        return x.reshape(*x.shape[:-4], N * C, *x.shape[-2:])
-
-    if isinstance(rows, kc.layers.ExampleGradients):
-        return _with_arrays(rows, [ordered(rows.gradients[:, None, :])])
-    x, g = _arrays(rows)
-    x = jnp.repeat(x, C, axis=-3) if rows.examples == N else ordered(x)
-    if rows.examples == N:
-        g = g.reshape(*g.shape[:-4], 1, C * N, *g.shape[-2:])
-    return _with_arrays(rows, [x, ordered(g)])
-
-
-def _scaled(rows: Any, scale: float) -> Any:
-    if scale == 1.0:
-        return rows
-    if isinstance(rows, kc.layers.ExampleGradients):
-        return kc.array.replaced(rows, gradients=rows.gradients * scale)
-    return kc.array.replaced(rows, output_grads=rows.output_grads * scale)
+            x, g = rows.output_grads[0], rows.inputs[None]
+            rows = kc.layers.Rows(x, g, None, homogeneous=False)
+        parts.append(rows)
+        forms.append(form)
+    return kc.samples.joined_rows(parts, forms, scales=scales)
 
 
 def _unlike(

@@ -126,28 +126,25 @@ class JacobianFinder:
         for _, missing in terms:
             reasons |= missing
         layers: dict[str, Any] = {}
-        derivatives: dict[str, Any] = {}
         for name, site in self._model_blocks.sites.items():
-            uses = [rows.get(name) for rows, _ in terms]
-            if name in reasons or all(use is None for use in uses):
+            calls = [rows.get(name) for rows, _ in terms]
+            if name in reasons or not any(calls):
                 continue
-            batch = _joined_terms(uses, residuals, scales)
-            if batch is None:
-                reasons[name] = "its uses differ between the terms of the loss"
-                continue
-            layers[name], derivatives[name] = site.layer, batch
+            try:
+                layers[name] = _joined(site.layer, calls, residuals, scales)
+            except kc.UnsupportedError as error:
+                reasons[name] = str(error)
         samples = sum(r.numel() for r in residuals)
         J = None
-        self._leave(layers, derivatives, reasons)
+        self._leave(layers, reasons)
         if layers:
-            J = _flat_jacobian(layers, derivatives, samples, on_host)
-        if J is not None:
+            J = _flat_jacobian(layers, samples, on_host)
             # At each step: data may say which examples a residual depends on.
             unlike = self._unlike_autograd(residuals, scales, J)
             why = "the residuals mix examples, as batch norm in training does"
             reasons |= dict.fromkeys(self._of_any_process(unlike, J), why)
         # Their derivatives are formed below, one backward pass for each residual.
-        self._leave(layers, derivatives, reasons)
+        self._leave(layers, reasons)
         covered = {i for name in layers for i in _ids(self._model_blocks.sites[name])}
         uncovered = {n: p for n, p in self._parameters.items() if id(p) not in covered}
         if not uncovered:
@@ -155,22 +152,16 @@ class JacobianFinder:
             return J
         for name, derivative in self._formed(residuals, scales, uncovered).items():
             shape = tuple(self._parameters[name].shape) or (1,)
-            layers[f"{name} (formed)"] = kc.Parameters(shapes={"value": shape})
-            derivatives[f"{name} (formed)"] = {
-                "value": derivative.reshape(samples, *shape)
-            }
+            layer = kc.Parameters(shapes={"value": shape})
+            value = {"value": derivative.reshape(samples, *shape)}
+            layers[f"{name} (formed)"] = _layer_jacobian(layer, value)
             sites = self._model_blocks.sites
             known = [n for n in reasons if id(self._parameters[name]) in _ids(sites[n])]
             why = reasons[known[0]] if known else "it is in no layer that is covered"
             self.formed[name] = why
-        return _flat_jacobian(layers, derivatives, samples, on_host)
+        return _flat_jacobian(layers, samples, on_host)
 
-    def _leave(
-        self,
-        layers: dict[str, Any],
-        derivatives: dict[str, Any],
-        reasons: dict[str, str],
-    ) -> None:
+    def _leave(self, layers: dict[str, Any], reasons: dict[str, str]) -> None:
         """Take layers out of the rows for reasons, and those with parameters in common.
 
         A parameter is then in the rows with all its parts, or with none and formed.
@@ -179,7 +170,7 @@ class JacobianFinder:
         formed = {i for name in reasons for i in _ids(sites[name])}
         while leaving := [name for name in layers if _ids(sites[name]) & formed]:
             for name in leaving:
-                del layers[name], derivatives[name]
+                del layers[name]
                 formed |= _ids(sites[name])
                 reasons.setdefault(name, "its layer has a parameter that is formed")
 
@@ -419,122 +410,30 @@ def _problem(calls: list[Any], r: Any) -> str | None:
     return None
 
 
+def _layer_jacobian(layer: Any, derivatives: Any) -> kc.samples.LayerJacobian:
+    return kc.samples.Jacobian.of({"": layer}, {"": derivatives}).layers[""]
+
+
 def _flat_jacobian(
-    layers: dict[str, Any], derivatives: dict[str, Any], samples: int, on_host: bool
+    layers: dict[str, Any], samples: int, on_host: bool
 ) -> kc.samples.Jacobian:
-    if on_host:
-        derivatives = viewed(derivatives) or derivatives
-    J = kc.samples.Jacobian.of(layers, derivatives)
-    return kc.samples.Jacobian(J.layers, (samples,))
+    J = kc.samples.Jacobian(dict(layers), (samples,))
+    return viewed(J) or J if on_host else J
 
 
-def _joined_terms(
-    uses: Sequence[Any], residuals: Sequence[Any], scales: Sequence[float]
-) -> kc.Batch | None:
-    """Return one batch of all terms, with as many positions as the most has.
-
-    Its examples have C outputs each where all terms have, and where inputs are the same
-    for all of them, as they are not in derivatives; else each output is an example.
-    """
-    if len(uses) == 1:
-        call, r = uses[0][0], residuals[0]
-        return _part(call, r, scales[0], min(len(call.output_grads), r.shape[1]))
-    calls = [None if use is None else use[0] for use in uses]
-    known = [call for call in calls if call is not None]
-    outputs = {r.shape[1] for r in residuals}
-    shared = len(known) == len(calls) and len(outputs) == 1
-    C = residuals[0].shape[1]
-    if not shared or any(len(call.output_grads) < C for call in known):
-        # Inputs that differ between the outputs of an example make each output an
-        # example.
-        C = 1
-    parts = [
-        None if call is None else _part(call, r, scale, C)
-        for call, r, scale in zip(calls, residuals, scales, strict=True)
-    ]
-    forms = {None if part is None else tuple(part.inputs.shape[1:]) for part in parts}
-    if len(forms) > 1:
-        if not all(call.inputs.ndim <= 3 for call in known) or not all(
-            call.inputs.is_floating_point() for call in known
-        ):
-            return None
-        batches = _padded(parts, residuals)
-    else:
-        batches = [part for part in parts if part is not None]
-    xs = [batch.inputs for batch in batches]
-    return kc.Batch(
-        torch.cat(xs),
-        torch.cat([batch.output_grads for batch in batches], dim=1),
-        mask=_cat_or_none([batch.mask for batch in batches], xs),
-        sources=C,
-        bias=_cat_or_none([batch.bias for batch in batches], xs),
-    )
-
-
-def _part(call: Any, r: Any, scale: float, C: int) -> kc.Batch:
-    """Return one term's rows with C outputs for each example."""
-    x, grads, mask = call.inputs, call.output_grads, call.mask
-    g = grads[0].unsqueeze(0) if len(grads) == 1 else torch.stack(grads)
-    bias = None if call.bias is True else call.bias
-    if bias is False:
-        bias = torch.zeros(x.shape[: max(1, x.ndim - 1)], dtype=torch.bool).to(x.device)
-    if g.shape[0] > C:
-        # (C, N, ...) to (1, N C, ...): an example's outputs side by side.
-        g, count = g.transpose(0, 1).flatten(0, 1)[None], g.shape[0]
-        x, mask, bias = (_repeated(part, count) for part in (x, mask, bias))
-    elif x.shape[0] > r.shape[0]:
-        g = g[:, _by_example(r)]
-        x, mask, bias = (
-            None if part is None else part[_by_example(r)] for part in (x, mask, bias)
-        )
-    return kc.Batch(x, g if scale == 1.0 else g * scale, mask, sources=C, bias=bias)
-
-
-def _by_example(r: Any) -> Any:
-    """Return the places of the outputs, an example's side by side."""
-    N, C = r.shape
-    return torch.arange(N * C, device=r.device).reshape(C, N).T.flatten()
-
-
-def _repeated(part: Any, count: int) -> Any:
-    return None if part is None else part.repeat_interleave(count, dim=0)
-
-
-def _padded(parts: Sequence[Any], residuals: Sequence[Any]) -> list[kc.Batch]:
-    """Return rows (N, S, n) of all terms with equally many positions, some of them zero."""
-    known = [part for part in parts if part is not None]
-    widest = max(_positions(part) for part in known)
-    like, g_like = known[0].inputs, known[0].output_grads
-    padded = []
-    for part, r in zip(parts, residuals, strict=True):
-        R, S = r.numel() if part is None else len(part.inputs), 0
-        x = like.new_zeros(R, widest, like.shape[-1])
-        g = g_like.new_zeros(len(g_like), R, widest, g_like.shape[-1])
-        bias = torch.zeros(R, widest, dtype=torch.bool, device=x.device)
-        if part is not None:
-            S = _positions(part)
-            x[:, :S] = part.inputs.reshape(R, S, x.shape[-1])
-            g[:, :, :S] = part.output_grads.reshape(len(g), R, S, g.shape[-1])
-            # Padded positions are uses that add no bias.
-            bias[:, :S] = True if part.bias is None else part.bias.reshape(R, S)
-        # Where g is zero a bias adds nothing either.
-        every_bias = all(other.bias is None for other in known)
-        padded.append(kc.Batch(x, g, sources=len(g), bias=None if every_bias else bias))
-    return padded
-
-
-def _positions(batch: kc.Batch) -> int:
-    return 1 if batch.inputs.ndim == 2 else int(batch.inputs.shape[1])
-
-
-def _cat_or_none(parts: Sequence[Any], xs: Sequence[Any]) -> Any:
-    """Return arrays of booleans one after the other; None where all are None."""
-    if all(part is None for part in parts):
-        return None
-    filled = [
-        torch.ones(x.shape[: 2 if x.ndim > 2 else 1], dtype=torch.bool, device=x.device)
-        if part is None
-        else part
-        for part, x in zip(parts, xs, strict=True)
-    ]
-    return torch.cat(filled)
+def _joined(
+    layer: Any, calls: Sequence[Any], residuals: Sequence[Any], scales: Sequence[float]
+) -> kc.samples.LayerJacobian:
+    """Return the rows of a layer of all terms, one after the other."""
+    parts: list[Any] = []
+    for of_term in calls:
+        rows = None
+        if of_term is not None:
+            # With one row and one example nothing is scaled.
+            alone = {of_term[0].block: 1.0}
+            [batch] = kc.integration.batches_in_parts(of_term, rows=1.0, examples=alone)
+            rows = _layer_jacobian(layer, batch[of_term[0].block]).rows
+        parts.append(rows)
+    forms = [tuple(r.shape) for r in residuals]
+    rows = kc.samples.joined_rows(parts, forms, scales=scales)
+    return kc.samples.LayerJacobian(rows, layer)
