@@ -188,6 +188,32 @@ def around_rows(m, x):
     return m.out(m.last(h.T).T)
 
 
+def before_convolution(make, layer, **options):
+    """A layer, and an unbatched convolution that mixes its rows, as many as it returns."""
+    forward = calling(
+        lambda m, x: m.last(m.first(x).T).T,
+        first=layer,
+        last=lambda: nn.Conv1d(3, 2, 3, padding=1),
+    )
+    options = {"options": TOKENS, **options}
+    return Program(model=forward, loop=squares(make), **options)
+
+
+def ids(forward, make, **options):
+    """Rows of an embedding, which a function makes examples' features of."""
+    model = calling(
+        lambda m, x: m.head(forward(m, x)),
+        ids=lambda: nn.Embedding(4, 3, **options),
+        head=linear(3, 2),
+    )
+    full = {"approximations": {**torch_zoo.EXACT, "embedding": kc.Full()}}
+    return Program(model=model, loop=squares(make), options=full)
+
+
+def some_ids(*shape):
+    return lambda: torch.randint(0, 3, shape)
+
+
 def one_by_one(m, x):
     """Examples in turn, each of as many positions as there are examples."""
     rows = [m.rows(torch.tanh(m.first(example)).T) for example in x]
@@ -448,6 +474,29 @@ PROGRAMS = {
         loop=squares(randn(2, 6)),
         options=TOKENS,
     ),
+    "unbatched, after rows": before_convolution(randn(6, 3), linear(3, 3)),
+    "unbatched, after ids": before_convolution(
+        some_ids(6), lambda: nn.Embedding(4, 3), diagonal=["first.weight"]
+    ),
+    "unbatched, after a bag": before_convolution(
+        some_ids(6, 2),
+        lambda: nn.EmbeddingBag(4, 3, mode="sum"),
+        raises=(kc.UnsupportedError, "several rows for each example"),
+    ),
+    "unbatched, after a slope": before_convolution(
+        randn(6, 3), nn.PReLU, diagonal=["first.weight"]
+    ),
+    "unbatched, after slopes": before_convolution(
+        randn(6, 3), lambda: nn.PReLU(3), diagonal=["first.weight"]
+    ),
+    "unbatched, between convolutions": Program(
+        model=lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.PReLU(), nn.Conv2d(3, 2, 2), nn.Flatten(1)
+        ),
+        loop=squares(randn(2, 4, 5)),
+        diagonal=["1.weight"],
+        options=TOKENS,
+    ),
     "unbatched, in a loop": Program(
         model=calling(
             one_by_one,
@@ -477,6 +526,25 @@ PROGRAMS = {
         model=lambda: nn.Sequential(nn.Embedding(5, 3, padding_idx=1)),
         loop=squares(lambda: torch.tensor([0, 2, 2, 4, 1, 0])),
         diagonal=["0.weight"],
+    ),
+    "ids of one example": ids(lambda m, x: m.ids(x).mean(0)[None], some_ids(6)),
+    "ids, time first": ids(lambda m, x: m.ids(x).mean(0), some_ids(6, 4)),
+    "ids, some of them padding": ids(
+        lambda m, x: m.ids(x).mean(0), some_ids(6, 4), padding_idx=1
+    ),
+    "ids, flattened": ids(
+        lambda m, x: m.ids(x.flatten()).unflatten(0, (4, 6)).mean(1), some_ids(4, 6)
+    ),
+    "ids, in a loop": ids(
+        lambda m, x: torch.stack([m.ids(one).mean(0) for one in x]), some_ids(4, 3)
+    ),
+    "ids, called twice": ids(
+        lambda m, x: m.ids(x[:, 0]) * m.ids(x[:, 1]), some_ids(6, 2)
+    ),
+    "ids, called twice with padding": ids(
+        lambda m, x: m.ids(x[:, 0]) * (1 + m.ids(x[:, 1])),
+        some_ids(6, 2),
+        padding_idx=1,
     ),
     "bag, sum": Program(
         model=lambda: nn.Sequential(nn.EmbeddingBag(5, 3, mode="sum")),

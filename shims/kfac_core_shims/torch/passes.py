@@ -393,6 +393,14 @@ class PassRecorder:
     ) -> Observation:
         """Return the calls of a pass, with gradients if these are not those of the data."""
         kfac, calls, z = self.kfac, [r.call for r in reached], graph.whole(outputs)
+        find_examples = partial(
+            uses.find_examples,
+            edge,
+            reached,
+            like=z,
+            blocks=kfac.estimator.network.blocks,
+            of_one=self._of_one_example(reached, z),
+        )
         rows = float(z[..., 0].numel())
         if weights.weight is not None:
             rows = float(weights.weight.sum())
@@ -430,7 +438,7 @@ class PassRecorder:
             for call in calls:
                 call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
-            self._find_examples(edge, reached, None, z)
+            find_examples(None)
         elif reached and (rows or kfac.processes > 1):
             if weights.weight is not None or z.dtype.itemsize < 4:
                 ahead = 1.0
@@ -446,22 +454,34 @@ class PassRecorder:
                 vectors = torch.where(weight > 0, vectors, 0.0) * roots
             with drawing(self.model):
                 graph.pull_back(edge, reached, vectors, like=outputs)
-                self._find_examples(edge, reached, vectors, z)
+                find_examples(vectors)
         return observation
 
-    def _find_examples(self, edge: Any, reached: Any, vectors: Any, z: Any) -> None:
-        blocks = self.kfac.estimator.network.blocks
+    def _of_one_example(self, reached: list[Reached], z: Any) -> set[Any]:
+        """Return the calls whose rows are of the one example that convolutions take.
+
+        The first axis of their inputs is not the examples', unless it is the outputs' own.
+        """
         convolved = self._convolutions(reached)
         # Several calls of one convolution may be of one example each.
-        of_one = all(len(calls) == 1 and all(calls) for calls in convolved.values())
-        uses.find_examples(
-            edge,
-            reached,
-            vectors,
-            like=z,
-            blocks=blocks,
-            of_one=of_one and bool(convolved),
-        )
+        if not convolved or any(c != [True] for c in convolved.values()):
+            return set()
+        below: set[Any] = set()
+        for r in reached:
+            if r.call.block in convolved and r.edge.node not in below:
+                below |= graph.Walk(r.edge.node, self.token).nodes
+        found = set()
+        for r in reached:
+            call, layer = r.call, self.kfac.sites[r.call.block].layer
+            if call.examples == len(z) and r.edge.node not in below:
+                continue
+            found.add(call)
+            scales = layer.kind == "scale_shift" and layer.scale_shape
+            # A scale for each channel, over whose positions an example's gradient sums.
+            if scales and scales[1:] == (1,) and call.examples > 1:
+                call.inputs, call.examples = call.inputs[None], 1
+                call.grad_shape = 1, *call.grad_shape
+        return found
 
     def _convolutions(self, reached: list[Reached]) -> dict[str, list[bool]]:
         """Return whether each call of convolutions had no axis of examples."""

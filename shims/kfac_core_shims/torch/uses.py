@@ -9,7 +9,7 @@ of which use belong to which example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def find_examples(
     *,
     like: torch.Tensor,
     blocks: Mapping[str, kc.Block],
-    of_one: bool = False,
+    of_one: Collection[RecordedCall] = (),
 ) -> None:
     """Find the example of each row, of blocks that sum over several uses.
 
@@ -49,8 +49,8 @@ def find_examples(
         The outputs.
     blocks : mapping of str to Block
         All blocks.
-    of_one : bool
-        Whether all outputs are of one example, whose positions are their rows.
+    of_one : collection of RecordedCall
+        Calls whose rows are of one example, as all outputs are.
 
     Raises
     ------
@@ -67,24 +67,30 @@ def find_examples(
             of_block.setdefault(r.call.block, []).append(r)
     whole = like
     for name, uses in of_block.items():
-        # Rows of the outputs' own axis are left apart, as those of a batch.
-        several = any(r.call.examples != len(whole) for r in uses)
-        like = whole.reshape(1, -1, whole.shape[-1]) if of_one and several else whole
+        several = any(r.call in of_one for r in uses)
+        like = whole.reshape(1, -1, whole.shape[-1]) if several else whole
         N = len(like)
         derived = any(r.call.turned for r in uses)
         if len(uses) == 1 and not derived and uses[0].call.examples == N:
             continue
         indices = None
-        if blocks[name].layer.kind == "dense" and uses[0].share is None:
+        is_bag = getattr(blocks[name].layer, "bag", False)
+        if not is_bag and uses[0].share is None:
             indices = _examples_of(outputs, uses, vectors, like)
         if indices is not None:
             # Most often one array for all calls: asking synchronizes with the device.
             different = {id(index): index for index in indices}.values()
             in_order = all(_are_in_order(index, N) for index in different)
+            # Rows of no example have no gradient, unless a mask leaves them out.
+            in_order = in_order and all(r.call.mask is None for r in uses)
             for r, index in zip(uses, indices, strict=True):
                 r.call.example_of, r.call.outputs = index, N
                 r.call.in_order = in_order
-        elif derived or any(_is_time_first(r.call, N) for r in uses):
+        elif (
+            derived
+            or (is_bag and several)
+            or (not is_bag and any(_is_time_first(r.call, N) for r in uses))
+        ):
             raise kc.UnsupportedError(
                 f"Layer {name!r} has several rows for each example, as from "
                 "derivatives of the model or from sequences with time first, and "
@@ -141,15 +147,15 @@ def _examples_of(
 ) -> list[Any] | None:
     """Return the index of the example of each row of each call; None if not known."""
     N, device = len(like), like.device
-    if any(r.call.mask is not None for r in uses):
-        return None
     if N < 2:
         # Each row is of the only example, or of none.
-        return [torch.full((_rows(r.call),), N - 1, device=device) for r in uses]
+        indices = [torch.full((_rows(r.call),), N - 1, device=device) for r in uses]
+        return [_counted(*pair) for pair in zip(uses, indices, strict=True)]
     by_example = len(uses) >= N and vectors is not None
-    if all(_rows(r.call) == N for r in uses) and not by_example:
+    if all(_has_row_each(r.call, N) for r in uses) and not by_example:
         # No gradient is needed to tell, unless each call may be of one example.
-        return [torch.arange(N, device=device)] * len(uses)
+        numbers = torch.arange(N, device=device)
+        return [_counted(r, numbers) for r in uses]
     if vectors is None:
         return None
     # What comes back to the rows of an example is multiplied by what its outputs are.
@@ -173,8 +179,19 @@ def _examples_of(
         error = (b - scales[index, None] * a).norm(dim=-1)
         if bool((error > 0.1 / N * squares.sqrt())[unlike_zero].any()):
             return None
-        indices.append(index.where(unlike_zero, -1))
+        indices.append(_counted(r, index.where(unlike_zero, -1)))
     return indices
+
+
+def _counted(r: Reached, index: Any) -> Any:
+    """Return the index of the example of each row, -1 for rows that do not count."""
+    mask = r.call.mask
+    return index if mask is None else index.where(mask.reshape(-1), -1)
+
+
+def _has_row_each(call: RecordedCall, N: int) -> bool:
+    """Whether there is one row for each example; ids may also be those of positions."""
+    return _rows(call) == N and (call.inputs.is_floating_point() or call.examples == N)
 
 
 def _are_in_order(index: Any, N: int) -> bool:
@@ -186,7 +203,11 @@ def _are_in_order(index: Any, N: int) -> bool:
 
 
 def _is_time_first(call: RecordedCall, N: int) -> bool:
-    return bool(call.inputs.ndim > 2 and call.examples != N == call.inputs.shape[1])
+    lead = _lead(call)
+    if len(lead) < 2 or lead[1] != N or call.examples == N:
+        return False
+    # Ids (1, N) may be those of positions, which all examples have.
+    return call.inputs.is_floating_point() or call.examples > 1
 
 
 def _coefficients(vectors: Any) -> Any:
@@ -195,8 +216,14 @@ def _coefficients(vectors: Any) -> Any:
     return 1 + torch.arange(M, dtype=vectors.dtype, device=vectors.device).sin() / 2
 
 
+def _lead(call: RecordedCall) -> Any:
+    """Return the shape of the rows, which are ids or have features."""
+    shape = call.inputs.shape
+    return shape[:-1] if call.inputs.is_floating_point() else shape
+
+
 def _rows(call: RecordedCall) -> int:
-    return int(call.inputs.shape[:-1].numel())
+    return int(_lead(call).numel())
 
 
 def _separate_positions(uses: list[RecordedCall], N: int) -> list[RecordedCall]:
@@ -265,6 +292,7 @@ def _one_call(uses: list[RecordedCall], *, derived: bool) -> kc.integration.Laye
         mask = None
     else:
         x, g, bias, mask = _by_example(uses, inputs, output_grads)
+    x = x if x.is_floating_point() else x[..., 0]
     has_biases: Any = True if all(call.bias for call in uses) else bias
     call_of_all = kc.integration.LayerCall(uses[0].block, x, mask=mask, bias=has_biases)
     call_of_all.output_grads, call_of_all.scaled_by = [*g], uses[0].scaled_by
@@ -319,7 +347,10 @@ def _inputs_and_gradients(call: RecordedCall, sources: int) -> tuple[Any, Any]:
     came = came.reshape(len(came), -1, came.shape[-1])
     if len(came) < sources:
         came = torch.cat([came, came.new_zeros(sources - len(came), *came.shape[1:])])
-    saved = call.inputs.reshape(1, -1, call.inputs.shape[-1]).to(came.dtype)
+    if call.inputs.is_floating_point():
+        saved = call.inputs.reshape(1, -1, call.inputs.shape[-1]).to(came.dtype)
+    else:
+        saved = call.inputs.reshape(1, -1, 1)
     saved = saved.expand(sources, -1, -1)
     if call.turned:
         return came / call.row_scale, saved * call.row_scale
