@@ -160,6 +160,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
         resumed.load_state_dict({"steps": 3, "estimator": {}})
     with pytest.raises(kc.StateError):
         resumed.load_state_dict({})
+    with pytest.raises(kc.StateError, match="`steps` >= 0 in the state, got -1"):
+        resumed.load_state_dict({**resumed.state_dict(), "steps": -1})
     assert resumed.steps == 9
 
 

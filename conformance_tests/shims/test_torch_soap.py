@@ -248,13 +248,18 @@ def test_a_resumed_run_is_the_same_to_the_bit(width, tmp_path):
         assert torch.equal(trained(b, second, data[cut:]), expected)
 
 
-def test_a_state_of_another_optimizer_changes_nothing():
+def test_a_state_of_another_optimizer_or_a_negative_count_changes_nothing():
     (model, twin), data = (network(), network()), batches(6)
     first, second = SOAP(model), SOAP(twin)
     trained(model, first, data[:3])
     trained(twin, second, data[:3])
     with pytest.raises(kc.StateError, match="another optimizer"):
         first.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    for count in ("steps", "step"):
+        state = copy.deepcopy(first.state_dict())
+        (state["param_groups"] if count == "steps" else state["state"])[0][count] = -1
+        with pytest.raises(kc.StateError, match="steps >= 0, got -1"):
+            first.load_state_dict(state)
     expected = trained(twin, second, data[3:])
     assert torch.equal(trained(model, first, data[3:]), expected)
 

@@ -186,8 +186,11 @@ class ScheduledSteps:
                 "Expected `state` to be what `state_dict` returned, got a "
                 f"{type(state).__name__}."
             )
-        if type(state.get("steps")) is not int:
-            raise errors.StateError(f"Expected a number of `steps` in {[*state]}.")
+        steps = state.get("steps")
+        if type(steps) is not int or steps < 0:
+            raise errors.StateError(
+                f"Expected a number of `steps` >= 0 in the state, got {steps!r}."
+            )
         loss_factor = state.get("loss_factor")
         if type(loss_factor) is not float or not 0.0 < loss_factor < np.inf:
             raise errors.StateError(
@@ -206,16 +209,15 @@ class ScheduledSteps:
         # the new object already has; a fresh one has no statistics.
         is_read = owned or any(path.startswith("statistics") for path in paths)
         # No row may have counted so far.
-        is_known = state["steps"] and state.get("refreshed_at", 0) >= 0
+        is_known = steps and state.get("refreshed_at", 0) >= 0
         if is_known and not is_read:
             raise errors.StateError(
-                f"The state has {state['steps']} steps and no statistics: it was read "
+                f"The state has {steps} steps and no statistics: it was read "
                 "into the entries of a new object only. With "
                 "torch.distributed.checkpoint, save and load DistributedState(kfac)."
             )
         self.estimator.load_state_dict(estimator, owned=owned)
-        self.steps, self.loss_factor = state["steps"], loss_factor
-        self.outputs = outputs
+        self.steps, self.loss_factor, self.outputs = steps, loss_factor, outputs
 
     def _follow_schedules(self) -> None:
         """Give the estimator the damping and the decay of this step."""

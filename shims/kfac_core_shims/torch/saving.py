@@ -26,7 +26,7 @@ def of_bytes(written: Any, device: torch.device, /) -> Any:
 
 
 def require_own_state(optimizer: torch.optim.Optimizer, state: Any, /) -> None:
-    """Raise `StateError` for the state of another kind of optimizer."""
+    """Raise `StateError` for the state of another kind of optimizer, or a count < 0."""
     name = type(optimizer).__name__
     for group in state["param_groups"]:
         if missing := optimizer.defaults.keys() - group.keys():
@@ -34,6 +34,10 @@ def require_own_state(optimizer: torch.optim.Optimizer, state: Any, /) -> None:
                 f"Expected a state of {name}, got one without {sorted(missing)}, as of "
                 f"another optimizer: load the model alone, and begin with a new {name}."
             )
+    counts = [group.get("steps", 0) for group in state["param_groups"]]
+    counts += [entry.get("step", 0) for entry in state["state"].values()]
+    if any(not count >= 0 for count in counts):
+        raise kc.StateError(f"Expected numbers of steps >= 0, got {min(counts)}.")
 
 
 class OfOneModel:
