@@ -256,12 +256,12 @@ def _kfac_core(problem: Problem) -> Callable[[], float]:
 
     import kfac_core as kc
     from kfac_core_backends import jax as adapter
-    from kfac_core_shims.jax import kfac_optimizer
+    from kfac_core_shims.jax import KFACOptimizer
 
     # Where the package is a checkout and not installed, no entry point says so.
     kc.register_backend(adapter)
     x, y = problem.inputs, problem.targets
-    optimizer = kfac_optimizer(
+    optimizer = KFACOptimizer(
         problem.function,
         problem.params,
         x,

@@ -19,7 +19,7 @@ def demo(backend, folder, monkeypatch, *options):
 METHODS = {
     "numpy": ["KFACRegressor", "GaussNewton"],
     "torch": ["KFAC", "GaussNewton"],
-    "jax": ["kfac_optimizer", "GaussNewton"],
+    "jax": ["KFACOptimizer", "GaussNewton"],
 }
 
 

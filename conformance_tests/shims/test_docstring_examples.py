@@ -13,7 +13,7 @@ EXAMPLES = {
     "numpy": ["KFAC"],
     "sklearn": ["KFACClassifier", "KFACRegressor"],
     "torch": ["KFAC", "KFACOptimizer", "register_layer"],
-    "jax": ["KFAC", "Network", "kfac_optimizer"],
+    "jax": ["KFAC", "Network", "KFACOptimizer"],
     "keras": ["KFAC"],
 }
 

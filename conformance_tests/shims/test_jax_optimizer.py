@@ -73,7 +73,7 @@ def test_steps_are_those_of_dense_matrices():
     rng = np.random.default_rng(3)
     start = rng.normal(size=(D + 1, P))
     params = {"W": jnp.asarray(start[:-1]), "b": jnp.asarray(start[-1])}
-    optimizer = shim.kfac_optimizer(
+    optimizer = shim.KFACOptimizer(
         function,
         params,
         jnp.zeros((N, D)),
@@ -124,7 +124,7 @@ def test_a_given_rate_is_clipped_and_statistics_have_an_interval():
     mean = kc.integration.RowLoss(
         likelihood=kc.losses.Gaussian(variance=0.5), mean_over_outputs=True
     )
-    optimizer = shim.kfac_optimizer(
+    optimizer = shim.KFACOptimizer(
         function,
         params,
         jnp.zeros((N, D)),
@@ -133,7 +133,7 @@ def test_a_given_rate_is_clipped_and_statistics_have_an_interval():
         learning_rate=0.5,
         momentum=0.0,
         damping=0.1,
-        adapt_damping=False,
+        adapt_every=None,
         kl_clip=1e-3,
         damping_rule="exact",
         update_every=2,
@@ -168,7 +168,7 @@ def test_examples_that_the_network_mixes_are_right_in_expectation():
         z = x @ params["W"]
         return z - z.mean(0)
 
-    optimizer = shim.kfac_optimizer(
+    optimizer = shim.KFACOptimizer(
         centered, params, x, likelihood="categorical", fisher="exact"
     )
     z, pull = optimizer.network.vjp(params, x)
@@ -190,7 +190,7 @@ def test_a_state_is_kept_to_the_bit(way, tmp_path):
     rng = np.random.default_rng(5)
     x, y = rng.normal(size=(N, D)), rng.integers(P, size=N)
     params = {"W": jnp.zeros((D, P)), "b": jnp.zeros(P)}
-    optimizer = shim.kfac_optimizer(function, params, x, likelihood="categorical")
+    optimizer = shim.KFACOptimizer(function, params, x, likelihood="categorical")
     first = optimizer.init(params)
     params, state, _ = optimizer.step(params, first, x, y, jax.random.key(0))
     if way == "pickle":
@@ -214,7 +214,7 @@ def test_outputs_of_one_number_a_row_need_no_axis(rng):
     """One step of a linear model, with a damping of its exact curvature, solves it."""
     x, y, w = rng.normal(size=(N, D)), rng.normal(size=N), rng.normal(size=D)
     params = {"w": jnp.asarray(w)}
-    optimizer = shim.kfac_optimizer(
+    optimizer = shim.KFACOptimizer(
         lambda params, x: x @ params["w"],
         params,
         jnp.asarray(x),
@@ -238,28 +238,26 @@ def test_outputs_of_one_number_a_row_need_no_axis(rng):
 def test_options_are_refused_by_name():
     """Intervals, rates, and outputs without an axis of their own."""
     params = {"W": jnp.ones((D, P))}
-    network = shim.Network(lambda p, x: x @ p["W"], params, jnp.ones((N, D)))
-    for name, value in (
-        ("adapt_every", 0),
-        ("update_every", 0),
-        ("kl_clip", -1.0),
-        ("momentum", -1.0),
-        ("l2", -1.0),
-        ("adapt_damping", "yes"),
-        ("max_damping", "large"),
+
+    def made(function=lambda p, x: x @ p["W"], **options):
+        options = {"likelihood": "categorical"} | options
+        return shim.KFACOptimizer(function, params, jnp.ones((N, D)), **options)
+
+    for error, match, options in (
+        (kc.KFACError, "adapt_every", {"adapt_every": 0}),
+        (kc.KFACError, "update_every", {"update_every": 0}),
+        (kc.KFACError, "kl_clip", {"kl_clip": -1.0}),
+        (kc.KFACError, "momentum", {"momentum": -1.0}),
+        (kc.KFACError, "l2", {"l2": -1.0}),
+        (kc.KFACError, "max_damping", {"max_damping": "large"}),
+        (kc.ConventionError, "likelihood", {"likelihood": "softmax"}),
+        (kc.ConventionError, "`fisher`", {"fisher": "Fisher"}),
+        (kc.DampingError, "`min_damping` <= `max_damping`", {"min_damping": 1e5}),
+        (TypeError, "dampng", {"dampng": 1.0}),
     ):
-        with pytest.raises(kc.KFACError, match=name):
-            shim.Optimizer(network, likelihood="categorical", **{name: value})
-    with pytest.raises(kc.ConventionError, match="likelihood"):
-        shim.Optimizer(network, likelihood="softmax")
-    with pytest.raises(kc.ConventionError, match="`fisher`"):
-        shim.Optimizer(network, likelihood="categorical", fisher="Fisher")
-    with pytest.raises(kc.DampingError, match="`min_damping` <= `max_damping`"):
-        shim.Optimizer(network, likelihood="categorical", min_damping=1e5)
-    with pytest.raises(TypeError, match="dampng"):
-        shim.Optimizer(network, likelihood="categorical", dampng=1.0)
-    scalar = shim.Network(lambda p, x: (x @ p["W"]).sum(1), params, jnp.ones((N, D)))
-    optimizer = shim.Optimizer(scalar, likelihood="categorical")
+        with pytest.raises(error, match=match):
+            made(**options)
+    optimizer = made(lambda p, x: (x @ p["W"]).sum(1))
     with pytest.raises(kc.ShapeError, match="outputs"):
         jax.eval_shape(
             optimizer.transition,
@@ -286,7 +284,7 @@ def test_a_named_tuple_is_one_input():
     def product(params, pair):
         return (pair.left * pair.right) @ params["W"]
 
-    optimizer = shim.kfac_optimizer(product, params, pair, likelihood="categorical")
+    optimizer = shim.KFACOptimizer(product, params, pair, likelihood="categorical")
     key = jax.random.key(0)
     progress = optimizer.step(params, optimizer.init(params), pair, y, key)[2]
     np.testing.assert_allclose(progress.loss, np.log(P), rtol=1e-9)

@@ -209,7 +209,7 @@ def test_numpy_steps_are_the_same_in_each_notation(exact):
 
 def test_jax_steps_are_the_same_in_each_notation():
     jax = pytest.importorskip("jax")
-    from kfac_core_shims.jax import kfac_optimizer
+    from kfac_core_shims.jax import KFACOptimizer
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(N, D)), rng.normal(size=(N, P))
@@ -218,7 +218,7 @@ def test_jax_steps_are_the_same_in_each_notation():
     runs, losses = [], []
     for likelihood in ("gaussian", SquaredError(scale=1.0)):
         params = jax.tree.map(jax.numpy.copy, start)
-        optimizer = kfac_optimizer(
+        optimizer = KFACOptimizer(
             lambda params, x: jax.numpy.tanh(x @ params["W"]),
             params,
             x,

@@ -372,11 +372,11 @@ def _adam_on_jax(loss: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _kfac_on_jax() -> Any:
-    from kfac_core_shims.jax import kfac_optimizer
+    from kfac_core_shims.jax import KFACOptimizer
 
     params = _start_on_jax(0, "float32", *WIDTHS)
     x = _images()[:BATCH_SIZE]
-    return kfac_optimizer(_dense_on_jax, params, x, likelihood="gaussian")
+    return KFACOptimizer(_dense_on_jax, params, x, likelihood="gaussian")
 
 
 @functools.cache
@@ -456,7 +456,7 @@ _PROBLEMS: dict[str, dict[str, tuple[str, Callable[..., Trainer]]]] = {
         "Poisson's equation": ("GaussNewton", _poisson_on_torch),
     },
     "jax": {
-        "autoencoder of digits": ("kfac_optimizer", _autoencoder_on_jax),
+        "autoencoder of digits": ("KFACOptimizer", _autoencoder_on_jax),
         "Poisson's equation": ("GaussNewton", _poisson_on_jax),
     },
 }

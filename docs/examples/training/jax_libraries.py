@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from data import batches, digits
 
-from kfac_core_shims.jax import kfac_optimizer
+from kfac_core_shims.jax import KFACOptimizer
 
 BATCH = 128
 
@@ -81,7 +81,7 @@ def trained(make, data, steps):
     """Return the loss of the last batch."""
     inputs = data.train_inputs.reshape(len(data.train_inputs), -1)
     params, function = make(jnp.asarray(inputs[:BATCH]))
-    optimizer = kfac_optimizer(
+    optimizer = KFACOptimizer(
         function, params, inputs[:BATCH], likelihood="categorical"
     )
     state, key = optimizer.init(params), jax.random.key(1)

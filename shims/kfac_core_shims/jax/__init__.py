@@ -28,27 +28,25 @@ from kfac_core_shims.jax.kfac import KFAC
 from kfac_core_shims.jax.marks import dense, tap
 from kfac_core_shims.jax.network import Network
 from kfac_core_shims.jax.optimizer import (
-    Optimizer,
+    KFACOptimizer,
     OptimizerState,
     Progress,
-    kfac_optimizer,
 )
 from kfac_core_shims.jax.rotated_adam import SOAPState, soap
 
 __all__ = [
     "KFAC",
+    "KFACOptimizer",
     "GaussNewton",
     "GaussNewtonProgress",
     "GaussNewtonState",
     "Network",
-    "Optimizer",
     "OptimizerState",
     "Progress",
     "SOAPState",
     "collect",
     "compiled",
     "dense",
-    "kfac_optimizer",
     "soap",
     "tap",
 ]

@@ -33,28 +33,6 @@ _DEFAULTS = kc.integration.defaults
 Likelihood: TypeAlias = str | kc.losses.Loss | kc.integration.RowLoss
 
 
-class OptimizerOptions(kc.integration.EstimatorOptions, total=False):
-    """Options of `Optimizer`; see there."""
-
-    fisher: kc.losses.EstimationMode
-    learning_rate: kc.integration.Schedule | None
-    momentum: kc.integration.Schedule | None
-    damping: float
-    damping_rule: kc.damping.DampingRule
-    adapt_damping: bool
-    adapt_every: int
-    adapt_factor: float
-    min_damping: float
-    max_damping: float
-    l2: float
-    update_every: int
-    refresh_every: int
-    bases_every: int
-    kl_clip: kc.integration.Schedule | None
-    decay: float
-    axis_name: Any
-
-
 class OptimizerState(NamedTuple):
     """Everything that changes from step to step, beside the parameters.
 
@@ -106,77 +84,13 @@ class Progress(NamedTuple):
     aux: Any = None
 
 
-def kfac_optimizer(
-    function: Callable[..., Any],
-    params: Any,
-    /,
-    *inputs: Any,
-    likelihood: Likelihood,
-    approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
-    uncovered: Literal["refuse", "keep"] = "refuse",
-    has_aux: bool = False,
-    **options: Unpack[OptimizerOptions],
-) -> Optimizer:
-    """Return K-FAC for a network function, whose layers are found.
+class KFACOptimizer:
+    r"""K-FAC that chooses its rate, its momentum and its damping.
 
     Parameters
     ----------
     function, params, *inputs, approximation, uncovered, has_aux
         See `Network`; the function returns one array of outputs, shape (N, ..., P).
-    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
-        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
-    **options
-        Options of `Optimizer`.
-
-    Returns
-    -------
-    Optimizer
-        With the methods ``init`` and ``step``.
-
-    Raises
-    ------
-    ConventionError
-        For options out of range.
-    UnsupportedError
-        For a parameter that is in no layer, unless ``uncovered="keep"``.
-
-    References
-    ----------
-    Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
-
-    Examples
-    --------
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from kfac_core_shims.jax import kfac_optimizer
-    >>> x, y = jax.random.normal(jax.random.key(0), (32, 4)), jnp.arange(32) % 3
-    >>> params = {"W": jnp.zeros((4, 3))}
-    >>> optimizer = kfac_optimizer(
-    ...     lambda params, x: x @ params["W"], params, x, likelihood="categorical"
-    ... )
-    >>> state = optimizer.init(params)
-    >>> params, state, progress = optimizer.step(params, state, x, y, jax.random.key(1))
-    >>> round(float(progress.loss), 2)
-    1.1
-    """
-    network = Network(
-        function,
-        params,
-        *inputs,
-        approximation=approximation,
-        uncovered=uncovered,
-        has_aux=has_aux,
-    )
-    return Optimizer(network, likelihood=likelihood, **options)
-
-
-class Optimizer:
-    r"""K-FAC that chooses its rate, its momentum and its damping.
-
-    Parameters
-    ----------
-    network : Network
-        Network to train, with one array of outputs.
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Outputs of
         shape (N,) have rows of one number.
@@ -197,10 +111,9 @@ class Optimizer:
         labels of the data.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         See `kfac_core.Estimator`.
-    adapt_damping : bool
-        Whether the damping follows the reduction ratio.
-    adapt_every : int
-        Steps between adaptations, which cost a forward pass each.
+    adapt_every : int, optional
+        Steps between adaptations of the damping to the reduction ratio, which cost a
+        forward pass each; None for a damping that stays.
     adapt_factor : float
         Factor by which the damping falls or rises for one step, ``19/20``; an adaptation
         takes it to the power of `adapt_every`.
@@ -218,10 +131,17 @@ class Optimizer:
         Further options of `kfac_core.Estimator`: ``averaging``, ``precision``,
         ``coupling``, and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
+    Attributes
+    ----------
+    network : Network
+        The function, with the layers that were found.
+
     Raises
     ------
     ConventionError
         For options out of range.
+    UnsupportedError
+        For a parameter that is in no layer, unless ``uncovered="keep"``.
 
     References
     ----------
@@ -229,22 +149,30 @@ class Optimizer:
 
     Examples
     --------
+    >>> import jax
     >>> import jax.numpy as jnp
-    >>> from kfac_core_shims.jax import Network, Optimizer
-    >>> params = {"W": jnp.ones((4, 3))}
-    >>> network = Network(lambda params, x: x @ params["W"], params, jnp.ones((8, 4)))
-    >>> optimizer = Optimizer(network, likelihood="gaussian", damping=0.1)
+    >>> from kfac_core_shims.jax import KFACOptimizer
+    >>> x, y = jax.random.normal(jax.random.key(0), (32, 4)), jnp.arange(32) % 3
+    >>> params = {"W": jnp.zeros((4, 3))}
+    >>> optimizer = KFACOptimizer(
+    ...     lambda params, x: x @ params["W"], params, x, likelihood="categorical"
+    ... )
     >>> state = optimizer.init(params)
-    >>> round(float(state.damping), 3)
-    0.1
+    >>> params, state, progress = optimizer.step(params, state, x, y, jax.random.key(1))
+    >>> round(float(progress.loss), 2)
+    1.1
     """
 
     def __init__(
         self,
-        network: Network,
+        function: Callable[..., Any],
+        params: Any,
         /,
-        *,
+        *inputs: Any,
         likelihood: Likelihood,
+        approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
+        uncovered: Literal["refuse", "keep"] = "refuse",
+        has_aux: bool = False,
         damping: float = _DEFAULTS.MODEL_DAMPING,
         l2: float = 0.0,
         update_every: int = _DEFAULTS.MODEL_UPDATE_EVERY,
@@ -254,8 +182,7 @@ class Optimizer:
         momentum: kc.integration.Schedule | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
         damping_rule: kc.damping.DampingRule = _DEFAULTS.MODEL_DAMPING_RULE,
-        adapt_damping: bool = True,
-        adapt_every: int = 5,
+        adapt_every: int | None = 5,
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
@@ -274,24 +201,33 @@ class Optimizer:
             constraints.optional(constraints.DECAY_SCALAR),
         )
         constraints.require_range("l2", l2, constraints.NOT_NEGATIVE)
-        constraints.require_flag("adapt_damping", adapt_damping)
         kc.integration.interval_at("update_every", update_every, 0)
         for name, schedule in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
             if not callable(schedule):
                 kc.integration.require_positive(name, schedule, optional=True)
-        self.network = network
+        self.network = Network(
+            function,
+            params,
+            *inputs,
+            approximation=approximation,
+            uncovered=uncovered,
+            has_aux=has_aux,
+        )
         self.row_loss = kc.integration.row_loss(likelihood)
         self.loss = self.row_loss.likelihood
         self.fisher, self.axis_name = fisher, axis_name
         self.learning_rate, self.momentum = learning_rate, momentum
         self.kl_clip = kl_clip
-        self.adapt_damping = adapt_damping
+        self.adapt_every = adapt_every
         self.rule = kc.integration.DampingRule(
-            adapt_every, adapt_factor, min_damping, max_damping
+            1 if adapt_every is None else adapt_every,
+            adapt_factor,
+            min_damping,
+            max_damping,
         )
         self.l2, self.update_every = l2, update_every
         self.kfac = KFAC(
-            network,
+            self.network,
             reduction="sum",
             sources=kc.losses.source_reduction_of(fisher),
             mode=fisher,
@@ -314,7 +250,7 @@ class Optimizer:
             f"fisher={self.fisher!r}, damping={self.kfac.damping}, "
             f"update_every={self.update_every}, refresh_every={self.kfac.refresh_every}"
         )
-        return f"Optimizer({text})\n{self.network!r}"
+        return f"KFACOptimizer({text})\n{self.network!r}"
 
     def init(self, params: Any, /) -> OptimizerState:
         """Return the state before the first step.
@@ -551,9 +487,9 @@ class Optimizer:
         def unchanged() -> tuple[Any, Any]:
             return state.damping, jnp.full_like(state.damping, jnp.nan)
 
-        if not self.adapt_damping:
+        if self.adapt_every is None:
             return unchanged()
-        due = (state.steps + 1) % self.rule.every == 0
+        due = (state.steps + 1) % self.adapt_every == 0
         damping, ratio = jax.lax.cond(due, adapted, unchanged)
         return damping, ratio
 
