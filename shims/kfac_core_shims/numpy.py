@@ -105,8 +105,6 @@ class KFAC(kc.integration.ScheduledSteps):
         multiplied or divided by the factor, in (0, 1], between these bounds.  Where a
         batch has fewer examples than the network has parameters, its quadratic model says
         little of other batches: 1e-3 is a good `min_damping`.
-    decayed : callable, optional
-        Whether a parameter, by the names of layer and parameter, decays; all do.
     execution : Execution, Distributed or Executor, optional
         How blocks are computed; with `Distributed`, also by whom.
     **options
@@ -164,7 +162,6 @@ class KFAC(kc.integration.ScheduledSteps):
         adapt_factor: float = 0.95,
         min_damping: float = 1e-8,
         max_damping: float = 1e8,
-        decayed: Callable[[str, str], bool] | None = None,
         execution: kc.Execution
         | kc.distributed.Distributed
         | kc.execution.Executor
@@ -180,7 +177,6 @@ class KFAC(kc.integration.ScheduledSteps):
             momentum=constraints.DECAY,
             weight_decay=constraints.NOT_NEGATIVE,
             layers=constraints.optional(constraints.instance_of(Mapping)),
-            decayed=constraints.optional(constraints.FUNCTION),
         )
         # The caller's mapping itself: an array that replaces one in it is moved.
         self.parameters = parameters
@@ -220,7 +216,7 @@ class KFAC(kc.integration.ScheduledSteps):
             learning_rate=learning_rate,
         )
         self.fisher, self.samples, self.positions = fisher, samples, positions
-        self.momentum, self.weight_decay, self.decayed = momentum, weight_decay, decayed
+        self.momentum, self.weight_decay = momentum, weight_decay
         self.rule = kc.integration.DampingRule(
             1, adapt_factor, min_damping, max_damping
         )
@@ -428,7 +424,6 @@ class KFAC(kc.integration.ScheduledSteps):
                 self.parameters,
                 weight_decay=self.weight_decay,
                 learning_rate=rate,
-                only=self.decayed,
             )
             self._require(change, "the step")
         self._observed, self._rows, self._drawn = {}, 0, 0

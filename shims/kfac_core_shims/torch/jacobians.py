@@ -251,17 +251,12 @@ class JacobianFinder:
         vectors: dict[str, dict[str, Any]] = {}
         for name, jacobian in J.layers.items():
             site = self._model_blocks.sites.get(name)
-            shapes = jacobian.layer.parameter_shapes
-            if site is None:
-                p = self._parameters[name.removesuffix(" (formed)")]
-                vectors[name] = {"value": directions[p].reshape(shapes["value"])}
+            if site is not None:
+                vectors[name] = site.in_layout(directions)
                 continue
-            vectors[name] = {}
-            for role, shape in shapes.items():
-                x, rows = directions[site.parameters[role]], site.rows_of(role)
-                x = x if rows is None else x[rows]
-                x = site.part.to_layer(x) if role == "weight" else x
-                vectors[name][role] = x.reshape(shape)
+            p = self._parameters[name.removesuffix(" (formed)")]
+            shape = jacobian.layer.parameter_shapes["value"]
+            vectors[name] = {"value": directions[p].reshape(shape)}
         return vectors
 
     def _rows_of(self, r: Any) -> tuple[dict[str, Any], dict[str, str]]:

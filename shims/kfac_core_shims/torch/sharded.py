@@ -251,7 +251,11 @@ class Division:
         size, products = 0.0, {}
         whole = self._gathered(gradients, owners)
         try:
-            gradients_here = {name: self._as_layer(name, whole[name]) for name in owned}
+            gradients_here = {}
+            for name in owned:
+                site = self._sites[name]
+                by_parameter = {site.parameters[r]: x for r, x in whole[name].items()}
+                gradients_here[name] = site.in_layout(by_parameter)
             network, state = estimator.network, estimator.state
             products = network.apply("multiply_inverse", state, gradients_here)
             if products:
@@ -268,15 +272,6 @@ class Division:
         if failed:
             self._agreement.vote("direction", error=error)
         return directions, None if clip_of is None else clip_of(sum(sizes))
-
-    def _as_layer(self, name: str, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        part = self._sites[name].part
-        shapes = part.layer.parameter_shapes
-        shaped = {}
-        for role, x in gradients.items():
-            x = part.to_layer(x) if role == "weight" else x
-            shaped[role] = x.reshape(shapes[role])
-        return shaped
 
     def _as_module(self, name: str, directions: Mapping[str, Any]) -> dict[str, Any]:
         site = self._sites[name]

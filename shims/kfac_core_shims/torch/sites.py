@@ -71,12 +71,16 @@ class Site:
 
     def values(self) -> dict[str, Any]:
         """Return the parameters in the layer's layout, without their graph."""
-        arrays: dict[str, Any] = {}
+        return self.in_layout({p: p.detach() for p in self.trained})
+
+    def in_layout(self, arrays: Mapping[Any, Any], /) -> dict[str, Any]:
+        """Return arrays of the parameters' shapes, by parameter, in the layer's layout."""
+        parts: dict[str, Any] = {}
         for role, shape in self.layer.parameter_shapes.items():
-            x = self._rows(role, self.parameters[role].detach())
+            x = self._rows(role, arrays[self.parameters[role]])
             x = self.part.to_layer(x) if role == "weight" else x
-            arrays[role] = x.reshape(shape)
-        return arrays
+            parts[role] = x.reshape(shape)
+        return parts
 
     def place(self, parts: Mapping[str, Any], targets: Mapping[Any, Any], /) -> None:
         """Write vectors in the layer's layout into tensors of the parameters' shapes."""
