@@ -180,7 +180,7 @@ def fisher(
     weights = z.new_ones(len(z)) if weight is None else weight.reshape(-1)
     total = 0.0
     for row, w in zip(z, weights, strict=True):
-        J = torch.stack([_gradient(entry, parameters) for entry in row])
+        J = torch.stack([gradient_of(entry, parameters) for entry in row])
         H = _hessian(row.detach(), likelihood)
         total = total + w * J.T @ H @ J
     return total / weights.sum()
@@ -197,7 +197,8 @@ def _block_of(name: str) -> str:
     return name.replace("weight", "").replace("bias", "")
 
 
-def _gradient(entry: Any, parameters: Sequence[Any]) -> Any:
+def gradient_of(entry: Any, parameters: Sequence[Any]) -> Any:
+    """Return the derivatives of one number by all parameters, as one vector."""
     found = torch.autograd.grad(
         entry, parameters, retain_graph=True, materialize_grads=True
     )

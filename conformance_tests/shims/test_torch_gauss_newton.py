@@ -12,7 +12,7 @@ import kfac_core as kc  # noqa: E402
 from kfac_core.distributed import run_ranks  # noqa: E402
 from kfac_core_shims.torch import GaussNewton  # noqa: E402
 
-from ..builders import torch_residuals  # noqa: E402
+from ..builders import torch_residuals, torch_zoo  # noqa: E402
 from ..builders.tolerances import assert_close  # noqa: E402
 from ..builders.torch_residuals import laplacian  # noqa: E402
 
@@ -191,12 +191,7 @@ def dense_jacobian(net, terms):
     scaled = [(term * (N / max(1, len(term))) ** 0.5).reshape(-1) for term in terms]
     r = torch.cat(scaled)
     parameters = list(net.parameters())
-    rows = []
-    for i in range(len(r)):
-        gradients = torch.autograd.grad(
-            r[i], parameters, retain_graph=True, materialize_grads=True
-        )
-        rows.append(torch.cat([g.reshape(-1) for g in gradients]))
+    rows = [torch_zoo.gradient_of(one, parameters) for one in r]
     return torch.stack(rows).numpy(), r.detach().numpy(), N
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: E402
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import GaussNewton  # noqa: E402
 
+from ..builders import torch_zoo  # noqa: E402
 from ..builders.tolerances import assert_close  # noqa: E402
 from ..builders.torch_residuals import laplacian  # noqa: E402
 
@@ -209,12 +210,7 @@ def dense(residuals, net):
     R = sum(part.numel() for part in parts)
     r = torch.cat([(part * (R / len(part)) ** 0.5).reshape(-1) for part in parts])
     parameters = list(net.parameters())
-    rows = []
-    for one in r:
-        gradients = torch.autograd.grad(
-            one, parameters, retain_graph=True, materialize_grads=True
-        )
-        rows.append(torch.cat([g.reshape(-1) for g in gradients]))
+    rows = [torch_zoo.gradient_of(one, parameters) for one in r]
     return torch.stack(rows), r.detach()
 
 

@@ -687,21 +687,6 @@ def test_calls_that_several_passes_depend_on(kind, together):
         sum(fn.cross_entropy(z, y[0]) for _, z in passes()).backward()
 
 
-def test_a_data_set_is_all_its_passes_though_gradients_are_cleared():
-    """Each pass of the generator is a part of the batch."""
-    model, (x, y) = network(), batch()
-    kfac = KFAC(model, **{**EXACT, "fisher": "empirical"})
-    expected = dense(model, x, labels=y)
-
-    def passes():
-        for rows in (slice(0, 4), slice(4, 8)):
-            model.zero_grad()
-            yield fn.cross_entropy(model(x[rows]), y[rows]).backward()
-
-    kfac.update(passes())
-    assert_factors(kfac, expected)
-
-
 def test_overlap_is_for_the_pass_that_makes_the_gradients():
     """Not one that a logger made before, nor one that was cleared; two are refused."""
     model, (x, y) = network(), batch()

@@ -111,13 +111,14 @@ def test_a_data_set_in_parts_has_the_statistics_of_all_its_rows():
 
 
 def test_empirical_statistics_use_the_losses_of_the_loop():
-    """The loop differentiates and gives None; outputs are refused with the reason."""
+    """The loop clears, differentiates and gives None; outputs are refused by name."""
     model = torch.nn.Linear(4, 3)
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     kfac = KFAC(model, likelihood="categorical", fisher="empirical", decay=1.0)
 
     def passes():
         for rows in (slice(0, 4), slice(4, 6)):
+            model.zero_grad()
             torch.nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
             yield
 
