@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from warnings import warn
 
@@ -209,14 +209,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def factors(self) -> dict[str, str]:
         """Source of the factors of each parameter with a basis, by its name."""
-        names = self._names()
         sources: dict[str, str] = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                for w in self._weights_of(p):
-                    layers = {side.layer for side in w.sides.values()}
-                    source = "gradient" if None in layers else "rows"
-                    sources[names.get(id(p), str(tuple(p.shape)))] = source
+        for name, sides in self._sides_by_name():
+            of_rows = all(side.layer is not None for side in sides)
+            sources[name] = "rows" if of_rows else "gradient"
         return sources
 
     def residuals(self) -> dict[str, float]:
@@ -227,13 +223,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         dict of str to float
             Largest of ``|Q^T C Q|`` off the diagonal relative to the whole, of all blocks.
         """
-        names = self._names()
         residuals: dict[str, float] = {}
-        for p, weights in self._weights.items():
-            sides = [side for w in weights for side in w.sides.values()]
+        for name, sides in self._sides_by_name():
             values = [s.residual.max() for s in sides if s.residual is not None]
             if values:
-                name = names.get(id(p), str(tuple(p.shape)))
                 residuals[name] = max(float(value) for value in values)
         return residuals
 
@@ -361,11 +354,16 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         if self._recorder is not None:
             self._recorder.clear()
 
-    def _names(self) -> dict[int, str]:
-        if self._model is None:
-            return {}
-        plain = parallel.inner(self._model)
-        return {id(p): name for name, p in plain.named_parameters()}
+    def _sides_by_name(self) -> Iterator[tuple[str, list[Side]]]:
+        """Yield the name of each parameter with a basis, and all sides that have one."""
+        names: dict[int, str] = {}
+        if self._model is not None:
+            plain = parallel.inner(self._model)
+            names = {id(p): name for name, p in plain.named_parameters()}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            sides = [side for w in self._weights_of(p) for side in w.sides.values()]
+            if sides:
+                yield names.get(id(p), str(tuple(p.shape))), sides
 
     def _weights_of(self, p: Any) -> list[Weight]:
         """Return a parameter as matrices with bases; none for a vector."""
