@@ -66,21 +66,6 @@ def test_a_matrix_decomposed_in_place_is_there_again(backend, dtype, rng, n, kin
     assert again.tobytes() == np.tril(A).tobytes()
 
 
-def test_repeated_eigenvalues_need_no_special_care(backend, dtype, rng):
-    """A matrix with a triple eigenvalue is rebuilt like any other."""
-    Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
-    A = rebuilt(np.array([2.0, 2.0, 2.0, 0.0]), Q)
-
-    w, V = map(
-        backend.to_numpy,
-        eigh(
-            SymmetricMatrix(backend.asarray(A, dtype), full_storage=True), xp=backend.xp
-        ),
-    )
-
-    assert_close(rebuilt(w, V), A, "eigenvalues", dtype)
-
-
 @pytest.mark.parametrize("check", ["raise", "status"])
 def test_negative_eigenvalues_are_kept_and_reported(backend, dtype, rng, check):
     """A basis is that of the matrix as it is; what a clipping would cut off is known."""
