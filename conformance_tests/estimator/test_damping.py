@@ -98,19 +98,9 @@ def test_scaling_between_factors_changes_nothing(backend, dtype, factors, k, c):
     assert_differs(unit_pi, expected)
 
 
-def test_the_rule_for_k_factors_is_the_classic_one_at_two(backend, dtype, factors):
-    """A5: for two factors the shifts are ``pi sqrt(lam)`` and ``sqrt(lam) / pi``."""
-    A, G = factors[:2]
-    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
-
-    shifts = shifts_of(backend, dtype, [A, G], 0.09)
-
-    assert_close(shifts, [0.3 * pi, 0.3 / pi], "roundoff", dtype)
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_rule_for_k_factors_is_that_of_kfac_jax(backend, dtype, factors, k):
-    """Each damped factor is ``c (F/n + lam^(1/k)/c I)`` up to the factors' sizes."""
+    """A5: ``c (F/n + lam^(1/k)/c I)``; for two ``pi sqrt(lam)`` and ``sqrt(lam)/pi``."""
     means = [np.trace(F) / len(F) for F in factors[:k]]
     c = np.prod(means) ** (1 / k)
 

@@ -512,22 +512,6 @@ def test_devices_are_not_mixed():
     )
 
 
-def test_the_meta_device_is_refused(requires_backend):
-    """PyTorch multiplies a meta tensor and a real one in silence."""
-    requires_backend("torch", adapter=True)
-    import torch
-
-    kept = estimator()
-    x, g = torch.ones(N, n, device="meta"), torch.ones(N, m)
-
-    assert_refused(
-        kept,
-        kc.ArgumentError,
-        "`inputs`.*meta, which has no numbers",
-        lambda: kept.update({"fc1": kc.Batch(x, g)}, check="status"),
-    )
-
-
 @pytest.mark.parametrize(
     ("layer", "approximation"),
     [

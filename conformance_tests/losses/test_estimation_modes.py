@@ -274,24 +274,6 @@ def test_invalid_weights_raise_or_give_nan(backend, rng):
         output_factor(backend, made)
 
 
-@every_case
-def test_exact_sources_pulled_back_are_the_whole_networks_fisher(
-    backend, dtype, rng, case
-):
-    """Summed over rows and sources, (J^T v)(J^T v)^T is J^T F J of all parameters."""
-    N, P = 5, 7
-    z = rounded(case.natural(rng, N), dtype)
-    J = rng.normal(size=(N, case.outputs, P))
-
-    made = sources_of(backend, case, z, "exact", dtype)
-
-    pulled = np.einsum("mni,nip->mnp", backend.to_numpy(made.vectors), J)
-    got = np.einsum("mnp,mnq->pq", pulled, pulled)
-    F = in_rows(case.fisher, (z, 1))
-    expected = np.einsum("nip,nij,njq->pq", J, F, J)
-    assert_close(got, expected, "product", dtype)
-
-
 def test_exact_is_biased_where_summed_gradients_are_squared(backend, rng):
     """One index for all rows keeps cross terms; random signs take them away."""
     N, P, draws = 6, 3, 1000
