@@ -330,6 +330,10 @@ def by_itself(m, x):
     return m.two(h + x @ m.one.weight)
 
 
+def by_transposes(m, x):
+    return m.two(torch.tanh(torch.addmm(m.one.bias.t(), x, m.one.weight.t())))
+
+
 def in_checkpoint(m, x):
     inner = lambda x: fn.linear(torch.tanh(m.one(x)), m.one.weight)  # noqa: E731
     return m.two(checkpoint(inner, x, use_reentrant=False))
@@ -647,6 +651,7 @@ PROGRAMS = {
     },
     "a layer called twice": layers(twice),
     "a weight multiplied by the model itself": layers(by_itself),
+    "a matrix and a vector transposed": layers(by_transposes),
     "within a checkpoint": layers(in_checkpoint),
     "within a reentrant checkpoint": layers(
         first_reentrant,

@@ -57,9 +57,9 @@ class ComputedSite(Site):
         """Return the key of what is read in the graph: a leaf, or what made it."""
         return self.name if role == "weight" else super().key_of(role)
 
-    def length_of(self, role: str) -> int:
-        """Return the length of the first axis of what is read."""
-        return int(self.layer.parameter_shapes[role][0])
+    def shape_of(self, role: str) -> tuple[int, ...]:
+        """Return the shape of what is read."""
+        return tuple(self.layer.parameter_shapes[role])
 
     @property
     def computes(self) -> Any:

@@ -317,12 +317,12 @@ class Walk:
             return self._products_of_stacked(site)
         readings: list[tuple[Any, int, slice | None, bool]] = []
         operands: list[tuple[Any, str]] = []
-        for node, place, rows, flipped in self._readers(site, "weight"):
+        for node, place, axes, rows in self._readers(site, "weight"):
             first, *names = _PRODUCTS.get(node.name(), (place + 1, "", ""))
             side = place - first
             if side < 0 or not _is_plain(node) or _is_of_parameters(node, first):
                 return f"its weight is read by {node.name()} in the graph"
-            upright = flipped == (layer.weight_layout == "oi")
+            upright = (axes[0] == 0) == (layer.weight_layout == "io")
             readings.append((node, side, rows, upright))
             operands.append((node, names[1 - side]))
         reached = []
@@ -349,7 +349,7 @@ class Walk:
         upright_axes = (1, 2) if site.layer.weight_layout == "io" else (2, 1)
         readings: list[tuple[Any, int, bool, bool]] = []
         operands: list[tuple[Any, str]] = []
-        for node, place, axes in self._stack_readers(site, "weight"):
+        for node, place, axes, _ in self._readers(site, "weight"):
             name, alone = node.name(), 0 not in axes
             products = _PRODUCTS if alone else _STACKED_PRODUCTS
             first, *names = products.get(name, (place + 1, "", ""))
@@ -385,39 +385,6 @@ class Walk:
             reached.append(Reached(edge, call, columns_are_rows=side == 0, rows=rows))
         return self._with_biases(site, reached)
 
-    def _stack_readers(
-        self, site: Site, role: str
-    ) -> Iterator[tuple[Any, int, tuple[int, ...]]]:
-        """Yield what reads one of a stack of parameters, views of it left out.
-
-        Each is ``(node, its argument, the axes of the stack in their order there)``,
-        without axis 0 where the parameter was taken out of the stack.
-        """
-        size = site.length_of(role)
-        expert = site.part.rows[role].start
-        axes: tuple[int | None, ...] = tuple(range(site.parameters[role].ndim))
-        todo: list[tuple[Any, tuple[int | None, ...], int | None]] = [
-            (node, axes, output) for node, output in self._sources[site.key_of(role)]
-        ]
-        while todo:
-            node, axes, only = todo.pop()
-            for reader, place, output in self._above[node]:
-                if only is not None and output != only:
-                    continue
-                name, taken = reader.name(), None
-                moved = _moved_axes(reader, name, axes)
-                if name in _TAKEN and axes[private.signed(reader, "dim")] == 0:
-                    d = private.signed(reader, "dim") % len(axes)
-                    moved = axes[:d] + axes[d + 1 :]
-                    if name == "UnbindBackward0":
-                        taken = expert
-                    elif private.signed(reader, "index") % size != expert:
-                        continue
-                if moved is None:
-                    yield reader, place, tuple(a for a in axes if a is not None)
-                else:
-                    todo.append((reader, moved, taken))
-
     def _with_biases(self, site: Site, reached: list[Reached]) -> list[Reached] | str:
         """Say of each product of a weight whether the bias is added to it."""
         if "bias" not in site.roles:
@@ -425,8 +392,7 @@ class Walk:
         products = {r.edge.node for r in reached}
         adding = set()
         count = 0
-        readers: Any = self._stack_readers if site.is_stacked else self._readers
-        for node, place, *_ in readers(site, "bias"):
+        for node, place, *_ in self._readers(site, "bias"):
             count += 1
             above = self._above[node]
             if _gathers_rows_of(site, node, reached) and len(above) == 1:
@@ -462,39 +428,48 @@ class Walk:
 
     def _readers(
         self, site: Site, role: str
-    ) -> Iterator[tuple[Any, int, slice | None, bool]]:
-        """Yield what reads a block's rows of a parameter, views of it left out.
+    ) -> Iterator[tuple[Any, int, tuple[int, ...], slice | None]]:
+        """Yield what reads a block's part of a parameter, views of it left out.
 
-        Each is ``(node, its argument, the block's rows among those read, transposed)``.
+        Each is ``(node, its argument, axes, rows)``: the axes of the parameter in their
+        order there, without axis 0 where one of a stack was taken out; and the block's rows
+        among those read, None for all.
         """
-        size = site.length_of(role)
+        shape, stacked = site.shape_of(role), site.is_stacked
+        size = shape[0]
         block_rows = site.rows_of(role) or slice(0, size)
-        todo: list[tuple[Any, int, int, bool, int | None]] = [
-            (node, 0, size, False, output)
+        axes: tuple[int | None, ...] = tuple(range(len(shape)))
+        todo: list[tuple[Any, tuple[int | None, ...], int, int, int | None]] = [
+            (node, axes, 0, size, output)
             for node, output in self._sources[site.key_of(role)]
         ]
         while todo:
-            node, start, stop, flipped, only = todo.pop()
+            node, axes, start, stop, only = todo.pop()
             for reader, place, output in self._above[node]:
                 if only is not None and output != only:
                     continue
-                name = reader.name()
-                if name in _SAME or _is_times_one(reader, name):
-                    todo.append((reader, start, stop, flipped, None))
-                elif name in _TRANSPOSED or _swaps(reader, name):
-                    todo.append((reader, start, stop, not flipped, None))
-                elif (
-                    name in _SPLITS
-                    and not flipped
-                    and private.saved(reader, "dim") == 0
-                ):
+                name, taken = reader.name(), None
+                moved = _moved_axes(reader, name, axes, stacked=stacked)
+                if stacked and name in _TAKEN:
+                    d = private.signed(reader, "dim") % len(axes)
+                    if axes[d] == 0:
+                        moved = axes[:d] + axes[d + 1 :]
+                        if name == "UnbindBackward0":
+                            taken = block_rows.start
+                        elif private.signed(reader, "index") % size != block_rows.start:
+                            continue
+                splits = name in _SPLITS and not stacked and axes[0] == 0
+                if moved is not None:
+                    todo.append((reader, moved, start, stop, taken))
+                elif splits and private.saved(reader, "dim") == 0:
                     for piece, (low, high) in enumerate(_pieces(reader, start, stop)):
                         if low < block_rows.stop and block_rows.start < high:
-                            todo.append((reader, low, high, flipped, piece))
+                            todo.append((reader, axes, low, high, piece))
                 else:
                     exact = (start, stop) == (block_rows.start, block_rows.stop)
                     rows = slice(block_rows.start - start, block_rows.stop - start)
-                    yield reader, place, None if exact else rows, flipped
+                    known = tuple(a for a in axes if a is not None)
+                    yield reader, place, known, None if exact else rows
 
 
 def _gathers_rows_of(site: Site, node: Node, reached: list[Reached]) -> bool:
@@ -508,24 +483,27 @@ def _gathers_rows_of(site: Site, node: Node, reached: list[Reached]) -> bool:
 
 
 def _moved_axes(
-    node: Node, name: str, axes: tuple[int | None, ...]
+    node: Node, name: str, axes: tuple[int | None, ...], *, stacked: bool
 ) -> tuple[int | None, ...] | None:
-    """Return the axes of a view of a stack, None among them for an axis of length 1.
+    """Return the axes of a view of a parameter, None among them for an axis of length 1.
 
-    None for what is no view; a view with other axes differs in its shape from what a
-    product expects.
+    None for what is no view, and for other shapes of a matrix.  A view of a stack with
+    other axes differs in its shape from what a product expects.
     """
-    if name in _SAME:
+    # `vmap` writes the product by a `beta` of one for `addmm`.
+    is_times_one = name == "MulBackward1" and private.saved(node, "other") == 1
+    if name in _SAME or is_times_one:
         return axes
-    if name in _RESHAPED:
+    if stacked and name in _RESHAPED:
         return tuple(a for a in axes if a is not None)
-    if name == "UnsqueezeBackward0":
+    if stacked and name == "UnsqueezeBackward0":
         d = private.signed(node, "dim") % (len(axes) + 1)
         return *axes[:d], None, *axes[d:]
     if name == "PermuteBackward0":
         return tuple(axes[d % len(axes)] for d in private.signed(node, "dims"))
     if name in _TRANSPOSED:
-        ends = 0, 1
+        # A vector has one axis, and is its own transpose.
+        ends = 0, len(axes) - 1
         if name == "TransposeBackward0":
             ends = private.signed(node, "dim0"), private.signed(node, "dim1")
         swapped = [*axes]
@@ -549,15 +527,6 @@ def _is_of_parameters(node: Node, first: int) -> bool:
             below = below.next_functions[0][0]
         leaves.append(getattr(below, "variable", None))
     return all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
-
-
-def _swaps(node: Node, name: str) -> bool:
-    return name == "PermuteBackward0" and len(private.saved(node, "dims")) == 2
-
-
-def _is_times_one(node: Node, name: str) -> bool:
-    """Whether a node is the product by ``beta`` that ``vmap`` writes for ``addmm``."""
-    return name == "MulBackward1" and private.saved(node, "other") == 1
 
 
 def _is_plain(node: Node) -> bool:

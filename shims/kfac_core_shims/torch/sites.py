@@ -65,9 +65,9 @@ class Site:
         """Return the key of a role in the graph: of a leaf, or of a computed weight."""
         return id(self.gathered.get(role, self.parameters[role]))
 
-    def length_of(self, role: str) -> int:
-        """Return the length of the first axis of what is read."""
-        return int(self.parameters[role].shape[0])
+    def shape_of(self, role: str) -> tuple[int, ...]:
+        """Return the shape of what is read."""
+        return tuple(self.parameters[role].shape)
 
     def values(self) -> dict[str, Any]:
         """Return the parameters in the layer's layout, without their graph."""
