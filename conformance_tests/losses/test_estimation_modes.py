@@ -13,6 +13,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import scipy.linalg
 
 import kfac_core as kc
 from kfac_core.losses import (
@@ -118,6 +119,9 @@ def _factor(case, z):
     if case.name == "Categorical":
         p = np.exp(z) / np.sum(np.exp(z))
         return np.diag(np.sqrt(p)) - np.outer(p, np.sqrt(p))
+    if case.name == "Joint":
+        gaussian = np.diag(np.sqrt(np.diag(case.fisher(z))[3:]))
+        return scipy.linalg.block_diag(_factor(CATEGORICAL, z[:3]), gaussian)
     return np.diag(np.sqrt(np.diag(case.fisher(z))))
 
 
@@ -323,8 +327,13 @@ def test_noise_is_asked_for_by_distribution_and_shape(backend, case, mode):
     if mode not in SAMPLED:
         assert spec is None
     elif mode == "gradients":
-        discrete = case.name in ("Categorical", "Bernoulli")
-        per_row = {"Categorical": (), "GaussianLearnedVariance": (2,)}
+        discrete = case.name in ("Categorical", "Bernoulli", "Joint")
+        # Two uniform numbers give a normal one, beside the one of a class.
+        per_row = {
+            "Categorical": (),
+            "GaussianLearnedVariance": (2,),
+            "Joint": (1 + 4,),
+        }
         shape = (3, 5, 2, *per_row.get(case.name, (case.outputs,)))
         assert spec == NoiseSpec("uniform" if discrete else "normal", shape)
     else:

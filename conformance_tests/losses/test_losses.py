@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.linalg
 import scipy.special
 import scipy.stats
 
@@ -23,6 +24,7 @@ from kfac_core.losses import (
     Categorical,
     Gaussian,
     GaussianLearnedVariance,
+    Joint,
     SquaredError,
 )
 
@@ -128,7 +130,23 @@ CASES = [
         lambda z, y: -SCALE * np.sum((y - z) ** 2) - 1.5 * np.log(np.pi / SCALE),
         lambda z: _normal_targets(z, np.sqrt(0.5 / SCALE)),
     ),
+    # Targets are a class and two numbers, as one vector; `targets_array` parts them.
+    Case(
+        Joint(losses=(Categorical(), Gaussian(variance=VARIANCE)), sizes=(3, 2)),
+        5,
+        lambda z, y: (
+            z[int(y[0])]
+            - np.log(np.sum(np.exp(z[:3])))
+            + _normal(z[3:], y[1:], VARIANCE)
+        ),
+        lambda z: [
+            (p * q, np.array([c, *y]))
+            for c, p in enumerate(scipy.special.softmax(z[:3]))
+            for q, y in _normal_targets(z[3:], np.sqrt(VARIANCE))
+        ],
+    ),
 ]
+CONTINUOUS = CASES[2:5]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_natural_case = pytest.mark.parametrize(
@@ -149,6 +167,9 @@ def in_rows(function, *arrays):
 
 def targets_array(backend, case, targets, dtype):
     """Bring targets to the backend: labels as integers, everything else as floats."""
+    if case.name == "Joint":
+        labels = backend.asarray(targets[..., 0].astype(np.int64))
+        return labels, backend.asarray(targets[..., 1:], dtype)
     return backend.asarray(targets, None if case.name == "Categorical" else dtype)
 
 
@@ -195,7 +216,7 @@ def test_references_are_those_of_scipy(rng):
     z, y = rng.normal(size=3), rng.normal(size=3)
     bits = np.array([0.0, 1.0, 1.0])
 
-    categorical, bernoulli, gaussian, learned, squared = CASES
+    categorical, bernoulli, gaussian, learned, squared, joint = CASES
 
     assert np.isclose(
         categorical.log_probability(z, np.array(1)), scipy.special.log_softmax(z)[1]
@@ -210,6 +231,10 @@ def test_references_are_those_of_scipy(rng):
     expected = scipy.stats.norm.logpdf(y[:2], z[:2], np.exp(0.5 * bits[:2])).sum()
     both = np.concatenate([z[:2], bits[:2]])
     assert np.isclose(learned.log_probability(both, y[:2]), expected)
+    expected = scipy.special.log_softmax(z)[1]
+    expected += scipy.stats.norm.logpdf(y[:2], bits[:2], np.sqrt(VARIANCE)).sum()
+    both = np.concatenate([z, bits[:2]])
+    assert np.isclose(joint.log_probability(both, np.array([1, *y[:2]])), expected)
 
 
 @every_case
@@ -287,7 +312,7 @@ def test_sampled_gradient_is_the_gradient_at_the_sample(backend, rng, case):
     assert_close(got, expected, "product", "float64")
 
 
-@pytest.mark.parametrize("case", CASES[2:], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CONTINUOUS, ids=lambda case: case.name)
 def test_sampled_gradient_is_not_rounded_by_a_large_mean(backend, case):
     """Noise that vanishes beside the mean is not lost from the gradient."""
     z = np.zeros((1, case.outputs))
@@ -326,7 +351,7 @@ def test_samples_of_a_grid_have_the_stated_frequencies(backend, dtype, rng, case
     assert np.max(np.abs(frequencies - expected)) <= 1.01 / K
 
 
-@pytest.mark.parametrize("case", CASES[2:], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CONTINUOUS, ids=lambda case: case.name)
 def test_samples_are_mean_plus_deviation_times_noise(backend, dtype, rng, case):
     """Gaussian samples are an affine function of the noise."""
     z = rounded(case.natural(rng, 4), dtype)
@@ -495,6 +520,110 @@ def test_learned_variance_refuses_an_odd_number_of_outputs(backend):
         )
 
 
+def weighted_heads():
+    """Return a weighted joint loss, and for each head its case, size and weight."""
+    heads = [(CASES[1], 2, 0.3), (CASES[3], 4, 2.0), (CASES[0], 3, 1.0)]
+    cases, sizes, weights = zip(*heads, strict=True)
+    losses = tuple(case.loss for case in cases)
+    return Joint(losses=losses, sizes=sizes, weights=weights), heads
+
+
+def test_weights_of_heads_are_those_of_their_terms(backend, dtype, rng):
+    """Values and gradients have w, curvature has w, and what is drawn has its root."""
+    loss, heads = weighted_heads()
+    starts = [0, 2, 6]
+    z = rounded(rng.normal(size=(5, 9)), dtype)
+    of_heads = [z[:, i : i + n] for i, (_, n, _) in zip(starts, heads, strict=True)]
+    y = [rng.integers(0, 2, (5, 2)) * 1.0, rng.normal(size=(5, 2))]
+    y = [y[0], rounded(y[1], dtype), rng.integers(0, 3, 5)]
+    natural = backend.asarray(z, dtype)
+    targets = tuple(
+        targets_array(backend, case, of_head, dtype)
+        for (case, *_), of_head in zip(heads, y, strict=True)
+    )
+
+    def expected(name, *arrays):
+        return [
+            w * in_rows(getattr(case, name), (own, 1), *((a, a.ndim - 1) for a in rest))
+            for (case, _, w), own, *rest in zip(heads, of_heads, *arrays, strict=True)
+        ]
+
+    got = backend.to_numpy(loss.log_probability(natural, targets))
+    assert_close(got, sum(expected("log_probability", y)), "roundoff", dtype)
+    got = backend.to_numpy(loss.gradient(natural, targets))
+    assert_close(got, np.concatenate(expected("gradient", y), 1), "roundoff", dtype)
+
+    F = np.array(
+        [
+            scipy.linalg.block_diag(*blocks)
+            for blocks in zip(*expected("fisher"), strict=True)
+        ]
+    )
+    got = as_matrices(backend, loss.fisher_multiply, natural, z.shape, dtype)
+    assert_close(got, F, "product", dtype)
+    v = kc.losses.vectors(loss, natural, mode="exact").vectors
+    v = backend.to_numpy(v)
+    assert_close(np.einsum("mni,mnj->nij", v, v), F, "product", dtype)
+    drawn = kc.losses.drawn_vectors(
+        loss, natural, mode="gradients", seed=0, shared=False, samples=40_000
+    )
+    v = backend.to_numpy(drawn.vectors).astype(float)
+    got = np.einsum("mni,mnj->nij", v, v) / len(v)
+    assert np.max(np.abs(got - F)) <= 0.05 * np.max(F)
+
+
+def test_normal_noise_of_a_head_is_drawn_from_two_uniform_numbers(backend, dtype):
+    """Box and Muller: a Rayleigh quantile of the one, times a cosine of the other."""
+    loss = Joint(losses=(Gaussian(variance=VARIANCE),), sizes=(2,))
+    u = (np.arange(40) + 0.5).reshape(10, 4) / 40
+    u[0, 0], u[1, 0] = 0.0, 1.0
+
+    (got,) = loss.sample(
+        backend.asarray(np.ones((10, 2)), dtype), backend.asarray(u, dtype)
+    )
+
+    got = backend.to_numpy(got)
+    radius = scipy.stats.rayleigh.ppf(u[:, :2])
+    e = radius * np.cos(2 * np.pi * u[:, 2:])
+    finite = np.isfinite(radius)
+    expected = (1 + np.sqrt(VARIANCE) * e)[finite]
+    assert_close(got[finite], expected, "roundoff", dtype)
+    # What was rounded to 1 is a number below.
+    assert np.all(np.isfinite(got))
+
+
+def test_heads_that_do_not_fit_are_refused(backend):
+    """Their numbers, outputs and targets; and squares of their weights."""
+    losses = Categorical(), Gaussian(variance=1.0)
+    for options in (
+        {"losses": losses, "sizes": (3,)},
+        {"losses": losses, "sizes": (3, 1), "weights": (1.0,)},
+        {"losses": (), "sizes": ()},
+        {"losses": losses, "sizes": (3, 1), "weights": (1.0, 0.0)},
+    ):
+        with pytest.raises(kc.ConventionError, match=r"`(losses|weights)`"):
+            Joint(**options)
+    with pytest.raises(kc.ShapeError, match="`sizes`"):
+        Joint(losses=losses, sizes=(3, 0))
+    loss = Joint(losses=losses, sizes=(3, 1), weights=(1.0, 0.5))
+    natural, y = backend.asarray(np.zeros((4, 4))), backend.asarray(np.zeros(4, int))
+    with pytest.raises(kc.ShapeError, match=r"`natural`.*4\).*\(4, 5\)"):
+        loss.fisher_multiply(*[backend.asarray(np.zeros((4, 5)))] * 2)
+    for targets in (y, (y,)):
+        with pytest.raises(kc.ShapeError, match="`targets` to be a tuple of 2"):
+            loss.gradient(natural, targets)
+    targets = y, backend.asarray(np.zeros((4, 1)))
+    outer = Joint(losses=(loss, Bernoulli()), sizes=(4, 2))
+    more = backend.asarray(np.zeros((4, 6)))
+    for one, z, of_heads in (
+        (loss, natural, targets),
+        (outer, more, (targets, more[:, 4:])),
+    ):
+        with pytest.raises(kc.UnsupportedError, match="'empirical' would square"):
+            kc.losses.vectors(one, z, mode="empirical", targets=of_heads)
+    assert outer.gradient(more, (targets, more[:, 4:])).shape == (4, 6)
+
+
 @every_case
 def test_errors_name_the_argument(backend, rng, case):
     """What does not fit is an error with the argument's name and shape."""
@@ -502,6 +631,7 @@ def test_errors_name_the_argument(backend, rng, case):
     natural = backend.asarray(z)
     y = targets_array(backend, case, case.random_targets(rng, z), "float64")
     wrong = backend.asarray(np.zeros((4, case.outputs + 1)))
+    wrong_targets = (y[0], wrong) if case.name == "Joint" else wrong
 
     with pytest.raises(kc.DtypeError, match=r"`natural`.*floating"):
         loss.gradient(backend.asarray(np.zeros((4, 4), int)), y)
@@ -510,7 +640,7 @@ def test_errors_name_the_argument(backend, rng, case):
     with pytest.raises(kc.ShapeError, match="`natural`"):
         loss.gradient(backend.asarray(1.0), y)
     with pytest.raises(kc.ShapeError, match=r"`targets`.*\(4, "):
-        loss.gradient(natural, wrong)
+        loss.gradient(natural, wrong_targets)
     with pytest.raises(kc.ShapeError, match="`noise`"):
         loss.sample(natural, wrong)
     for product in ("multiply", "factor_multiply", "factor_transpose_multiply"):

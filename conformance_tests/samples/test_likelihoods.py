@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from kfac_core.losses import Bernoulli, Categorical, Gaussian, GaussianLearnedVariance
+from kfac_core.losses import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    GaussianLearnedVariance,
+    Joint,
+)
 from kfac_core.samples import likelihood_residuals
 
 from ..builders.tolerances import assert_close
@@ -53,17 +59,38 @@ def learned_variance(z, rng):
     return GaussianLearnedVariance(), y, g, np.eye(C) * diagonal[:, None], nats
 
 
+def joint(z, rng):
+    """Return three classes, and a number of weight 1/2, whose variance is 2."""
+    labels, y = rng.integers(0, 3, N), rng.normal(size=(N, 1))
+    p = softmax(z[:, :3])
+    fisher = np.zeros((N, C, C))
+    fisher[:, :3, :3] = np.eye(3) * p[:, None] - p[:, :, None] * p[:, None]
+    fisher[:, 3, 3] = 0.25
+    g = np.concatenate([p - np.eye(3)[labels], (z[:, 3:] - y) / 4], axis=1)
+    nats = (y[:, 0] - z[:, 3]) ** 2 / 8 + np.log(4 * np.pi) / 4
+    loss = Joint(
+        losses=(Categorical(), Gaussian(variance=2.0)), sizes=(3, 1), weights=(1.0, 0.5)
+    )
+    return loss, (labels, y), g, fisher, nats - np.log(p[np.arange(N), labels])
+
+
 @pytest.mark.parametrize("scale", [1.0, 12.0])
-@pytest.mark.parametrize("make", [categorical, bernoulli, gaussian, learned_variance])
+@pytest.mark.parametrize(
+    "make", [categorical, bernoulli, gaussian, learned_variance, joint]
+)
 def test_residuals_give_the_gradient_and_roots_the_fisher_matrix(backend, make, scale):
     """Also of outputs that are sure, and sometimes wrong."""
     rng = np.random.default_rng(0)
     z = scale * rng.normal(size=(N, C)) / (1.0 if make is not learned_variance else 8.0)
     loss, targets, gradient, fisher, nats = make(z, rng)
     outputs = backend.asarray(z, "float64")
-    kind = "int64" if targets.dtype.kind == "i" else "float64"
 
-    found = likelihood_residuals(loss, outputs, backend.asarray(targets, kind))
+    def there(y):
+        if isinstance(y, tuple):
+            return tuple(map(there, y))
+        return backend.asarray(y, "int64" if y.dtype.kind == "i" else "float64")
+
+    found = likelihood_residuals(loss, outputs, there(targets))
 
     B, r = backend.to_numpy(found.root), backend.to_numpy(found.residuals)
     assert_close(np.einsum("nci,ni->nc", B, r), gradient, "inverse", "float64")

@@ -7,6 +7,7 @@ from typing import TypedDict, get_args
 from kfac_core import constraints, options
 from kfac_core.array.precision import Precision
 from kfac_core.losses.drawn import Positions
+from kfac_core.losses.joint import refuse_squared_weights
 from kfac_core.losses.modes import EstimationMode
 
 
@@ -26,9 +27,13 @@ class EstimatorOptions(TypedDict, total=False):
 
 
 def require_estimation(
-    *, fisher: str, samples: int = 1, positions: str = "signs"
+    *,
+    fisher: str,
+    samples: int = 1,
+    positions: str = "signs",
+    likelihood: object = None,
 ) -> None:
-    """Raise for an estimation option that has no effect.
+    """Raise for an estimation option that has no effect, or not the one it says.
 
     Parameters
     ----------
@@ -38,12 +43,16 @@ def require_estimation(
         Vectors of a sampled mode.
     positions : str
         See `kfac_core.losses.drawn_vectors`.
+    likelihood : object
+        The likelihood, whose weights ``fisher="empirical"`` would square.
 
     Raises
     ------
-    ConventionError, ShapeError
+    ConventionError, ShapeError, UnsupportedError
         Naming the option.
     """
     constraints.require_one_of("fisher", fisher, get_args(EstimationMode))
     constraints.require_range("samples", samples, constraints.SIZE)
     constraints.require_one_of("positions", positions, get_args(Positions))
+    if fisher == "empirical":
+        refuse_squared_weights(getattr(likelihood, "likelihood", likelihood))

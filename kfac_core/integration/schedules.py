@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from kfac_core import errors
 from kfac_core.array import Scalar
-from kfac_core.losses import Bernoulli, Categorical, Loss
+from kfac_core.losses import Bernoulli, Categorical, Joint, Loss
 
 Schedule: TypeAlias = Scalar | Callable[[int], Scalar]
 """A number or a 0-d array, or a callable ``step -> number`` of the steps taken so far."""
@@ -173,7 +173,11 @@ def lengthens(clip: Schedule | None, likelihoods: Sequence[Loss], /) -> bool:
         True for a `PerOutput` and categorical or Bernoulli likelihoods, whose curvature
         vanishes where the data are fitted.
     """
-    vanish = [isinstance(one, Bernoulli | Categorical) for one in likelihoods]
+    vanish = [
+        isinstance(head, Bernoulli | Categorical)
+        for one in likelihoods
+        for head in (one.losses if isinstance(one, Joint) else (one,))
+    ]
     return isinstance(clip, PerOutput) and any(vanish) and all(vanish)
 
 

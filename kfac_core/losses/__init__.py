@@ -1,8 +1,8 @@
 """The vectors to backpropagate, for each likelihood and estimation mode.
 
 A loss (`Categorical`, `Bernoulli`, `Gaussian`, `GaussianLearnedVariance`,
-`SquaredError`) knows the Fisher and the Gauss-Newton matrix of its network's outputs,
-and a factor of each.  `vectors` turns a loss, a network's outputs and an
+`SquaredError`, or several in a `Joint`) knows the Fisher and the Gauss-Newton matrix of its
+network's outputs, and a factor of each.  `vectors` turns a loss, a network's outputs and an
 `EstimationMode` into the output gradients from which a block's statistics are made.
 Randomness is always an argument.
 """
@@ -12,6 +12,7 @@ from kfac_core.losses.categorical import Categorical
 from kfac_core.losses.drawn import Positions, drawn_vectors
 from kfac_core.losses.gaussian import Gaussian, SquaredError
 from kfac_core.losses.gaussian_variance import GaussianLearnedVariance
+from kfac_core.losses.joint import Joint
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import (
     CurvatureMatrix,
@@ -30,6 +31,7 @@ __all__ = [
     "EstimationMode",
     "Gaussian",
     "GaussianLearnedVariance",
+    "Joint",
     "Loss",
     "NoiseDistribution",
     "NoiseSpec",

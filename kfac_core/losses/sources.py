@@ -20,6 +20,7 @@ from kfac_core.array.backend import backend_of
 from kfac_core.array.structure import structure
 from kfac_core.conventions import SourceReduction
 from kfac_core.losses import modes
+from kfac_core.losses.joint import refuse_squared_weights
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural
 
@@ -194,11 +195,12 @@ def with_random_signs(sources: SourceVectors, noise: Array, /) -> SourceVectors:
 def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
     if targets is None:
         raise errors.ConventionError("The mode 'empirical' needs `targets`, got None.")
+    refuse_squared_weights(loss)
     gradient = loss.gradient(natural, targets)
     if gradient.ndim != natural.ndim:
         raise errors.ShapeError(
             "Expected `targets` to have a target for each row of `natural`, whose "
-            f"shape is {tuple(natural.shape)}; got {tuple(targets.shape)}."
+            f"shape is {tuple(natural.shape)}; got gradients of {tuple(gradient.shape)}."
         )
     return gradient[None, ...]
 

@@ -84,7 +84,7 @@ def likelihood_residuals(
     >>> float((B @ r[:, :, None])[0, 0, 0])
     -0.5
     """
-    xp = ns.namespace_of(outputs=outputs, targets=targets)
+    xp = ns.namespace_of(outputs=outputs)
     if outputs.ndim != 2:
         raise errors.ShapeError(
             f"Expected `outputs` of shape (N, C), got {tuple(outputs.shape)}."

@@ -25,8 +25,8 @@ class ResidualProblem(NamedTuple):
         The r with ``J^T r`` the gradient; of least squares the terms themselves.
     root : LikelihoodResiduals or None
         Of a likelihood: J is the Jacobian of ``root.rows(term)``.
-    targets : array or None
-        Of a likelihood.
+    targets : array, tuple of array or None
+        Of a likelihood; a tuple of those of a `kfac_core.losses.Joint`.
     """
 
     terms: list[Array]
@@ -88,11 +88,9 @@ def residual_problem(
     terms = residual_terms(options, returned)
     if options.likelihood is None:
         return ResidualProblem(terms, terms, None)
-    outputs, targets = terms[0], _pair(returned)[1]
-    xp = ns.namespace_of(outputs=outputs, targets=targets)
-    if xp.isdtype(targets.dtype, "real floating"):
-        targets = ns.cast(xp, targets, outputs.dtype)
-        targets = targets[:, None] if targets.ndim == 1 else targets
+    outputs = terms[0]
+    targets = _in_dtype_of(outputs, _pair(returned)[1])
+    xp = ns.own_namespace(outputs)
     weight = None
     if isinstance(options.likelihood, Categorical) and targets.ndim == 1:
         # The label of examples that do not count, in PyTorch's losses.
@@ -144,11 +142,15 @@ def not_finite(
             expected = "finite numbers"
             if isinstance(options.likelihood, Bernoulli):
                 expected = "numbers from 0 to 1"
+            elif isinstance(targets, tuple):
+                expected = "those of the loss of each head"
             elif targets.ndim == 1:
                 last = outputs.shape[1] - 1
                 expected = f"labels from 0 to {last}, or -100 to be left out"
+            heads = targets if isinstance(targets, tuple) else (targets,)
+            found = " and ".join(f"{y[n, ...]}" for y in heads)
             return errors.ConventionError(
-                f"Expected `targets` to be {expected}, got {targets[n, ...]} of example "
+                f"Expected `targets` to be {expected}, got {found} of example "
                 f"{n}. Nothing was changed; map the targets to this range."
             )
     return errors.NotFiniteError(
@@ -189,6 +191,17 @@ def _pair(returned: Any) -> tuple[Any, Any]:
         )
     first, second = returned
     return first, second
+
+
+def _in_dtype_of(outputs: Array, targets: Any) -> Any:
+    """Return floating targets as rows in the dtype of outputs, and labels as they are."""
+    if isinstance(targets, tuple | list):
+        return tuple(_in_dtype_of(outputs, of_head) for of_head in targets)
+    xp = ns.namespace_of(outputs=outputs, targets=targets)
+    if not xp.isdtype(targets.dtype, "real floating"):
+        return targets
+    targets = ns.cast(xp, targets, outputs.dtype)
+    return targets[:, None] if targets.ndim == 1 else targets
 
 
 def _wave_function(returned: Any) -> list[Array]:

@@ -169,7 +169,7 @@ class KFAC(kc.integration.ScheduledSteps):
         **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
         kc.integration.require_estimation(
-            fisher=fisher, samples=samples, positions=positions
+            fisher=fisher, samples=samples, positions=positions, likelihood=likelihood
         )
         constraints = kc.constraints
         constraints.require_options(

@@ -152,7 +152,8 @@ class _Vectors:
 
     def _value(self) -> Any:
         # A likelihood of one's own need not have a hash, and may change between calls.
-        if type(self.likelihood).__module__.startswith("kfac_core.losses."):
+        losses = (self.likelihood, *getattr(self.likelihood, "losses", ()))
+        if all(type(x).__module__.startswith("kfac_core.losses.") for x in losses):
             return self.likelihood, self.fisher, self.samples, self.positions
         return id(self)
 

@@ -192,7 +192,7 @@ class KFACOptimizer:
         axis_name: Any = None,
         **options: Unpack[kc.integration.EstimatorOptions],
     ) -> None:
-        kc.integration.require_estimation(fisher=fisher)
+        kc.integration.require_estimation(fisher=fisher, likelihood=likelihood)
         constraints = kc.constraints
         momentum_at_start = None if callable(momentum) else momentum
         constraints.require_range(
@@ -367,8 +367,8 @@ class KFACOptimizer:
         if not hasattr(z, "ndim"):
             raise kc.ArgumentError(
                 f"Expected a network that returns one array of outputs, got a "
-                f"{type(z).__name__}. Say has_aux=True for (outputs, aux); for several "
-                "outputs make the step of `Network` and `KFAC`."
+                f"{type(z).__name__}. Say has_aux=True for (outputs, aux); return heads "
+                "side by side on the last axis, with likelihood=kfac_core.losses.Joint."
             )
         single = z.ndim == 1 and not isinstance(self.loss, kc.losses.Categorical)
         if z.ndim < 2 and not single:

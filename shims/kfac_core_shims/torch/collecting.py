@@ -314,7 +314,7 @@ def outputs_of(model: torch.nn.Module, batch: Any, /) -> torch.Tensor:
     ------
     kfac_core.ConventionError
         For rows that do not count: labels of -100, or padding of sequences whose outputs
-        are by position.
+        are by position; and for several outputs.
     """
     device = next(model.parameters()).device
     mask, labels = None, None
@@ -327,6 +327,12 @@ def outputs_of(model: torch.nn.Module, batch: Any, /) -> torch.Tensor:
         outputs = model((batch[0] if several else batch).to(device))
         labels = batch[1] if several and len(batch) > 1 else None
     outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, torch.Tensor):
+        raise kc.ConventionError(
+            f"Expected a model that returns a tensor, got a {type(outputs).__name__}. Say "
+            "which outputs the likelihood is of by `forward`, such as (model, batch) -> "
+            "torch.cat(model(batch[0]), -1) for heads side by side."
+        )
     ignored = isinstance(labels, torch.Tensor) and bool((labels == -100).any())
     padded = mask is not None and outputs.shape[:-1] == mask.shape and not mask.all()
     if ignored or padded:

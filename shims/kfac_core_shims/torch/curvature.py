@@ -185,8 +185,8 @@ class Curvature(kc.integration.NaturalGradient):
         part of a model, without padded rows, with weights, or of several heads as one;
         and for gradients that do not come by ``backward()``.  A step with outputs that
         were observed by hand counts nothing else.  All rows have the one `likelihood`,
-        which is not compared with the loss: heads of another need a
-        `kfac_core.losses.Loss` of both side by side.
+        which is not compared with the loss.  Heads of different likelihoods are side by
+        side in one row, ``torch.cat([logits, values], -1)``, of a `kfac_core.losses.Joint`.
 
         Parameters
         ----------

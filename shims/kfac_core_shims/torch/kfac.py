@@ -92,7 +92,8 @@ class KFAC(OfOneModel, Curvature):
         Names or class names of modules to leave alone.
     output : str, int, callable or None
         Picks a tensor out of what the model returns: a key, a place, or a function.  By
-        default a tensor itself, or ``logits``.  With None only `observe` counts.
+        default a tensor itself, or ``logits``; of a `kfac_core.losses.Joint` a tuple of its
+        heads.  With None only `observe` counts.
     grad_scaler : torch.amp.GradScaler, optional
         Scaler of the loss.
     communicator : kfac_core.distributed.Communicator or str, optional
@@ -191,7 +192,7 @@ class KFAC(OfOneModel, Curvature):
     ) -> None:
         options.require_made(model)
         kc.integration.require_estimation(
-            fisher=fisher, samples=samples, positions=positions
+            fisher=fisher, samples=samples, positions=positions, likelihood=likelihood
         )
         constraints = kc.constraints
         constraints.require_options(

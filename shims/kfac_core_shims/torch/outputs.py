@@ -33,7 +33,8 @@ def pick(returned: Any, output: Any, likelihood: Any, /) -> torch.Tensor | None:
         What the model returned.
     output : "auto", str, int or callable
         A key or attribute, a place, or a function of what was returned.  ``"auto"`` takes
-        a tensor itself, and the ``logits`` of anything else.
+        a tensor itself, the ``logits`` of anything else, and with a
+        `kfac_core.losses.Joint` a tuple of heads side by side.
     likelihood : kfac_core.losses.Loss
         Of one row.
 
@@ -50,6 +51,10 @@ def pick(returned: Any, output: Any, likelihood: Any, /) -> torch.Tensor | None:
     """
     if output == "auto":
         picked = returned if _is_tensor(returned) else _entry(returned, "logits")
+        if isinstance(likelihood, kc.losses.Joint) and isinstance(
+            returned, tuple | list
+        ):
+            picked = _side_by_side(returned, likelihood)
         return rows_of(picked, likelihood) if _is_tensor(picked) else None
     if callable(output):
         picked = output(returned)
@@ -71,6 +76,14 @@ def rows_of(outputs: Any, likelihood: Any, /) -> Any:
     if outputs.ndim != 1 or likelihood == CATEGORICAL:
         return outputs
     return outputs[:, None]
+
+
+def _side_by_side(heads: Any, likelihood: kc.losses.Joint) -> torch.Tensor | None:
+    """Return heads on one last axis, which those of a single number may lack."""
+    if len(heads) != len(likelihood.losses) or not all(map(_is_tensor, heads)):
+        return None
+    axes = max(z.ndim for z in heads)
+    return torch.cat([z if z.ndim == axes else z[..., None] for z in heads], dim=-1)
 
 
 class OutputHook(Inert):

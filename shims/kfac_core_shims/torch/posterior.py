@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
@@ -152,7 +154,10 @@ class Posterior:
                 targets = batch["labels"] if mapping else batch[1]
                 with torch.no_grad(), evaluated(self.factors.model):
                     z, weight = self._outputs(batch)
-                log_p = self.likelihood.log_probability(z, targets.to(z.device))
+                # Several heads have a tuple of them.
+                to_device = functools.partial(torch.Tensor.to, device=z.device)
+                targets = tree_map_only(torch.Tensor, to_device, targets)
+                log_p = self.likelihood.log_probability(z, targets)
                 if weight is not None:
                     # Rows that do not count may have targets that are none.
                     log_p = torch.where(weight > 0, weight * log_p, 0.0)
