@@ -452,7 +452,7 @@ def test_an_embedding_may_make_logits_too(rng, vectors):
 
 def test_uses_outside_of_layers_are_refused_by_name(rng):
     """A weight used once more; one in a `cond`; a table that is of no example."""
-    W = {"W": jnp.asarray(rng.normal(size=(2, 2)))}
+    W = {name: jnp.asarray(rng.normal(size=(2, 2))) for name in "WV"}
     x = jnp.asarray(rng.normal(size=(8, 2)))
     pairs = {
         "dot_general": lambda p, x: shim.dense("a", x, p["W"]) @ (p["W"] @ p["W"]),
@@ -460,6 +460,10 @@ def test_uses_outside_of_layers_are_refused_by_name(rng):
             x.sum() > 0, lambda: x @ p["W"], lambda: x - p["W"].sum()
         ),
         "reduce_sum": lambda p, x: x @ p["W"] + p["W"].sum(),
+        "concatenate": lambda p, x: x @ jnp.concatenate([p["W"], p["W"]], axis=1),
+        "in different forms": lambda p, x: (
+            x @ jnp.concatenate([p["W"], p["V"]], axis=1) @ jnp.ones((4, 2)) @ p["V"]
+        ),
         r"rows \[7\].*8 examples": lambda p, x: (
             x @ (jnp.ones((7, 2)) @ p["W"]).T[:, :2]
         ),

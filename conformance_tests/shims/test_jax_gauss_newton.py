@@ -118,6 +118,14 @@ def attention(params, x):
     return params["c"] * (weights @ v).mean(axis=1)
 
 
+def concatenated(params, x):
+    """One product for queries, keys and values."""
+    q, k, v = params["qkv"].values()
+    fused = {n: jnp.concatenate([q[n], k[n], v[n]], axis=-1) for n in ("w", "b")}
+    h = jnp.tanh(x @ fused["w"] + fused["b"]).reshape(-1, 3, 2)
+    return params["c"] * h.sum(axis=2)
+
+
 def qkv():
     # Matrices of one layer each, from the same inputs.
     layers = {name: mlp(2, 2)["layer_0"] for name in "qkv"}
@@ -148,6 +156,7 @@ PROGRAMS = {
     "outside of layers": (outside_of_layers, extra(), (X,), {"['c']", "['shift']"}),
     "reverse only": (reverse_only, extra(), (X,), {"['c']", "['shift']"}),
     "attention": (attention, qkv(), (array(5, 6),), {"['c']"}),
+    "concatenated weights": (concatenated, qkv(), (X,), {"['c']"}),
     "batch norm in training": (
         mixes_examples,
         mlp(2, 4, 1),

@@ -1,5 +1,7 @@
 """`soap` for JAX against a naive float64 program in NumPy."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -34,11 +36,11 @@ def problem():
 
 
 def network_of(params, x):
-    return Network(
-        lambda p, x: jnp.tanh(x @ p["a"] + p["b"]) @ p["c"],
-        jax.tree.map(jnp.asarray, params),
-        jnp.asarray(x),
-    )
+    def function(p, x):
+        p = concatenated(p)
+        return jnp.tanh(x @ p["a"] + p["b"]) @ p["c"]
+
+    return Network(function, jax.tree.map(jnp.asarray, params), jnp.asarray(x))
 
 
 def trained(optimizer, network, params, data):
@@ -57,15 +59,24 @@ def trained(optimizer, network, params, data):
     return jax.tree.map(np.asarray, params), state
 
 
-def test_steps_are_those_of_a_naive_program():
+def concatenated(params):
+    """Put together a weight and a bias that `parted` has cut."""
+    join = functools.partial(jnp.concatenate, axis=-1)
+    return {k: join(v) if isinstance(v, list) else v for k, v in params.items()}
+
+
+def parted(params):
+    return {k: v if k == "c" else np.split(v, [2], -1) for k, v in params.items()}
+
+
+@pytest.mark.parametrize("is_parted", [False, True])
+def test_steps_are_those_of_a_naive_program(is_parted):
     """Two dense layers, a bias by Adam, and three changes of bases."""
     params, data = problem()
-    got, state = trained(
-        soap(network_of(params, data[0][0]), RATE),
-        network_of(params, data[0][0]),
-        params,
-        data,
-    )
+    given = parted(params) if is_parted else params
+    network = network_of(given, data[0][0])
+    got, state = trained(soap(network, RATE), network, given, data)
+    got = concatenated(got)
     p = {name: x.copy() for name, x in params.items()}
     naive = {name: soap_reference.Naive(p.get(name).shape) for name in "ac"}
     naive["b"], share = soap_reference.Naive((1, 6)), 1.0

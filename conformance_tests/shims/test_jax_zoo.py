@@ -70,6 +70,28 @@ def stacked(p, x):
     return jax.lax.scan(jax.checkpoint(turn), x, p["layers"])[0]
 
 
+def concatenated(p, x):
+    """Return attention with one product for queries, keys and values."""
+    names = ("q", "k", "v")
+    weight = jnp.concatenate([p[name]["w"] for name in names], axis=-1)
+    bias = jnp.concatenate([p[name]["b"] for name in names])
+    q, k, v = jnp.split(x @ weight + bias, [H, 2 * H], axis=-1)
+    weights = jax.nn.softmax(jnp.einsum("ntk,nsk->nts", q, k))
+    return jnp.einsum("nts,nsk->ntk", weights, v).mean(axis=1) @ p["o"]
+
+
+def stacked_by_the_network(p, x):
+    return stacked({"layers": jax.tree.map(lambda *each: jnp.stack(each), *p)}, x)
+
+
+def concatenated_in_a_scan(p, x):
+    def turn(h, layer):
+        weight = jnp.concatenate([layer["a"], layer["b"]], axis=1)
+        return jnp.tanh(h @ weight), None
+
+    return jax.lax.scan(turn, x, p)[0]
+
+
 def time_first(p, x):
     h = x.swapaxes(0, 1).reshape(-1, D) @ p["W"] + p["b"]
     return jnp.tanh(h.reshape(T, -1, H).swapaxes(0, 1)).sum(axis=1) @ p["V"]
@@ -153,6 +175,61 @@ ZOO = {
         FEATURES,
         stacked,
     ),
+    "concatenated queries, keys and values": (
+        {"q": {"w": (D, H), "b": H}, "k": {"w": (D, H), "b": H}}
+        | {"v": {"w": (D, 2), "b": 2}, "o": (2, 3)},
+        TOKENS,
+        concatenated,
+    ),
+    "concatenated, of shape (out, in)": (
+        {"a": (2, D), "b": (H, D), "V": (2 + H, 2)},
+        FEATURES,
+        lambda p, x: jnp.tanh(x @ jnp.concatenate([p["a"], p["b"]]).T) @ p["V"],
+    ),
+    "concatenated along the inputs, with one bias": (
+        {"a": (1, H), "c": (D - 1, H), "b": H, "V": (H, 2)},
+        TOKENS,
+        lambda p, x: (
+            jnp.tanh(x @ jnp.concatenate([p["a"], p["c"]]) + p["b"]).sum(axis=1)
+            @ p["V"]
+        ),
+    ),
+    "a stack of heads": (
+        {"a": (D, 2), "b": (D, 2), "V": (4, 2)},
+        FEATURES,
+        lambda p, x: (
+            jnp.tanh(jnp.einsum("nd,hde->nhe", x, jnp.stack([p["a"], p["b"]]))).reshape(
+                -1, 4
+            )
+            @ p["V"]
+        ),
+    ),
+    "a scan over layers that the network stacks": (
+        [{"W": (D, D), "b": D}] * 3,
+        FEATURES,
+        stacked_by_the_network,
+    ),
+    "a scan over layers of two concatenated weights": (
+        {"a": (3, D, 1), "b": (3, D, D - 1)},
+        FEATURES,
+        concatenated_in_a_scan,
+    ),
+    "concatenated twice, used twice": (
+        {"a": (D, 1), "b": (D, 1), "c": (D, D - 2)},
+        FEATURES,
+        lambda p, x: (
+            jnp.tanh(x @ jnp.hstack([jnp.hstack([p["a"], p["b"]]), p["c"]]))
+            @ jnp.hstack([jnp.hstack([p["a"], p["b"]]), p["c"]]).T
+        ),
+    ),
+    "concatenated positions": (
+        {**TWO, "first": (1, H), "pos": (T - 1, H)},
+        TOKENS,
+        lambda p, x: (
+            jnp.tanh(x @ p["W"] + jnp.concatenate([p["first"], p["pos"]])).sum(axis=1)
+            @ p["V"]
+        ),
+    ),
     "names as of boxes": (
         {"head": {"value": (D, H), "raw_value": (H, 2)}},
         FEATURES,
@@ -235,7 +312,6 @@ def assert_blocks_are_those_of_the_jacobian(
     first = x if made_with is None else made_with
     network = shim.Network(function, params, first, approximation=lambda *_: kc.Full())
     likelihood = kc.losses.Gaussian(variance=1.0)
-    leaves, form = jax.tree.flatten(params)
     weights = np.random.default_rng(9).normal(size=(64, 8))
 
     @jax.jit
@@ -263,16 +339,14 @@ def assert_blocks_are_those_of_the_jacobian(
     estimator.update(batches)
     estimator.refresh()
     # Which column of J each entry of a block's matrix is.
-    columns = np.split(
-        np.arange(sum(x.size for x in leaves)), np.cumsum([x.size for x in leaves])[:-1]
-    )
-    numbered = [c.reshape(x.shape) for c, x in zip(columns, leaves, strict=True)]
-    places = network.leaves.vectors(jax.tree.unflatten(form, numbered), network.wiring)
+    _, unraveled = jax.flatten_util.ravel_pytree(params)
     J = np.concatenate(J, axis=1)
+    numbered = unraveled(jnp.arange(float(J.shape[1])))
+    places = network.leaves.vectors(numbered, network.wiring)
+    same = network.leaves.replaced(numbered, places, network.wiring)
+    jax.tree.map(np.testing.assert_array_equal, same, numbered)
     for name, block in network.blocks.items():
-        own = block.parameters_to_matrix(
-            {k: v.astype(float) for k, v in places[name].items()}
-        )
+        own = np.asarray(block.parameters_to_matrix(places[name]))
         part = J[:, own.ravel().astype(int)]
         expected = part.T @ part / len(z) + LAMBDA * np.eye(part.shape[1])
         found = estimator.operator(name).to_dense()
@@ -280,7 +354,7 @@ def assert_blocks_are_those_of_the_jacobian(
     covered = np.concatenate(
         [v.ravel() for own in places.values() for v in own.values()]
     )
-    unused = np.setdiff1d(np.arange(J.shape[1]), covered)
+    unused = np.setdiff1d(np.arange(J.shape[1]), covered.astype(int))
     assert not np.any(J[:, unused])
     return network
 
@@ -361,6 +435,17 @@ def linen(x):
     )
 
 
+def lstm(x):
+    nn = pytest.importorskip("flax.linen")
+    model = nn.RNN(nn.OptimizedLSTMCell(2))
+    params = model.init(jax.random.key(0), x[..., None])
+
+    def function(p, x):
+        return model.apply(p, x[..., None]).sum(axis=1)
+
+    return params, function, "params/cell/hi params/cell/ii"
+
+
 def nnx_model(x):
     nnx = pytest.importorskip("flax.nnx")
 
@@ -402,7 +487,7 @@ def haiku(x):
     return model.init(jax.random.key(0), x), model.apply, "linear layer_norm linear_1"
 
 
-@pytest.mark.parametrize("library", [linen, nnx_model, equinox, haiku])
+@pytest.mark.parametrize("library", [linen, lstm, nnx_model, equinox, haiku])
 def test_models_of_all_libraries_need_no_marks(library, rng):
     """Blocks have the names of modules, and the rows of their layers."""
     x = jnp.asarray(rng.normal(size=FEATURES))

@@ -19,8 +19,23 @@ from typing import Any, Literal, TypeAlias
 
 import kfac_core as kc
 from kfac_core_shims.jax.marks import Label, mark
-from kfac_core_shims.jax.program import Operand, Operation, Program, Trace
-from kfac_core_shims.jax.views import Piece, View, joined, whole_axes
+from kfac_core_shims.jax.program import (
+    Operand,
+    Operation,
+    Program,
+    Trace,
+    carried_by,
+    is_whole,
+    source_shape,
+)
+from kfac_core_shims.jax.views import (
+    Piece,
+    Source,
+    View,
+    joined,
+    numbers_of,
+    whole_axes,
+)
 
 Consumer: TypeAlias = tuple[Operation, int]
 """An operation, and which of its operands a value is."""
@@ -32,17 +47,22 @@ class Part:
 
     Attributes
     ----------
-    leaf : int
-        Number of the leaf.
+    leaf : Source
+        The leaf by its number, or a concatenation of leaves.
     sliced : bool
         Whether a loop runs over the leaf's first axis.
     order : tuple of int or None
         Permutation of the axes, where the layer's order is another.
     """
 
-    leaf: int
+    leaf: Source
     sliced: bool = False
     order: tuple[int, ...] | None = None
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Numbers of the leaves."""
+        return numbers_of(self.leaf)
 
 
 @dataclass(frozen=True)
@@ -320,9 +340,11 @@ class _Finder:
     ) -> None:
         """Find the operations that some outputs depend on; marks end a layer."""
         needed = {x for x in outputs if isinstance(x, int)}
+        views = self.trace.views
         for place in needed:
-            if place in self.trace.views:
-                self._obstruct(place, "an output of the network, or of a loop")
+            if place in views:
+                what = "an output of the network, or of a loop"
+                self._obstruct(views[place].source, what)
         live: list[Operation] = []
         # Backwards: only what the outputs depend on is a use.
         for operation in reversed(program.operations):
@@ -353,15 +375,18 @@ class _Finder:
         for position, (outside, inside) in enumerate(
             zip(operation.inputs, body.inputs, strict=True)
         ):
-            if isinstance(outside, int) and outside in self.trace.views:
+            view = self.trace.views.get(outside) if isinstance(outside, int) else None
+            if view is not None:
                 self.taken.add((id(operation), position))
                 if inside not in self.trace.views:
-                    self._obstruct(outside, "what a `scan` carries along or runs over")
+                    what = "what a `scan` carries along or runs over"
+                    self._obstruct(view.source, what)
         loop = Loop(operation, int(operation.params["length"]), False)
         self._enter(body, body.outputs, (*loops, loop))
 
-    def _obstruct(self, place: int, what: str) -> None:
-        self.obstacles.setdefault(self.trace.views[place].source, []).append(what)
+    def _obstruct(self, source: Source, what: str) -> None:
+        for leaf in numbers_of(source):
+            self.obstacles.setdefault(leaf, []).append(what)
 
     def _leave(self, operation: Operation) -> None:
         """Note the uses of parameters that no layer explains."""
@@ -372,7 +397,8 @@ class _Finder:
             moved = len(operation.outputs) == 1 and operation.outputs[0] in views
             if not moved and (id(operation), position) not in self.taken:
                 shape = self.trace.shape(x)
-                self._obstruct(x, f"`{operation.name}` with it, as an array of {shape}")
+                what = f"`{operation.name}` with it, as an array of {shape}"
+                self._obstruct(views[x].source, what)
 
     # ------------------------------------------------------------------ kinds of layers
 
@@ -396,7 +422,7 @@ class _Finder:
             return
         for part in site.parts.values():
             why = "layers that a `scan` runs over, and others that not"
-            self.obstacles.setdefault(part.leaf, []).append(why)
+            self._obstruct(part.leaf, why)
 
     def _placed(self, site: Site, loops: tuple[Loop, ...]) -> bool:
         """Put a site into its loops; all of its parameters change in the same one."""
@@ -406,13 +432,14 @@ class _Finder:
         if sliced == {False}:
             site.loops = loops
             return True
-        # The loop whose body first sees a part of the leaf.
-        leaves = {part.leaf for part in site.parts.values()}
+        # The loop that runs over the leaves.
+        leaves = {leaf for part in site.parts.values() for leaf in part.leaves}
         for depth, loop in enumerate(loops):
             body = loop.operation.body
             assert body is not None
-            seen = [self.trace.views.get(place) for place in body.inputs]
-            if any(v is not None and v.sliced and v.source in leaves for v in seen):
+            _, first = carried_by(loop.operation.params)
+            views = (self.trace.views.get(place) for place in body.inputs[first:])
+            if leaves <= {n for view in views if view for n in numbers_of(view.source)}:
                 site.loops = (
                     *loops[:depth],
                     replace(loop, sliced=True),
@@ -451,13 +478,10 @@ class _Finder:
         )
 
     def _whole(self, view: View) -> bool:
-        """Whether a view is the parameter itself, but for axes of length one."""
-        return joined(view.axes) == joined(whole_axes(self._source_shape(view)))
+        return is_whole(view, self.trace.avals)
 
     def _source_shape(self, view: View) -> tuple[int, ...]:
-        place = self.trace.program.inputs[view.source]
-        shape = self.trace.shape(place)
-        return shape[1:] if view.sliced else shape
+        return source_shape(view.source, self.trace.avals)[view.sliced :]
 
     def _require_only_within(
         self, operation: Operation, label: Label, parts: dict[str, Part]

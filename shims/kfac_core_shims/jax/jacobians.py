@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 
 import kfac_core as kc
 from kfac_core_shims.jax.finding import Part
-from kfac_core_shims.jax.leaves import leaf_name, put, taken
+from kfac_core_shims.jax.leaves import LeafArrays, leaf_name, put, source_name, taken
 from kfac_core_shims.jax.network import Network
 from kfac_core_shims.jax.program import forms
 
@@ -26,6 +26,7 @@ Slot: TypeAlias = tuple[Part, int | None]
 """The part of a leaf that a layer's parameter is, and the turn of its loop."""
 
 MIXED = "the residuals mix examples, as batch norm in training does"
+SEVERAL = "terms of the loss use it in several ways"
 
 CHUNK = 64
 """Derivatives that are formed at a time."""
@@ -51,16 +52,16 @@ class Columns:
     def tree(self, vectors: Any, params: Any, /) -> Any:
         """Return vectors of a Jacobian as a tree like `params`; zero elsewhere."""
         leaves, form = jax.tree.flatten(params)
-        leaves = [jnp.zeros_like(leaf) for leaf in leaves]
+        leaves = LeafArrays(enumerate(map(jnp.zeros_like, leaves)))
         for name, slots in self.slots.items():
             for role, (part, turn) in slots.items():
                 vector = vectors[name][role]
                 leaves[part.leaf] = put(leaves[part.leaf], vector, part, turn)
-        return jax.tree.unflatten(form, leaves)
+        return jax.tree.unflatten(form, leaves.parted())
 
     def vectors(self, tree: Any, J: kc.samples.Jacobian, /) -> dict[str, Any]:
         """Return a tree like the parameters as vectors of a Jacobian."""
-        leaves = jax.tree.leaves(tree)
+        leaves = LeafArrays(enumerate(jax.tree.leaves(tree)))
         return {
             name: {
                 role: taken(leaves[part.leaf], part, turn).reshape(
@@ -300,15 +301,17 @@ def _missing(network: Network, pieces: Mapping[Any, _Piece]) -> dict[int, str]:
     """Return the leaves that a term depends on beside its pieces, and why."""
     places = dict(zip(network.leaves.shapes, network.leaves.places, strict=True))
     reasons = {
-        places[name][0].leaf: f"it is {why}"
+        leaf: f"it is {why}"
         for name, why in network.uncovered.items()
+        for leaf in places[name][0].leaves
         if why != "unused"
     }
     covered = {slot for piece in pieces.values() for slot in piece.slots.values()}
     for name in network.blocks:
         for part, turn in _slots(network, name).values():
             if (part, turn) not in covered:
-                reasons[part.leaf] = "its rows are not those of the residuals' examples"
+                why = "its rows are not those of the residuals' examples"
+                reasons |= dict.fromkeys(part.leaves, why)
     return reasons
 
 
@@ -326,27 +329,26 @@ def _groups(
             groups[key] = piece
     for key, piece in (item for term in terms for item in term.items()):
         if not _is_part(piece, groups[key]):
-            leaves = {part.leaf for part, _ in piece.slots.values()}
-            reasons |= dict.fromkeys(leaves, "terms of the loss use it in several ways")
+            for part, _ in piece.slots.values():
+                reasons |= dict.fromkeys(part.leaves, SEVERAL)
     claims = [slot for piece in groups.values() for slot in piece.slots.values()]
     for part, turn in claims:
-        same_leaf = {other for other, _ in claims if other.leaf == part.leaf}
+        same_leaf = {o for o, _ in claims if {*o.leaves} & {*part.leaves}}
         if len(same_leaf) > 1 or claims.count((part, turn)) > 1:
-            reasons[part.leaf] = "terms of the loss use it in several ways"
+            reasons |= dict.fromkeys(part.leaves, SEVERAL)
     # A layer with a parameter that is formed is formed as a whole.
     while True:
         dropped = [
             key
             for key, piece in groups.items()
-            if any(part.leaf in reasons for part, _ in piece.slots.values())
+            if any({*reasons}.intersection(p.leaves) for p, _ in piece.slots.values())
         ]
         if not dropped:
             return groups
         for key in dropped:
             for part, _ in groups.pop(key).slots.values():
-                reasons.setdefault(
-                    part.leaf, "its layer has a parameter that is formed"
-                )
+                why = "its layer has a parameter that is formed"
+                reasons |= dict.fromkeys({*part.leaves} - {*reasons}, why)
 
 
 def _is_part(piece: _Piece, widest: _Piece) -> bool:
@@ -373,7 +375,7 @@ def _is_transposed(piece: _Piece, widest: _Piece) -> bool:
 def _name_of(piece: _Piece, names: Sequence[str]) -> str:
     """Return the name of a layer's first leaf; of a turn of a loop with its number."""
     part, turn = next(iter(piece.slots.values()))
-    return names[part.leaf] if turn is None else f"{names[part.leaf]}[{turn}]"
+    return source_name(names, part.leaf, turn)
 
 
 def _joined(
@@ -427,6 +429,6 @@ def _unlike(
     expected = columns.vectors(by_vjp, J)
     for name, parts in kc.samples.unlike(J, c, expected).items():
         for role, differs in parts.items():
-            leaf = columns.slots[name][role][0].leaf
-            flags = flags.at[leaf].set(flags[leaf] | differs)
+            leaves = jnp.asarray(columns.slots[name][role][0].leaves)
+            flags = flags.at[leaves].set(flags[leaves] | differs)
     return flags

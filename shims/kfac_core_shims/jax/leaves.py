@@ -1,13 +1,14 @@
 """The leaves of a network's parameters: their names, and the parameters of layers.
 
 Conventions.  A leaf is known by its path in the parameters.  A layer's parameter is a
-leaf, one of the arrays that a leaf is a stack of (where a ``scan`` runs over layers), or a
-leaf with its axes in another order; each of these has a place of its own in what the
-blocks are wired to.
+leaf, a concatenation of leaves, one of the arrays that these are a stack of (where a
+``scan`` runs over layers), or one of these with its axes in another order; each of them
+has a place of its own in what the blocks are wired to.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import kfac_core as kc
 from kfac_core_shims.jax.examples import Counts, ExampleAxis, row_axes
 from kfac_core_shims.jax.finding import Layers, Part, Site
 from kfac_core_shims.jax.program import Trace
+from kfac_core_shims.jax.views import Join, Source, numbers_of
 
 
 class Leaves:
@@ -55,19 +57,24 @@ class Leaves:
         self.obstacles = {leaf: list(why) for leaf, why in layers.obstacles.items()}
         self._parts: dict[int, Part] = {}
         for part in (part for site in layers.sites for part in site.parts.values()):
-            known = self._parts.setdefault(part.leaf, part)
-            if known != part:
-                self._obstruct(part.leaf, "layers that have it in different forms")
+            for leaf in part.leaves:
+                if self._parts.setdefault(leaf, part) != part:
+                    self._obstruct(leaf, "layers that have it in different forms")
         self.places: list[tuple[Part, int | None]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for i, shape in enumerate(self.leaf_shapes):
-            part = self._parts.get(i, Part(i))
+        for part in dict.fromkeys(
+            self._parts.get(i, Part(i)) for i in range(len(self.names))
+        ):
+            source = part.leaf
+            shape = (
+                source.shape if isinstance(source, Join) else self.leaf_shapes[source]
+            )
             inner = shape[1:] if part.sliced else shape
             if part.order is not None:
                 inner = tuple(inner[axis] for axis in part.order)
             # A loop over a stack of weights is a block for each turn.
             for turn in range(shape[0]) if part.sliced else (None,):
-                name = self.names[i] + ("" if turn is None else f"[{turn}]")
+                name = source_name(self.names, source, turn)
                 self.shapes[name] = inner
                 self.places.append((part, turn))
         self._place_of = {
@@ -107,16 +114,18 @@ class Leaves:
                     f"{what}. Pass x and y with the axis of the examples first."
                 )
             for part in site.parts.values():
-                self._obstruct(part.leaf, what)
+                for leaf in part.leaves:
+                    self._obstruct(leaf, what)
         used: list[Site] = []
         for site in sites:
-            bad = [p.leaf for p in site.parts.values() if p.leaf in self.obstacles]
+            leaves = [leaf for part in site.parts.values() for leaf in part.leaves]
+            bad = [leaf for leaf in leaves if leaf in self.obstacles]
             if bad:
                 self._left_out.add(_key(site))
-                for part in site.parts.values():
-                    if part.leaf not in bad:
+                for leaf in leaves:
+                    if leaf not in bad:
                         why = f"a layer that has {self.names[bad[0]]} too"
-                        self._obstruct(part.leaf, why)
+                        self._obstruct(leaf, why)
             else:
                 used.append(site)
         self._name(used)
@@ -126,7 +135,7 @@ class Leaves:
         """Whether a site is one of a block's; or raise if it was not there before."""
         key = _key(site)
         if key not in self._block_names and key not in self._left_out:
-            names = [self.names[part.leaf] for part in site.parts.values()]
+            names = [source_name(self.names, p.leaf) for p in site.parts.values()]
             raise kc.ConventionError(
                 f"The parameters {names} are used in another way than when the network "
                 "was created. Create a `Network` for each of the two functions."
@@ -148,7 +157,8 @@ class Leaves:
 
     def require_known(self, layers: Layers, /) -> None:
         """Raise if a parameter of a block is now also used outside of layers."""
-        blocks = {p.leaf for key in self._block_names for _, p in key[1]}
+        parts = (part for key in self._block_names for _, part in key[1])
+        blocks = {leaf for part in parts for leaf in part.leaves}
         for leaf, why in layers.obstacles.items():
             if leaf in blocks:
                 raise kc.ConventionError(
@@ -167,7 +177,7 @@ class Leaves:
             name = short[key]
             # A module may hold several layers; their leaves tell them apart.
             if site.name is None and names.count(name) > 1:
-                leaf = next(iter(site.parts.values())).leaf
+                leaf = next(iter(site.parts.values())).leaves[0]
                 name = "/".join(self.paths[leaf])
                 taken = name in self._block_names.values()
                 if taken:
@@ -176,7 +186,7 @@ class Leaves:
 
     def _module_of(self, site: Site) -> str:
         """Return the path of a layer's weight, without the last word."""
-        path = self.paths[next(iter(site.parts.values())).leaf]
+        path = self.paths[next(iter(site.parts.values())).leaves[0]]
         return "/".join(path[:-1] or path)
 
     # ------------------------------------------------------------------- to the blocks
@@ -223,15 +233,16 @@ class Leaves:
         for place, (name, (part, _)) in enumerate(
             zip(self.shapes, self.places, strict=True)
         ):
-            if place in covered or part.leaf not in self.trained:
+            leaf = part.leaves[0]
+            if place in covered or leaf not in self.trained:
                 continue
-            obstacles = self.obstacles.get(part.leaf)
-            omitted = part.leaf in self._parts
+            obstacles = [x for k, x in self.obstacles.items() if k in part.leaves]
+            omitted = leaf in self._parts
             missing[name] = (
                 "in a layer without an approximation" if omitted else "unused"
             )
             if obstacles:
-                missing[name] = f"used in {obstacles[0]}"
+                missing[name] = f"used in {obstacles[0][0]}"
         # The gradient of what the outputs do not depend on is zero without a block, too.
         used = {name: why for name, why in missing.items() if why != "unused"}
         if used and uncovered == "refuse":
@@ -272,24 +283,23 @@ class Leaves:
         ShapeError
             For a gradient of another shape than its parameter.
         """
-        leaves = self._by_name(gradients)
+        leaves = self._by_number(gradients)
         vectors: dict[str, dict[str, Any]] = {}
         for name, slots in wiring.slots.items():
             shapes = wiring.blocks[name].layer.parameter_shapes
             parts = {role: self.places[place] for role, place in slots.items()}
-            names = {role: self.names[part.leaf] for role, (part, _) in parts.items()}
-            there = [role for role, leaf in names.items() if leaf in leaves]
+            numbers = [leaf for part, _ in parts.values() for leaf in part.leaves]
+            missing = [self.names[leaf] for leaf in numbers if leaf not in leaves]
             # `optax.masked` leaves out whole layers.
-            if not there:
+            if len(missing) == len(numbers):
                 continue
-            if len(there) < len(parts):
-                missing = [leaf for leaf in names.values() if leaf not in leaves]
+            if missing:
                 raise kc.ConventionError(
                     f"Block {name!r}: the gradients have no {missing}, but the block's "
                     "other parameters. Mask or partition whole layers."
                 )
             vectors[name] = {
-                role: taken(leaves[names[role]], part, turn).reshape(shapes[role])
+                role: taken(leaves[part.leaf], part, turn).reshape(shapes[role])
                 for role, (part, turn) in parts.items()
             }
         return vectors
@@ -302,31 +312,60 @@ class Leaves:
         /,
     ) -> Any:
         """Return the tree of gradients with the blocks' vectors in their places."""
-        leaves = self._by_name(gradients)
+        leaves = self._by_number(gradients)
         for name, parameters in vectors.items():
             for role, place in wiring.slots[name].items():
                 part, turn = self.places[place]
-                leaf = self.names[part.leaf]
+                leaf = part.leaf
                 leaves[leaf] = put(leaves[leaf], parameters[role], part, turn)
-        return jax.tree.unflatten(jax.tree.structure(gradients), leaves.values())
+        return jax.tree.unflatten(jax.tree.structure(gradients), leaves.parted())
 
-    def _by_name(self, gradients: Any) -> dict[str, Any]:
-        paths = jax.tree_util.tree_leaves_with_path(gradients)
-        leaves = {leaf_name(path): leaf for path, leaf in paths}
-        known = dict(zip(self.names, self.leaf_shapes, strict=True))
-        for name, leaf in leaves.items():
+    def _by_number(self, gradients: Any) -> LeafArrays:
+        leaves = LeafArrays()
+        known = {name: i for i, name in enumerate(self.names)}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+            name = leaf_name(path)
             if name not in known:
                 raise kc.ConventionError(
                     f"Expected gradients in the structure of the parameters, got a leaf "
                     f"{name!r}; the parameters are {', '.join(self.names[:6])}"
                     f"{', ...' if len(self.names) > 6 else ''}."
                 )
-            if jnp.shape(leaf) != known[name]:
+            shape = self.leaf_shapes[known[name]]
+            if jnp.shape(leaf) != shape:
                 raise kc.ShapeError(
-                    f"Expected a gradient of shape {known[name]} for {name}, got "
+                    f"Expected a gradient of shape {shape} for {name}, got "
                     f"{jnp.shape(leaf)}."
                 )
+            leaves[known[name]] = leaf
         return leaves
+
+
+class LeafArrays(dict[Source, Any]):
+    """The arrays of leaves by number, and of concatenations of them when asked for."""
+
+    def __missing__(self, source: Source) -> Any:
+        """Concatenate leaves."""
+        if isinstance(source, int):
+            raise KeyError(source)
+        form = [*source.shape]
+        form[source.axis] = -1
+        pieces = [jnp.reshape(self[leaf], form) for leaf in source.sources]
+        self[source] = jnp.concatenate(pieces, source.axis)
+        return self[source]
+
+    def parted(self) -> list[Any]:
+        """Return the leaves, with the entries of the concatenations in their places."""
+        for source in reversed([*self]):
+            if isinstance(source, int):
+                continue
+            array, leaves = self.pop(source), [self[leaf] for leaf in source.sources]
+            unit = array.size // array.shape[source.axis]
+            *ends, _ = itertools.accumulate(leaf.size // unit for leaf in leaves)
+            pieces = jnp.split(array, ends, source.axis)
+            for number, old, x in zip(source.sources, leaves, pieces, strict=True):
+                self[number] = x.reshape(old.shape).astype(old.dtype)
+        return [*self.values()]
 
 
 def _key(site: Site) -> Any:
@@ -354,6 +393,14 @@ def put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
         array = vector.reshape([shape[axis] for axis in order]).transpose(back)
     array = array.astype(leaf.dtype)
     return array if turn is None else leaf.at[turn].set(array)
+
+
+def source_name(
+    names: Sequence[str], source: Source, turn: int | None = None, /
+) -> str:
+    """Return the name of a leaf, a concatenation of leaves, or one turn of these."""
+    name = " + ".join(names[leaf] for leaf in numbers_of(source))
+    return name if turn is None else f"{name}[{turn}]"
 
 
 def leaf_name(path: Any, /) -> str:

@@ -8,6 +8,7 @@ derivatives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from kfac_core_shims.jax.marks import mark
-from kfac_core_shims.jax.views import View
+from kfac_core_shims.jax.views import Join, Source, View, joined, numbers_of, whole_axes
 
 Operand: TypeAlias = Any
 """The place of a value, or a literal of JAX."""
@@ -229,7 +230,9 @@ class _Writer:
         return [place(atom) for atom in jaxpr.outvars]
 
     def _follow(self, operation: Operation) -> None:
-        """Remember the result of an operation that only moves a parameter."""
+        """Remember the result of an operation that only moves parameters."""
+        if operation.name in ("concatenate", "stack"):
+            self._join(operation)
         if len(operation.inputs) != 1 or not isinstance(operation.inputs[0], int):
             return
         (x,) = operation.inputs
@@ -239,6 +242,23 @@ class _Writer:
             view = self.views[x].moved(operation.name, operation.params, *shapes)
             if view is not None:
                 self.views[y] = view
+
+    def _join(self, operation: Operation) -> None:
+        """Remember a concatenation, or a stack, of whole parameters as one."""
+        places = [x for x in operation.inputs if isinstance(x, int) and x in self.views]
+        views = [self.views[x] for x in places if is_whole(self.views[x], self.avals)]
+        if len(views) < len(operation.inputs) or len({v.sliced for v in views}) > 1:
+            return
+        (y,), params, lead = operation.outputs, operation.params, views[0].sliced
+        shape = tuple(self.avals[y].shape)
+        # Of parameters that a loop runs over, the stacks are concatenated.
+        stack = source_shape(views[0].source, self.avals)[:1] if lead else ()
+        axis = int(params["axis" if operation.name == "stack" else "dimension"])
+        join = Join(tuple(v.source for v in views), (*stack, *shape), axis + lead)
+        # Each entry once: no parameter is repeated.
+        sizes = {n: math.prod(self.avals[n].shape) for n in numbers_of(join)}
+        if sum(sizes.values()) == math.prod(join.shape):
+            self.views[y] = View.of(join, shape, sliced=lead)
 
     def _body(self, jaxpr: Any, constants: Any, operation: Operation) -> Program:
         """Write the body of a loop, which may read parameters and slices of them."""
@@ -258,6 +278,18 @@ class _Writer:
         body = Program(places)
         body.outputs = self.write(jaxpr, constants, places, body.operations)
         return body
+
+
+def source_shape(source: Source, avals: Sequence[Any], /) -> tuple[int, ...]:
+    """Return the shape of a parameter, or of a concatenation of parameters."""
+    # The first places are those of the parameters.
+    return source.shape if isinstance(source, Join) else tuple(avals[source].shape)
+
+
+def is_whole(view: View, avals: Sequence[Any], /) -> bool:
+    """Whether a view is the parameter itself, but for axes of length one."""
+    shape = source_shape(view.source, avals)[view.sliced :]
+    return joined(view.axes) == joined(whole_axes(shape))
 
 
 def carried_by(params: Mapping[str, Any], /) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 Piece: TypeAlias = tuple[int, int, int]
+Source: TypeAlias = "int | Join"
+"""An array by its number, or the concatenation of several."""
 
 SAME = frozenset(
     {
@@ -33,13 +35,32 @@ SAME = frozenset(
 
 
 @dataclass(frozen=True)
+class Join:
+    """The concatenation of several arrays, each reshaped before.
+
+    Attributes
+    ----------
+    sources : tuple of Source
+        The arrays.
+    shape : tuple of int
+        Shape of the concatenation.
+    axis : int
+        Its axis.
+    """
+
+    sources: tuple[Source, ...]
+    shape: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
 class View:
     """Which axes of an array, such as a parameter, lie where in another.
 
     Attributes
     ----------
-    source : int
-        The array, by a number.
+    source : Source
+        The array.
     axes : tuple of tuple of Piece
         For each axis of the view, what it is of the array.
     sliced : bool
@@ -49,13 +70,13 @@ class View:
         Axes with only some successive entries in view, each with its first entry.
     """
 
-    source: int
+    source: Source
     axes: tuple[tuple[Piece, ...], ...]
     sliced: bool = False
     window: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
-    def of(source: int, shape: Sequence[int], /, *, sliced: bool = False) -> View:
+    def of(source: Source, shape: Sequence[int], /, *, sliced: bool = False) -> View:
         """Return the view of a whole array."""
         return View(source, whole_axes(shape), sliced)
 
@@ -133,6 +154,13 @@ class View:
                 pieces = ((axis, 1, stop - start),)
             axes.append(pieces)
         return replace(self, axes=tuple(axes), window=tuple(window.items()))
+
+
+def numbers_of(source: Source, /) -> tuple[int, ...]:
+    """Return the numbers of the arrays that a source consists of."""
+    if isinstance(source, int):
+        return (source,)
+    return tuple(n for part in source.sources for n in numbers_of(part))
 
 
 def whole_axes(shape: Sequence[int], /) -> tuple[tuple[Piece, ...], ...]:
