@@ -291,13 +291,13 @@ def fitted(model, kfac, x, y, **options):
     return [host(v.value) for v in model.trainable_variables]
 
 
-def compiled_model(seed=3):
+def compiled_model(seed=3, momentum=0.9):
     keras.utils.set_random_seed(seed)
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(5, activation="tanh"), layers.Dense(3)]
     )
     model.compile(
-        optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
+        optimizer=keras.optimizers.SGD(0.1, momentum=momentum),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         jit_compile=COMPILED,
     )
@@ -958,7 +958,9 @@ def test_the_other_backend():
     pytest.importorskip("jax")
     if BACKEND == "jax":
         pytest.skip("this is it")
-    chosen = "step_of_fit or sum_over_batch_size or its_last_batch or gives_natural"
+    chosen = (
+        "step_of_fit or sum_over_batch_size or its_last_batch or gives_natural or go_on"
+    )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
     here = Path(__file__)
     run = subprocess.run(
@@ -980,7 +982,7 @@ def test_the_other_backend():
     )
 
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "5 passed" in run.stdout
+    assert "6 passed" in run.stdout
 
 
 def test_after_fit_the_curvature_is_that_of_its_last_batch():
@@ -1001,6 +1003,58 @@ def test_after_fit_the_curvature_is_that_of_its_last_batch():
         assert set(report) == set(kfac.estimator.blocks)
         np.testing.assert_allclose(report[name].damping, 1 / batches, rtol=1e-6)
     assert "6 steps" in repr(kfac)
+
+
+def test_fit_and_a_loop_go_on_from_each_other():
+    """Two steps of each in turn are eight steps of `fit`; the loop puts variables back."""
+    rng = np.random.default_rng(18)
+    x, y = rng.normal(size=(64, 4)).astype("float32"), rng.integers(0, 3, size=64)
+    settings = {
+        **SETTINGS,
+        "fisher": "exact",
+        "kl_clip": 1e-3,
+        "update_every": 2,
+        "refresh_every": 4,
+    }
+    seen = []
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    class Reading(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(kfac.steps)
+
+    def fit(model, kfac, x, y):
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        model.fit(x, y, callbacks=[Reading()], **options)
+
+    def loop(model, kfac, x, y):
+        before = [host(v.value) for v in model.optimizer.variables]
+        for batch in (slice(0, 8), slice(8, 16)):
+            if kfac.wants_statistics:
+                kfac.observe(x[batch])
+            gradients = true_gradients(model, x[batch], y[batch], loss)
+            gradients = [keras.ops.convert_to_tensor(g, "float32") for g in gradients]
+            natural = kfac.precondition(gradients)
+            for v, g in zip(model.trainable_variables, natural, strict=True):
+                v.assign(v.value - 0.1 * g)
+        for v, value in zip(model.optimizer.variables, before, strict=True):
+            v.assign(value)
+
+    results = []
+    for turns in ([fit] * 4, [loop, fit, loop, fit]):
+        model = compiled_model(momentum=0.0)
+        kfac = KFAC(model, **settings)
+        seen.clear()
+        for i, turn in enumerate(turns):
+            part = slice(16 * i, 16 * (i + 1))
+            turn(model, kfac, x[part], y[part])
+        assert kfac.steps == 8
+        assert {int(b.updates) for b in kfac.estimator.state.blocks.values()} == {4}
+        results.append([host(v.value) for v in model.trainable_variables])
+        expected = [2 * i + k for i, f in enumerate(turns) if f is fit for k in (1, 2)]
+        assert seen == expected
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip", [1e-3, kc.integration.PerOutput(1e3)])

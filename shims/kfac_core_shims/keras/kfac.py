@@ -155,8 +155,10 @@ class KFAC(kc.integration.NaturalGradient):
             **({"refreshing": kc.Refreshing(keep_matrices=False)} | options),
         )
         self._variables: list[Any] = []
-        # The counter of steps that the estimator's state belongs to.
+        # The counter of steps that the estimator's state belongs to, and whether steps of
+        # a loop came after it.
         self._seen: Any = None
+        self._is_ahead = False
         self._compiling = False
         super().__init__(
             estimator,
@@ -166,6 +168,7 @@ class KFAC(kc.integration.NaturalGradient):
             damping=damping,
             decay=decay,
             kl_clip=kl_clip,
+            learning_rate=self._rate,
         )
         self._calls: list[kc.integration.LayerCall] = []
         self._rows: Any = None
@@ -240,7 +243,8 @@ class KFAC(kc.integration.NaturalGradient):
         Returns
         -------
         list of array or None
-            The gradients of variables in no block are unchanged.
+            The gradients of variables in no block are unchanged.  The KL clip reads the
+            learning rate of the model's optimizer; for another one set `learning_rate`.
 
         Raises
         ------
@@ -254,12 +258,14 @@ class KFAC(kc.integration.NaturalGradient):
         directions = self.directions(
             self._vector(gradients), calls, rows=rows, loss_factor=factor
         )
+        self._is_ahead = True
         return self._replaced(gradients, directions)
 
     def remove(self) -> None:
         """Give the model its own training step back."""
         self._pull()
-        vars(self.model).pop("train_step", None)
+        for name in ("train_step", "make_train_function"):
+            vars(self.model).pop(name, None)
         self.model.train_function = None
         added = {id(v) for v in self._variables}
         variables = private.optimizer_variables(self._optimizer())
@@ -532,6 +538,13 @@ class KFAC(kc.integration.NaturalGradient):
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         step, attached = model.train_step, model.optimizer
+        make = model.make_train_function
+
+        def make_train_function(*args: Any, **options: Any) -> Any:
+            # Before Keras reads the variables.
+            if self._is_ahead:
+                self._push()
+            return make(*args, **options)
 
         def train_step(*inputs: Any) -> Any:
             if model.optimizer is not attached:
@@ -552,7 +565,8 @@ class KFAC(kc.integration.NaturalGradient):
                 return step(*inputs)
 
         # Past Keras's `__setattr__`, which would track it.
-        vars(model)["train_step"] = train_step
+        hooks = {"train_step": train_step, "make_train_function": make_train_function}
+        vars(model).update(hooks)
         # Keras compiled the former step into it.
         model.train_function = None
         if self._jax:
@@ -589,7 +603,7 @@ class KFAC(kc.integration.NaturalGradient):
         scale = optimizer.loss_scale_factor
         if scale is not None:
             gradients = [g if g is None else g / scale for g in gradients]
-        self.learning_rate = _positive(optimizer.learning_rate)
+        self.learning_rate = self._rate
         if values is not None:
             self._compiling = True
             try:
@@ -605,6 +619,12 @@ class KFAC(kc.integration.NaturalGradient):
         if scale is not None:
             directions = [g if g is None else g * scale for g in directions]
         return directions
+
+    def _rate(self, step: Any) -> Any:
+        """Return the learning rate of the model's optimizer, 1 without one."""
+        if getattr(self.model, "optimizer", None) is None:
+            return 1.0
+        return _positive(self._optimizer().learning_rate)
 
     def _counts(self, data: Any) -> tuple[int, float]:
         """Return R and the loss's factor of a batch without statistics; note its P."""
@@ -695,7 +715,7 @@ class KFAC(kc.integration.NaturalGradient):
             nu = kc.steps.kl_clip(
                 vector,
                 directions,
-                learning_rate=self.learning_rate,
+                learning_rate=self._rate(steps),
                 bound=kc.integration.bound_at(self.kl_clip, steps, self.outputs),
                 lengthen=kc.integration.lengthens(self.kl_clip, self.likelihoods),
                 check="status",
@@ -707,17 +727,19 @@ class KFAC(kc.integration.NaturalGradient):
         return self._replaced(gradients, directions)
 
     def _pull(self) -> None:
-        """Take the state of compiled steps into the estimator, where it is at hand.
+        """Take the state of compiled steps into the estimator.
 
-        While a step is compiled it is not, nor within `fit`, which keeps it until an epoch
-        ends.
+        While a step is compiled it is not at hand.  A loop that keeps the optimizer's
+        variables may put back those of before its steps.
         """
-        if not self._variables or self._compiling:
+        if not self._variables or self._compiling or self._is_ahead:
             return
         import jax
 
+        # Within `fit` Keras holds the values.
+        self.model.jax_state_sync()
         values = [variable.value for variable in self._variables]
-        # Within `fit` the program holds the buffers, which are donated.
+        # A step that raised may have donated them.
         if any(x.is_deleted() for x in values) or values[0] is self._seen:
             return
         self._seen = values[0]
@@ -729,6 +751,7 @@ class KFAC(kc.integration.NaturalGradient):
 
     def _push(self) -> None:
         """Give the estimator's state to the compiled steps."""
+        self._is_ahead = False
         if not self._variables:
             return
         import jax
