@@ -496,6 +496,26 @@ def test_uses_outside_of_layers_are_refused_by_name(rng):
         np.testing.assert_allclose(use.output_grads, grads, rtol=1e-12)
 
 
+def test_a_use_that_is_left_out_leaves_out_the_others(rng):
+    """Of a kernel that is used twice; a block would have the rows of one use."""
+    params = {"k": jnp.asarray(rng.normal(size=(3, 2, 2))), "b": jnp.ones(2)}
+    params["c"] = jnp.ones(2)
+    x = jnp.asarray(rng.normal(size=(5, 4, 2)))
+
+    def function(p, x):
+        for bias in "bc":
+            layout = ("NWC", "WIO", "NWC")
+            x = jax.lax.conv_general_dilated(
+                x, p["k"], (1,), "SAME", dimension_numbers=layout
+            )
+            x = jnp.tanh(x + p[bias])
+        return x.sum(axis=1) + p["c"].sum()
+
+    network = shim.Network(function, params, x, uncovered="keep")
+    assert not network.blocks
+    assert {*network.uncovered} == {"['k']", "['b']", "['c']"}
+
+
 def test_merged_rows_are_refused_where_examples_must_be_known(shared):
     """A convolution of frames merged with examples: K-FAC can, a full matrix cannot."""
     params = {"k": jnp.ones((3, 3, 1, 2))}

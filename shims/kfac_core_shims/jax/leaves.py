@@ -116,20 +116,23 @@ class Leaves:
             for part in site.parts.values():
                 for leaf in part.leaves:
                     self._obstruct(leaf, what)
-        used: list[Site] = []
-        for site in sites:
-            leaves = [leaf for part in site.parts.values() for leaf in part.leaves]
-            bad = [leaf for leaf in leaves if leaf in self.obstacles]
-            if bad:
-                self._left_out.add(_key(site))
-                for leaf in leaves:
-                    if leaf not in bad:
-                        why = f"a layer that has {self.names[bad[0]]} too"
-                        self._obstruct(leaf, why)
-            else:
-                used.append(site)
+        used = [*sites]
+        # Until no other use has a parameter of one that is left out.
+        while any(self._leaves_out(site) for site in used):
+            used = [site for site in used if _key(site) not in self._left_out]
         self._name(used)
         return [site for site in used if _key(site) in self._block_names]
+
+    def _leaves_out(self, site: Site) -> bool:
+        """Leave a site out if a leaf of it has an obstacle, and all of its leaves then."""
+        leaves = [leaf for part in site.parts.values() for leaf in part.leaves]
+        bad = [leaf for leaf in leaves if leaf in self.obstacles]
+        if bad:
+            self._left_out.add(_key(site))
+            for leaf in leaves:
+                if leaf not in bad:
+                    self._obstruct(leaf, f"a layer that has {self.names[bad[0]]} too")
+        return bool(bad)
 
     def knows(self, site: Site, /) -> bool:
         """Whether a site is one of a block's; or raise if it was not there before."""
