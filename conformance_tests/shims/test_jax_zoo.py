@@ -437,7 +437,7 @@ def linen(x):
 
 def lstm(x):
     nn = pytest.importorskip("flax.linen")
-    model = nn.RNN(nn.OptimizedLSTMCell(2))
+    model = nn.RNN(nn.OptimizedLSTMCell(2, param_dtype=x.dtype))
     params = model.init(jax.random.key(0), x[..., None])
 
     def function(p, x):
