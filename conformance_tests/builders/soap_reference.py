@@ -1,18 +1,15 @@
-"""SOAP as a naive float64 program in NumPy: whole bases, one matrix after the other.
-
-The first moment stays in a weight's own coordinates; nothing is stacked or joined.
-"""
+"""SOAP as a naive float64 program in NumPy: whole bases, one matrix after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-BETAS = 0.93, 0.93
+BETA2 = 0.93
 
-Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Gradient, first and second moment in the bases."""
+Sizes = tuple[float, float]
+"""Squares of a gradient in the bases, and second moments, both summed."""
 
 
 class Naive:
@@ -31,7 +28,7 @@ class Naive:
         *,
         decay: float = 0.8,
         every: bool = False,
-    ) -> Moments:
+    ) -> Sizes:
         """Begin a step: average the factors, and renew the bases where that is due."""
         self.t += 1
         is_due, old = self.t <= 3 or self.t % 10 == 0, list(self.Q)
@@ -50,40 +47,44 @@ class Naive:
         self.v = S.T @ self.v @ T
         L, R = self.Q
         self.V = L.T @ V @ R
-        return self.V, L.T @ self.m @ R, self.v
+        return float(np.sum(self.V**2)), float(self.v.sum())
 
     def direction(self, jump: float) -> np.ndarray:
-        """Return the direction of the step, and take the gradient into the moments."""
+        """Return the direction of this gradient, after taking it into the moments."""
         (L, R), V = self.Q, self.V
         if self.t > 5:
-            limit = 1.5 * np.sqrt(self.v / (1 - BETAS[1] ** (self.t - 1)))
+            limit = 1.5 * np.sqrt(self.v / (1 - BETA2 ** (self.t - 1)))
             V = np.where(limit > 0, np.clip(V, -limit, limit), V)
             if jump > 1.5:
-                self.v = self.v * (1 + (1 - BETAS[1]) * jump**2)
-        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * V**2
-        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * (L @ V @ R.T)
-        m = L.T @ self.m @ R / (1 - BETAS[0] ** self.t)
-        d = m / (np.sqrt(self.v / (1 - BETAS[1] ** self.t)) + self.eps)
-        return L @ d @ R.T
+                self.v = self.v * (1 + (1 - BETA2) * jump**2)
+        self.v = BETA2 * self.v + (1 - BETA2) * V**2
+        d = V / (np.sqrt(self.v / (1 - BETA2**self.t)) + self.eps)
+        self.d = L @ d @ R.T
+        return self.d
+
+    def step(self, share: float) -> np.ndarray:
+        """Return the step between the direction and its average, for a rate of 1."""
+        c = 10 / (9 + self.t)
+        self.m = (1 - c) * self.m + c * self.d
+        own = min(1.0, share**2 * (1 + (self.t - 1) / 400)) ** 2 / 10
+        return own * self.d + (1 - own) * self.m
 
 
-def share_at(t: int, share: float, parts: Sequence[Moments]) -> tuple[float, float]:
-    """Return the share of the rate at step t, and a gradient's size beside the usual."""
+def jump_at(t: int, sizes: Sequence[Sizes]) -> float:
+    """Return the size of the gradients of step t beside the usual."""
+    if t <= 5:
+        return 0.0
+    squares, usual = np.sum(sizes, axis=0)
+    return float(squares / usual * (1 - BETA2 ** (t - 1))) ** 0.5
+
+
+def share_at(t: int, share: float, weights: Iterable[Naive], jump: float) -> float:
+    """Return the share of the rate at step t, of weights with its directions."""
     if t == 1:
-        return share, 0.0
-    roots = [np.sqrt(v + 2.0**-78 * v.mean()) for _, _, v in parts]
-    W, D = (
-        np.concatenate(
-            [(p[i] / root).ravel() for p, root in zip(parts, roots, strict=True)]
-        )
-        for i in range(2)
-    )
-    cosine = W @ D / np.linalg.norm(W) / np.linalg.norm(D)
-    jump = 0.0
-    if t > 5:
-        usual = sum(v.sum() for _, _, v in parts) / (1 - BETAS[1] ** (t - 1))
-        jump = float(sum(np.sum(V * V) for V, _, _ in parts) / usual) ** 0.5
+        return share
+    D, M = np.concatenate([np.stack([w.d.ravel(), w.m.ravel()], 1) for w in weights]).T
+    cosine = D @ M / np.linalg.norm(D) / np.linalg.norm(M)
     excess = np.log(max(1.0, jump / 1.5))
     least, most = (1 + (t - 1) / 400) ** 0.5, (25 + (t - 1) / 20) ** 0.5
-    reciprocal = max(least, 1 / share - 0.2 * float(cosine - excess))
-    return 1 / min(reciprocal, most), jump
+    reciprocal = max(least, 1 / share - 0.05 * float(cosine - excess))
+    return 1 / min(reciprocal, most)

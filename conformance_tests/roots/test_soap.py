@@ -5,9 +5,9 @@ import pytest
 from scipy.linalg import block_diag
 
 from kfac_core.roots import (
-    adam_quotient,
     adapted_share,
     agreement,
+    average_weights,
     averaged_factor,
     bounded_gradient,
     carried_moments,
@@ -15,8 +15,10 @@ from kfac_core.roots import (
     from_basis,
     gradient_jump,
     in_basis,
+    normalized_gradient,
     renewed_basis,
     side_blocks,
+    squared_sizes,
 )
 
 from ..builders import reference
@@ -67,13 +69,12 @@ def test_a_side_without_a_basis_stays(backend, rng, sides):
 
 @pytest.mark.parametrize("has_old", [True, False])
 def test_moments_follow_the_basis(backend, rng, sides, has_old):
-    """The first moment is the same vector; the second its covariance's diagonal."""
+    """The diagonal of the covariance, in the new basis."""
     (L, new_left), (R, new_right) = sides
-    m, v = rng.normal(size=(2, 6, 8)), rng.random(size=(2, 6, 8))
+    v = rng.random(size=(2, 6, 8))
     old = [backend.asarray(x) if has_old else None for x in (L, R)]
 
-    first, second = carried_moments(
-        backend.asarray(m),
+    second = carried_moments(
         backend.asarray(v),
         left=(old[0], backend.asarray(new_left)),
         right=(old[1], backend.asarray(new_right)),
@@ -85,10 +86,7 @@ def test_moments_follow_the_basis(backend, rng, sides, has_old):
             before = np.kron(block_diag(*L[i]), block_diag(*R[i]))
         after = np.kron(block_diag(*new_left[i]), block_diag(*new_right[i]))
         S = before.T @ after
-        expected = S.T @ m[i].reshape(-1)
         covariance = S.T @ np.diag(v[i].reshape(-1)) @ S
-        got = backend.to_numpy(first)[i].reshape(-1)
-        assert_close(got, expected, "product", "float64")
         got = backend.to_numpy(second)[i].reshape(-1)
         assert_close(got, np.diag(covariance), "product", "float64")
 
@@ -187,22 +185,46 @@ def test_unusual_coordinates_are_bounded(backend, steps, bound):
     np.testing.assert_allclose(backend.to_numpy(got), expected, rtol=1e-12)
 
 
-def test_adam_is_its_recursion(backend, rng):
+def test_directions_are_adams_without_a_first_moment(backend, rng):
     """Three steps, with the sums of all gradients written out."""
     gradients = rng.normal(size=(3, 4, 2))
-    m, v = backend.asarray(np.zeros((4, 2))), backend.asarray(np.zeros((4, 2)))
+    v = backend.asarray(np.zeros((4, 2)))
 
     for t, g in enumerate(gradients, start=1):
-        m, v, d = adam_quotient(
-            m, v, backend.asarray(g), step=t, betas=(0.9, 0.95), eps=1e-3
-        )
+        v, d = normalized_gradient(v, backend.asarray(g), step=t, decay=0.95, eps=1e-3)
 
-    def average(x, beta):
-        weights = beta ** np.arange(2, -1, -1)[:, None, None]
-        return (weights * x).sum(0) / weights.sum()
-
-    expected = average(gradients, 0.9) / (average(gradients**2, 0.95) ** 0.5 + 1e-3)
+    weights = 0.95 ** np.arange(2, -1, -1)[:, None, None]
+    average = (weights * gradients**2).sum(0) / weights.sum()
+    expected = gradients[-1] / (average**0.5 + 1e-3)
     assert_close(backend.to_numpy(d), expected, "product", "float64")
+
+
+def test_the_momentum_is_an_average_over_a_tenth_of_the_steps():
+    """Weights of all directions so far sum to one, and their mean age is a tenth."""
+    shares = np.zeros(2000)
+    for t in range(len(shares)):
+        weight, _ = average_weights(steps=t, share=0.5)
+        shares *= 1 - weight
+        shares[t] = weight
+    assert shares.sum() == pytest.approx(1.0)
+    ages = np.arange(len(shares))[::-1]
+    # Weights fall like a power of the time that has passed: t^9.
+    assert shares @ ages == pytest.approx(len(shares) / 11, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("steps", "share", "own"),
+    [(0, 1.0, 0.1), (1200, 0.5, 0.1), (1200, 1.0, 0.1), (1200, 0.25, 0.1 / 16)],
+)
+def test_a_direction_counts_less_below_the_bound_of_the_share(
+    backend, steps, share, own
+):
+    """A tenth at the bound and above, where the share is not adapted."""
+    for s, t in (
+        (share, steps),
+        (backend.asarray(share), backend.asarray(float(steps))),
+    ):
+        assert float(average_weights(steps=t, share=s)[1]) == pytest.approx(own)
 
 
 @pytest.mark.parametrize(
@@ -226,22 +248,17 @@ def test_blocks_of_sides(n, other, blocks):
 
 @pytest.mark.parametrize("gain", [0.05, 3.0])
 def test_the_share_follows_the_cosine_of_all_coordinates(backend, dtype, rng, gain):
-    """Two arrays as one dense vector, with a coordinate that is roundoff."""
-    g, m = rng.normal(size=(2, 9))
-    v = rng.random(9) + 0.1
-    roundoff = 1e-4 * np.finfo(dtype).eps
-    g[4], m[4], v[4] = roundoff, roundoff, roundoff**2
-    g[5] = m[5] = v[5] = 0.0
+    """Two arrays as one dense vector."""
+    d, m = rng.normal(size=(2, 9))
     parts = [slice(0, 3), slice(3, 9)]
-    arrays = [[backend.asarray(x[part], dtype) for x in (g, m, v)] for part in parts]
+    arrays = [[backend.asarray(x[part], dtype) for x in (d, m)] for part in parts]
 
     for sign in (1, -1):
-        sums = [agreement(sign * x, y, z, steps=4, decay=0.5) for x, y, z in arrays]
-        got = adapted_share(0.9, sums[0] + sums[1], steps=4, gain=gain)
+        sums = [agreement(sign * x, y) for x, y in arrays]
+        total = sums[0] + sums[1]
+        got = adapted_share(0.9, total, jump=0.0, steps=4, gain=gain)
 
-        known = np.r_[0:4, 6:9]
-        a, b = (sign * x[known] / np.sqrt(v[known]) for x in (g, sign * m))
-        cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        cosine = sign * (d @ m) / np.linalg.norm(d) / np.linalg.norm(m)
         expected = 1 / max(1.01**0.5, 1 / 0.9 - gain * cosine)
         assert_close(backend.to_numpy(got), expected, "product", dtype)
 
@@ -251,23 +268,24 @@ def test_a_jump_is_a_gradient_above_the_usual(backend, dtype, rng, size, steps):
     """A jump is one number for all parameters, whose logarithm lowers the share."""
     v = rng.random((2, 7)) + 0.1
     g = size * np.sqrt(v) * rng.choice([-1.0, 1.0], size=(2, 7))
-    m = np.where(np.arange(7) % 2, g, 0.0)
+    d, m = rng.normal(size=(2, 7))
     averages = v * (1 - 0.9**steps)
-    g, m, averages = (backend.asarray(x, dtype) for x in (g, m, averages))
-    parts = [
-        agreement(g[i, :], m[i, :], averages[i, :], steps=steps, decay=0.9)
-        for i in range(2)
+    g, d, m, averages = (backend.asarray(x, dtype) for x in (g, d, m, averages))
+    sizes = [
+        squared_sizes(g[i, :], averages[i, :], steps=steps, decay=0.9) for i in range(2)
     ]
 
-    jump = float(gradient_jump(parts[0] + parts[1]))
-    got = float(adapted_share(1.0, parts[0] + parts[1], steps=steps, gain=0.5))
+    jump = gradient_jump(sizes[0] + sizes[1])
+    got = [
+        float(adapted_share(0.2, agreement(d, m), jump=x, steps=steps, gain=0.05))
+        for x in (jump, 0.0)
+    ]
 
     is_jump = size > 1.5 and steps >= 5
-    assert jump == pytest.approx(size**2 if is_jump else 0.0, rel=1e-5)
+    assert float(jump) == pytest.approx(size**2 if is_jump else 0.0, rel=1e-5)
     excess = np.log(size / 1.5) if is_jump else 0.0
-    least = (1 + steps / 400) ** 0.5
-    expected = 1 / max(least, 1 - 0.5 * ((3 / 7) ** 0.5 - excess))
-    assert got == pytest.approx(expected, rel=1e-5)
+    bound = (25 + steps / 20) ** 0.5
+    assert 1 / got[0] == pytest.approx(min(1 / got[1] + 0.05 * excess, bound), rel=1e-5)
 
 
 @pytest.mark.parametrize("steps", [0, 7500, 10**6])
@@ -275,12 +293,11 @@ def test_a_jump_is_a_gradient_above_the_usual(backend, dtype, rng, size, steps):
 def test_the_share_of_long_runs_falls_like_one_over_a_root(
     backend, dtype, steps, sign, bound
 ):
-    """However often gradients go on, or point back."""
-    g = backend.asarray([1.0, 2.0], dtype)
-    sums = agreement(g, sign * g, g * g, steps=9, decay=0.9)
-    share = 0.5
+    """However often directions agree, or point back."""
+    d = backend.asarray([1.0, 2.0], dtype)
+    share, sums = 0.5, agreement(d, sign * d)
     for _ in range(1000):
-        share = adapted_share(share, sums, steps=steps, gain=0.5)
+        share = adapted_share(share, sums, jump=0.0, steps=steps, gain=0.5)
     expected = (bound[0] + steps / bound[1]) ** -0.5
     assert_close(backend.to_numpy(share), expected, "product", dtype)
 
@@ -288,10 +305,9 @@ def test_the_share_of_long_runs_falls_like_one_over_a_root(
 @pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
 def test_the_share_stays_without_a_cosine(backend, bad):
     """Before the first step, and after an overflow."""
-    g, m = backend.asarray([1.0, bad, bad]), backend.asarray([0.0, 0.0, 0.0])
-    if bad:
-        m = m + 1
+    g = backend.asarray([1.0, bad, bad])
+    m = backend.asarray([1.0, 1.0, 1.0] if bad else [0.0, 0.0, 0.0])
     v = backend.asarray([1.0, 1.0, 1.0])
-    sums = agreement(g, m, v, steps=9, decay=0.9)
-    assert float(adapted_share(0.25, sums, steps=9, gain=0.05)) == 0.25
-    assert float(gradient_jump(sums)) == 0.0
+    sums = agreement(g, m)
+    assert float(adapted_share(0.2, sums, jump=0.0, steps=9, gain=0.05)) == 0.2
+    assert float(gradient_jump(squared_sizes(g, v, steps=9, decay=0.9))) == 0.0

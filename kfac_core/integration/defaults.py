@@ -28,7 +28,7 @@ DECAY = 0.8
 
 # SOAP: bases turn more slowly as the rate falls.
 SOAP_UPDATE_EVERY = Widening(10, 20, until=200)
-SOAP_GAIN = 0.2
+SOAP_GAIN = 0.05
 
 # Where the quadratic model chooses the step, and the damping adapts.
 MODEL_DAMPING = 1e-2

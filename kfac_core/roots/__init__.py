@@ -3,9 +3,9 @@
 from kfac_core.roots.gradient_side import GradientFactors
 from kfac_core.roots.roots import InverseRoot, inverse_root
 from kfac_core.roots.soap import (
-    adam_quotient,
     adapted_share,
     agreement,
+    average_weights,
     averaged_factor,
     bounded_gradient,
     carried_moments,
@@ -13,16 +13,18 @@ from kfac_core.roots.soap import (
     from_basis,
     gradient_jump,
     in_basis,
+    normalized_gradient,
     renewed_basis,
     side_blocks,
+    squared_sizes,
 )
 
 __all__ = [
     "GradientFactors",
     "InverseRoot",
-    "adam_quotient",
     "adapted_share",
     "agreement",
+    "average_weights",
     "averaged_factor",
     "bounded_gradient",
     "carried_moments",
@@ -31,6 +33,8 @@ __all__ = [
     "gradient_jump",
     "in_basis",
     "inverse_root",
+    "normalized_gradient",
     "renewed_basis",
     "side_blocks",
+    "squared_sizes",
 ]

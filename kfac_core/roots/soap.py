@@ -1,4 +1,4 @@
-r"""Adam in the eigenbasis of a weight's two factors: SOAP.
+r"""SOAP: Adam's second moments in the eigenbasis of a weight's two factors.
 
 Conventions.  V is the gradient of a weight as a matrix of shape ``(..., n, m)``; leading
 axes are a stack.  A side of n rows has a block-diagonal basis, an array of shape
@@ -8,15 +8,17 @@ columns; ``c = 1`` is a whole basis, and None leaves the side as it is.  In the 
 .. math:: \tilde V = Q_L^T V Q_R
 
 The factors C of which Q are eigenvectors have the mean diagonal 1 at each average, since
-their scale does not change the basis.  Both of Adam's moments are kept in the basis.  When
-it changes, the first moment changes its coordinates, and the second, a diagonal, becomes
-the diagonal in the new basis.
+their scale does not change the basis.  The second moments v are kept in the basis, and when
+it changes become the diagonal in the new one.  A direction is the gradient over their root,
+:math:`d = Q_L (\tilde V / \sqrt v) Q_R^T`; the momentum m is an average of directions, in
+the parameter's own coordinates.
 
 References
 ----------
 George et al. (2018), "EKFAC", arXiv:1806.03884: second moments in the eigenbasis of the
 factors of rows; Vyas et al. (2024), "SOAP", arXiv:2409.11321, algorithm 3: Adam in the
-eigenbasis of the gradient's own factors; Lin et al. (2025), arXiv:2509.03378.
+eigenbasis of the gradient's own factors; Lin et al. (2025), arXiv:2509.03378; Ma and Yarats
+(2019), arXiv:1810.06801: steps between a direction and its average.
 """
 
 from __future__ import annotations
@@ -219,41 +221,36 @@ def from_basis(V: Array, rows: Array | None, columns: Array | None, /) -> Array:
 
 
 def carried_moments(
-    first: Array,
     second: Array,
     /,
     *,
     left: tuple[Array | None, Array | None],
     right: tuple[Array | None, Array | None],
-) -> tuple[Array, Array]:
-    r"""Return Adam's moments in new bases.
+) -> Array:
+    r"""Return Adam's second moments in new bases.
 
     With :math:`S = Q_{old}^T Q_{new}` of each side,
 
-    .. math:: m \leftarrow S_L^T m S_R, \qquad
-        v \leftarrow (S_L \circ S_L)^T v (S_R \circ S_R)
+    .. math:: v \leftarrow (S_L \circ S_L)^T v (S_R \circ S_R)
 
-    The second is the diagonal of the covariance that has the diagonal v in the old basis.
-    It keeps the sum of v, and is a permutation where S is one.
+    the diagonal of the covariance that has the diagonal v in the old basis.  It keeps the
+    sum of v, and is a permutation where S is one.
 
     Parameters
     ----------
-    first, second : array, shape (..., n, m)
-        Moments m and v in the old bases.
+    second : array, shape (..., n, m)
+        Moments v in the old bases.
     left, right : tuple of array of shape (..., c, b, b) or None
         Old and new basis of each side; None is the identity.
 
     Returns
     -------
-    first, second : array, shape (..., n, m)
+    array, shape (..., n, m)
         Moments in the new bases.
     """
-    S_L, S_R = _change(*left), _change(*right)
-    first = in_basis(first, S_L, S_R)
     # Second moments are variances of coordinates.  Under a rotation S, variances of
     # uncorrelated coordinates mix by the squares of S.
-    second = in_basis(second, _squared(S_L), _squared(S_R))
-    return first, second
+    return in_basis(second, _squared_change(*left), _squared_change(*right))
 
 
 _UNBOUNDED_STEPS = 5
@@ -322,86 +319,122 @@ def bounded_gradient(
     return xp.where(is_bounded, xp.clip(gradient, -limit, limit), gradient)
 
 
-def adam_quotient(
-    first: Array,
-    second: Array,
-    gradient: Array,
-    /,
-    *,
-    step: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-) -> tuple[Array, Array, Array]:
-    r"""Return Adam's moments after a gradient, and its quotient, all entry by entry.
+def normalized_gradient(
+    second: Array, gradient: Array, /, *, step: Scalar, decay: float, eps: float
+) -> tuple[Array, Array]:
+    r"""Return Adam's second moments after a gradient, and the gradient over their root.
 
-    .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
-        v \leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
-        d = \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+    .. math:: v \leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
+        d = \frac{g}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
     Parameters
     ----------
-    first, second, gradient : array, shape (...)
-        Moments m and v, and the gradient g, in the same coordinates.
+    second, gradient : array, shape (...)
+        Second moments v, and the gradient g, in the same coordinates.
     step : int or 0-d array
         Step t, from 1.
-    betas : tuple of float
-        Decays of m and v.
+    decay : float
+        Decay beta_2 of v.
     eps : float
         Added to the root.
 
     Returns
     -------
-    first, second, quotient : array, shape (...)
-        New m and v, and d.
+    second, direction : array, shape (...)
+        New v, and d.
 
     References
     ----------
-    Kingma and Ba (2015), arXiv:1412.6980, algorithm 1.
+    Kingma and Ba (2015), arXiv:1412.6980, algorithm 1 with beta_1 = 0.
     """
-    beta1, beta2 = betas
-    m = beta1 * first + (1 - beta1) * gradient
-    v = beta2 * second + (1 - beta2) * gradient * gradient
-    d = (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
-    return m, v, d
+    v = decay * second + (1 - decay) * gradient * gradient
+    return v, gradient / ((v / (1 - decay**step)) ** 0.5 + eps)
 
 
-def agreement(
-    gradient: Array, first: Array, second: Array, /, *, steps: Scalar, decay: float
-) -> Array:
-    r"""Return sums that compare a gradient with Adam's moments of the steps before.
+_HORIZON = 10.0
+"""Momentum is an average over so many steps at first, and a tenth of all later."""
 
-    .. math:: \left(g \cdot m, \; g \cdot g, \; m \cdot m, \;
-        \textstyle\sum_i g_i^2, \; \sum_i v_i / (1 - \beta_2^t)\right)
-        \quad\text{with}\quad
-        a \cdot b = \textstyle\sum_i a_i b_i / (v_i + u^{3/2} \bar v)
 
-    with the mean of v and the machine epsilon u, so that a coordinate that is roundoff
-    counts for nothing.
+def average_weights(*, steps: Scalar, share: Scalar) -> tuple[Scalar, Scalar]:
+    r"""Return the weights of a direction in the momentum and in the step.
+
+    .. math:: m \leftarrow m + \frac{10}{10 + t} (d - m), \qquad
+        \Delta = m + \frac{a}{10} (d - m), \qquad
+        a = \min\left(1, s^2 \left(1 + \frac{t}{400}\right)\right)^2
+
+    The momentum m averages directions over the last tenth of the steps, so that the noise
+    of gradients averages out, the more the longer a run is.  The direction of now damps the
+    swings that a long average alone would have.  Where the share s is below its bound,
+    because steps point back, it counts less: its own noise would be what limits the loss.
 
     Parameters
     ----------
-    gradient : array, shape (...)
-        Gradient g of a new batch.
-    first, second : array, shape (...)
-        Adam's moments m and v of the steps before, in the same coordinates.
     steps : int or 0-d array
-        Steps t that v is of; after fewer than five, the fourth sum is zero.
+        Number t of steps taken.
+    share : float or 0-d array
+        Share s of the rate; see `adapted_share`.
+
+    Returns
+    -------
+    tuple of float or 0-d array
+        ``10 / (10 + t)``, which is 1 at the first step, and ``a / 10``.
+
+    References
+    ----------
+    Ma and Yarats (2019), arXiv:1810.06801, equation 3, with nu = 1 - a / 10; Defazio et
+    al. (2024), arXiv:2405.15682, for gradients taken near the average of all iterates.
+    """
+    relative = share * share * (1 + steps / 400)
+    # The smaller of it and one, which a share that is not adapted is above.
+    relative = (relative + 1 - abs(relative - 1)) / 2
+    return _HORIZON / (_HORIZON + steps), relative * relative / _HORIZON
+
+
+def agreement(direction: Array, momentum: Array, /) -> Array:
+    r"""Return sums that compare a direction with the average of those before it.
+
+    Parameters
+    ----------
+    direction, momentum : array, shape (...)
+        Direction d, and the momentum m before it.
+
+    Returns
+    -------
+    array, shape (3,)
+        :math:`d \cdot m`, :math:`d \cdot d` and :math:`m \cdot m`, to be added over all
+        parameters.
+    """
+    xp = ns.own_namespace(direction)
+    d, m = xp.reshape(direction, (-1,)), xp.reshape(momentum, (-1,))
+    return xp.stack([d @ m, d @ d, m @ m])
+
+
+def squared_sizes(
+    gradient: Array, second: Array, /, *, steps: Scalar, decay: float
+) -> Array:
+    r"""Return the squared size of a gradient, and what is usual.
+
+    .. math:: \left(\textstyle\sum_i g_i^2, \; \sum_i v_i / (1 - \beta_2^t)\right)
+
+    Parameters
+    ----------
+    gradient, second : array, shape (...)
+        Gradient g of a new batch, and Adam's second moments v of the steps before.
+    steps : int or 0-d array
+        Steps t that v is of; after fewer than five, the first sum is zero.
     decay : float
         Decay beta_2 of v.
 
     Returns
     -------
-    array, shape (5,)
+    array, shape (2,)
         Sums, to be added over all parameters.
     """
     xp = ns.own_namespace(gradient)
-    number = xp.finfo(second.dtype)
-    g, m, v = (xp.reshape(x, (-1,)) for x in (gradient, first, second))
+    g = xp.reshape(gradient, (-1,))
     squares = (g @ g) * (1 * (steps >= _UNBOUNDED_STEPS))
-    usual = xp.sum(v) / (1 - decay ** (steps + (steps < 1)))
-    v = v + (xp.mean(v) * number.eps**1.5 + number.smallest_normal)
-    w = g / v
-    return xp.stack([w @ m, w @ g, (m / v) @ m, squares, usual])
+    usual = xp.sum(second) / (1 - decay ** (steps + (steps < 1)))
+    return xp.stack([squares, usual])
 
 
 _JUMP = 1.5
@@ -424,8 +457,8 @@ def gradient_jump(sums: Array, /) -> Array:
 
     Parameters
     ----------
-    sums : array, shape (5,)
-        Sums of `agreement`, over all parameters.
+    sums : array, shape (2,)
+        Sums of `squared_sizes`, over all parameters.
 
     Returns
     -------
@@ -433,26 +466,26 @@ def gradient_jump(sums: Array, /) -> Array:
         The square of r, and zero for r below 1.5 or not finite.
     """
     xp = ns.own_namespace(sums)
-    squares, usual = sums[3], sums[4]
+    squares, usual = sums[0], sums[1]
     is_jump = (squares > _JUMP**2 * usual) & (usual > 0) & xp.isfinite(squares)
     ratio = squares / xp.where(is_jump, usual, xp.ones_like(usual))
     return xp.where(is_jump, ratio, xp.zeros_like(ratio))
 
 
 def adapted_share(
-    share: Scalar, sums: Array, /, *, steps: Scalar, gain: float
+    share: Scalar, sums: Array, /, *, jump: Scalar, steps: Scalar, gain: float
 ) -> Array:
     r"""Return the share of its rate that an optimizer takes, after a gradient.
 
     .. math:: \frac{1}{s} \leftarrow \min\left(\sqrt{25 + \frac{t}{20}}, \;
         \max\left(\sqrt{1 + \frac{t}{400}}, \, \frac{1}{s} - \gamma \cos
         + \gamma \log^+ \frac{r}{1.5}\right)\right),
-        \qquad \cos = \frac{g \cdot m}{\sqrt{(g \cdot g) (m \cdot m)}}
+        \qquad \cos = \frac{d \cdot m}{\sqrt{(d \cdot d) (m \cdot m)}}
 
-    Where gradients go on in the direction of the steps, as in a classifier whose margins
-    grow, the rate stays; where they point back, because steps are longer than the loss's
-    valley is wide, it falls, after t steps of a constant cosine like 1 / t.  It also falls
-    where a step made the gradient r times as large as is usual; see `gradient_jump`.
+    Where directions agree with the average of those before, as in a classifier whose
+    margins grow, the rate stays; where they point back, because steps are longer than the
+    loss's valley is wide, it falls, after t steps of a constant cosine like 1 / t.  It also
+    falls where a step made the gradient r times as large as is usual; see `gradient_jump`.
 
     In long runs it falls like :math:`t^{-1/2}`, whatever the cosines are: those of few
     batches, drawn without replacement, are below zero however short the steps are, so that
@@ -462,8 +495,10 @@ def adapted_share(
     ----------
     share : float or 0-d array
         Share s so far, at first 1.
-    sums : array, shape (5,)
+    sums : array, shape (3,)
         Sums of `agreement`, over all parameters.
+    jump : float or 0-d array
+        The square of r, of `gradient_jump`.
     steps : int or 0-d array
         Number t of steps taken.
     gain : float
@@ -477,15 +512,14 @@ def adapted_share(
     References
     ----------
     Almeida et al. (1998), "Parameter adaptation in stochastic optimization", and Baydin et
-    al. (2018), arXiv:1703.04782, for rates that follow the sign or size of ``g . m``.
+    al. (2018), arXiv:1703.04782, for rates that follow the sign or size of such products.
 
     Examples
     --------
     >>> import numpy as np
     >>> from kfac_core.roots import adapted_share, agreement
-    >>> g, v = np.array([1.0, 1.0]), np.ones(2)
-    >>> sums = agreement(g, -g, v, steps=9, decay=0.5)
-    >>> float(adapted_share(1.0, sums, steps=9, gain=0.25))
+    >>> d = np.array([1.0, 1.0])
+    >>> float(adapted_share(1.0, agreement(d, -d), jump=0.0, steps=9, gain=0.25))
     0.8
     """
     xp = ns.own_namespace(sums)
@@ -495,7 +529,7 @@ def adapted_share(
     is_defined = norm > 0
     one = xp.ones_like(norm)
     cosine = xp.where(is_defined, sums[0] / xp.where(is_defined, norm, one), 0 * one)
-    excess = xp.log(xp.maximum(gradient_jump(sums) / _JUMP**2, one)) / 2
+    excess = xp.log(xp.maximum(one * jump / _JUMP**2, one)) / 2
     least, most = (one * (c**2 + steps / tau) ** 0.5 for c, tau in _BOUNDS)
     reciprocal = xp.maximum(1 / share - gain * (cosine - excess), least)
     return 1 / xp.minimum(reciprocal, most)
@@ -539,5 +573,7 @@ def _change(old: Array | None, new: Array | None) -> Array | None:
     return old.mT @ new
 
 
-def _squared(x: Array | None) -> Array | None:
-    return None if x is None else x * x
+def _squared_change(old: Array | None, new: Array | None) -> Array | None:
+    """Return the squares of ``old^T new``; None for the identity."""
+    S = _change(old, new)
+    return None if S is None else S * S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +30,9 @@ class SOAPState(NamedTuple):
         Number of steps taken.
     share : array, 0-d
         Share of the rate, at most 1.
-    first, second : pytree
-        Adam's moments, in the structure of the parameters and in the bases.
+    momentum, second : pytree
+        Average of directions, and Adam's second moments in the bases; both in the
+        structure of the parameters.
     factors, bases : dict of str to tuple of array or None
         For the weight of each block those of its input and its output side, shape
         (c, b, b); None for a side without a basis.
@@ -40,7 +42,7 @@ class SOAPState(NamedTuple):
 
     steps: Any
     share: Any
-    first: Any
+    momentum: Any
     second: Any
     factors: Sides
     bases: Sides
@@ -50,8 +52,8 @@ class SOAPState(NamedTuple):
 def soap(
     network: Network,
     learning_rate: kc.integration.Schedule = 1e-2,
-    betas: tuple[float, float] = (0.93, 0.93),
     *,
+    beta2: float = 0.93,
     weight_decay: float = 0.0,
     update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
     gradient_bound: float | None = 1.5,
@@ -65,11 +67,15 @@ def soap(
 
     With the eigenvectors :math:`Q_A` of :math:`A = \mathrm{E}[x x^T]` and :math:`Q_G` of
     :math:`G = \mathrm{E}[g g^T]` of a weight's rows, and its gradient V as a matrix
-    (in, out), the update is
+    (in, out), the update is :math:`-s \eta (\Delta + \lambda W)` with
 
-    .. math:: -\eta \, Q_A \mathrm{Adam}\left(Q_A^T V Q_G\right) Q_G^T - \eta \lambda W
+    .. math:: D = Q_A \, \frac{Q_A^T V Q_G}{\sqrt{v}} \, Q_G^T, \qquad
+        M \leftarrow M + \frac{10}{10 + t} (D - M), \qquad
+        \Delta = M + \frac{a}{10} (D - M)
 
-    and AdamW's for all parameters without a basis: biases, norms, and those of no block.
+    and the same without bases for all other parameters: biases, norms, and those of no
+    block.  v are Adam's second moments in the bases; for a see
+    `kfac_core.roots.average_weights`.
 
     Parameters
     ----------
@@ -77,9 +83,8 @@ def soap(
         Network to train; ``uncovered="keep"`` lets it have other parameters.
     learning_rate : float or callable of int
         Rate, or its schedule by the number of steps taken.
-    betas : tuple of float
-        Decays of the first and the second moment.  While a basis lasts, no coordinate of a
-        weight moves by more than the rate if they are equal.
+    beta2 : float
+        Decay of the second moments.
     weight_decay : float
         Decoupled weight decay.
     update_every : int or callable of int
@@ -89,9 +94,9 @@ def soap(
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
     gain : float, optional
-        The share s of the rate follows the cosine of each gradient and the direction
-        before it, ``1 / s = 1 / s - gain * (cosine - excess)``, between bounds that grow
-        with the steps, see `kfac_core.roots.adapted_share`; None for the whole rate.
+        The share s of the rate follows the cosine of each direction and the average of
+        those before, ``1 / s = 1 / s - gain * (cosine - excess)``, see
+        `kfac_core.roots.adapted_share`; None for the whole rate.
     eps : float
         Added to the root of the second moment.
     decay : float
@@ -116,8 +121,8 @@ def soap(
 
     References
     ----------
-    Vyas et al. (2024), arXiv:2409.11321; George et al. (2018), arXiv:1806.03884; Orvieto
-    and Gower (2025), arXiv:2505.21829, for equal betas.
+    Vyas et al. (2024), arXiv:2409.11321; George et al. (2018), arXiv:1806.03884; Ma and
+    Yarats (2019), arXiv:1810.06801, for steps between a direction and an average.
 
     Examples
     --------
@@ -152,8 +157,7 @@ def soap(
     kc.integration.require_positive("learning_rate", learning_rate)
     for name, value in (("weight_decay", weight_decay), ("eps", eps)):
         constraints.require_range(name, value, constraints.NOT_NEGATIVE)
-    for beta in betas:
-        constraints.require_range("betas", beta, constraints.DECAY)
+    constraints.require_range("beta2", beta2, constraints.DECAY)
     constraints.require_range("decay", decay, constraints.DECAY)
     kc.integration.interval_at("update_every", update_every, 0)
     positive_or_none = constraints.optional(constraints.POSITIVE)
@@ -194,40 +198,58 @@ def soap(
         )
         V = basis.rotated(updates, state.bases, back=False)
         dense = jax.tree.map(lambda x: x > 0, basis.dense(V))
-        sums = jax.tree.map(
-            lambda is_dense, *x: kc.roots.agreement(
-                *(jnp.where(is_dense, y, 0) for y in x),
-                steps=state.steps,
-                decay=betas[1],
-            ),
-            *(dense, V, state.first, state.second),
-        )
-        total = sum(jax.tree.leaves(sums))
-        share = state.share
-        if gain is not None:
-            adapted = kc.roots.adapted_share(share, total, steps=state.steps, gain=gain)
-            share = adapted.astype(share.dtype)
-        jump = 0.0 if gradient_bound is None else kc.roots.gradient_jump(total)
 
-        def moved(is_dense: Any, g: Any, m: Any, v: Any) -> Any:
+        def total(function: Any, *trees: Any) -> Any:
+            sums = jax.tree.map(
+                lambda is_dense, *x: function(*(jnp.where(is_dense, y, 0) for y in x)),
+                *(dense, *trees),
+            )
+            return sum(jax.tree.leaves(sums))
+
+        jump: Any = 0.0
+        if gradient_bound is not None:
+            sizes = partial(kc.roots.squared_sizes, steps=state.steps, decay=beta2)
+            jump = kc.roots.gradient_jump(total(sizes, V, state.second))
+
+        def normalized(is_dense: Any, g: Any, v: Any) -> Any:
             bounded = kc.roots.bounded_gradient(
-                g, v, steps=state.steps, decay=betas[1], bound=gradient_bound
+                g, v, steps=state.steps, decay=beta2, bound=gradient_bound
             )
             g = jnp.where(is_dense, bounded, g)
-            grown = (v * (1 + (1 - betas[1]) * jump)).astype(v.dtype)
+            grown = (v * (1 + (1 - beta2) * jump)).astype(v.dtype)
             v = jnp.where(is_dense, grown, v)
-            return kc.roots.adam_quotient(m, v, g, step=step, betas=betas, eps=eps)
+            return kc.roots.normalized_gradient(v, g, step=step, decay=beta2, eps=eps)
 
-        moments = jax.tree.map(moved, dense, V, state.first, state.second)
-        first, second, quotient = jax.tree.transpose(
-            jax.tree.structure(V), jax.tree.structure((0, 0, 0)), moments
+        moments = jax.tree.map(normalized, dense, V, state.second)
+        second, quotient = jax.tree.transpose(
+            jax.tree.structure(V), jax.tree.structure((0, 0)), moments
         )
         d = basis.rotated(quotient, state.bases, back=True)
+        share = state.share
+        if gain is not None:
+            adapted = kc.roots.adapted_share(
+                share,
+                total(kc.roots.agreement, d, state.momentum),
+                jump=jump,
+                steps=state.steps,
+                gain=gain,
+            )
+            share = adapted.astype(share.dtype)
+        weight, own = kc.roots.average_weights(
+            steps=state.steps.astype(share.dtype), share=share
+        )
+        momentum = jax.tree.map(
+            lambda m, d: (m + weight * (d - m)).astype(m.dtype), state.momentum, d
+        )
+        d = jax.tree.map(lambda m, d: m + own * (d - m), momentum, d)
         if weight_decay:
             d = jax.tree.map(lambda x, p: x + weight_decay * p, d, params)
         rate = share * kc.integration.value_at(learning_rate, state.steps)
-        d = jax.tree.map(lambda x: (-rate * x).astype(x.dtype), d)
-        return d, state._replace(steps=step, share=share, first=first, second=second)
+        d = jax.tree.map(lambda x, g: (-rate * x).astype(g.dtype), d, updates)
+        state = state._replace(
+            steps=step, share=share, momentum=momentum, second=second
+        )
+        return d, state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -307,7 +329,7 @@ class _Bases:
         return self._mapped(vectors, one)
 
     def renewed(self, state: SOAPState, batches: Any) -> SOAPState:
-        """Return the state with new factors and bases, and moments that follow them."""
+        """Return the state with new factors and bases, and moments in them."""
         factors, bases, residual = {}, {}, {}
         first_time = state.steps == 0
         for name in state.bases:
@@ -320,14 +342,15 @@ class _Bases:
             factors[name], bases[name], residual[name] = zip(*new, strict=True)
         old = state.bases
 
-        def carried(name: str, m: Any, v: Any) -> Any:
-            sides = list(zip(old[name], bases[name], strict=True))
-            return kc.roots.carried_moments(m, v, left=sides[0], right=sides[1])
+        def carried(name: str, v: Any) -> Any:
+            left, right = zip(old[name], bases[name], strict=True)
+            return kc.roots.carried_moments(v, left=left, right=right)
 
-        first = self._mapped(state.first, lambda n, m: carried(n, m, m)[0])
-        second = self._mapped(state.second, lambda n, v: carried(n, v, v)[1])
-        return SOAPState(
-            state.steps, state.share, first, second, factors, bases, residual
+        return state._replace(
+            second=self._mapped(state.second, carried),
+            factors=factors,
+            bases=bases,
+            residual=residual,
         )
 
     def _side(self, gram: Any, first_time: Any, C: Any, Q: Any) -> Any:

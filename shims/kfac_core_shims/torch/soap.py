@@ -36,14 +36,18 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     eigenvectors :math:`Q_A` of :math:`A = \mathrm{E}[x x^T]` and :math:`Q_G` of
     :math:`G = \mathrm{E}[g g^T]`,
 
-    .. math:: W \leftarrow (1 - \eta_t \lambda) W - \eta_t \, Q_G \,
-        \mathrm{Adam}\left(Q_G^T V Q_A\right) Q_A^T, \qquad
-        \eta_t = s_t \, \eta
+    .. math:: D = Q_G \, \frac{Q_G^T V Q_A}{\sqrt{v}} \, Q_A^T, \qquad
+        M \leftarrow M + \frac{10}{10 + t} (D - M), \qquad
+        W \leftarrow (1 - s \eta \lambda) W
+        - s \eta \left(M + \frac{a}{10} (D - M)\right)
 
-    The share :math:`s_t \le 1` of the rate follows the cosine of each gradient and the
-    direction before it, and falls where the gradient is larger than usual:
-    ``1 / s = 1 / s - gain * (cosine - excess)``, between ``sqrt(1 + t / 400)`` and
-    ``sqrt(25 + t / 20)`` after t steps.
+    with Adam's second moments v in the basis, and the average M of directions over the last
+    tenth of the t steps so far; see `kfac_core.roots.average_weights`.
+
+    The share :math:`s \le 1` of the rate follows the cosine of each direction and the
+    average of those before, and falls where the gradient is larger than usual:
+    ``1 / s = 1 / s - gain * (cosine - excess)``, between ``sqrt(1 + t / 400)``, where
+    ``a = 1``, and ``sqrt(25 + t / 20)``.
 
     Parameters
     ----------
@@ -52,9 +56,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         parameters, or parameter groups as of any optimizer of PyTorch.
     lr : float
         Learning rate eta of the first step, as for Adam.
-    betas : tuple of float
-        Decays of the first and the second moment.  While a basis lasts, no coordinate of a
-        weight moves by more than the rate if they are equal.
+    beta2 : float
+        Decay of the second moments.
     weight_decay : float
         Decoupled weight decay, as of AdamW.
     update_every : int or callable of int
@@ -98,9 +101,9 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     -----
     Everything that has no rows and at least two axes takes the factors of its own
     gradient, ``V V^T`` and ``V^T V``, averaged at each step as SOAP is published; biases,
-    norms and all other vectors are updated by AdamW.  Rows are those of backward passes
-    since `zero_grad`; their scale does not matter, so that a gradient scaler or a sum in
-    the place of a mean changes nothing.
+    norms and all other vectors are updated likewise, without a basis.  Rows are those of
+    backward passes since `zero_grad`; their scale does not matter, so that a gradient
+    scaler or a sum in the place of a mean changes nothing.
 
     A step costs four products more than AdamW's, ``4 n m (n + m)`` flops for an n x m
     weight, and every `update_every` steps two Gram matrices of the rows and a QR
@@ -110,7 +113,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     ----------
     Vyas et al. (2024), "SOAP", arXiv:2409.11321, for Adam in an eigenbasis; George et al.
     (2018), arXiv:1806.03884, for second moments in the eigenbasis of K-FAC's factors;
-    Orvieto and Gower (2025), arXiv:2505.21829, for equal betas.
+    Ma and Yarats (2019), arXiv:1810.06801, for steps between a direction and an average.
 
     Examples
     --------
@@ -136,8 +139,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self,
         model: torch.nn.Module | Iterable[Any],
         lr: float = 1e-2,
-        betas: tuple[float, float] = (0.93, 0.93),
         *,
+        beta2: float = 0.93,
         weight_decay: float = 0.0,
         update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
         gradient_bound: float | None = 1.5,
@@ -176,7 +179,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._model, self._process_group = rows_of, process_group
         defaults = {
             "lr": lr,
-            "betas": betas,
+            "beta2": beta2,
             "eps": eps,
             "weight_decay": weight_decay,
             "steps": 0,
@@ -187,15 +190,14 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._record_next()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with its own ``lr``, ``betas`` or ``weight_decay``."""
+        """Add a group of parameters, with its own ``lr``, ``beta2`` or ``weight_decay``."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         constraints = kc.constraints
         for name in ("lr", "eps", "weight_decay"):
             if not isinstance(group[name], torch.Tensor):
                 constraints.require_range(name, group[name], constraints.NOT_NEGATIVE)
-        for beta in group["betas"]:
-            constraints.require_range("betas", beta, constraints.DECAY)
+        constraints.require_range("beta2", group["beta2"], constraints.DECAY)
         for name in ("steps", "share"):
             group[name] = self.param_groups[0][name]
         for p in group["params"]:
@@ -265,16 +267,23 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         self._arrange()
         for group, stacks in zip(self.param_groups, self._stacks, strict=True):
             for stack in stacks:
-                stack.average(decay=group["betas"][1])
+                stack.average(decay=group["beta2"])
         if self._is_due(self.param_groups[0]["steps"] + 1):
             self._renew()
         grads = [[m.gradients() for m in moments] for moments in self._moments]
-        jump = self._adapt(grads)
-        for group, moments, gradients in zip(
-            self.param_groups, self._moments, grads, strict=True
+        jump = self._jump(grads)
+        directions = [
+            self._directions(group, moments, gradients, jump)
+            for group, moments, gradients in zip(
+                self.param_groups, self._moments, grads, strict=True
+            )
+        ]
+        self._adapt(directions, jump)
+        for group, moments, steps in zip(
+            self.param_groups, self._moments, directions, strict=True
         ):
             if moments:
-                self._step(group, moments, gradients, jump)
+                self._move(group, moments, steps)
             group["steps"] += 1
         self._record_next()
 
@@ -440,7 +449,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 if f"{w.part}step" not in state:
                     zero = torch.zeros(w.shape, dtype=dtype, device=p.device)
                     state[f"{w.part}step"] = zero.new_zeros((), dtype=torch.float32)
-                    state[f"{w.part}exp_avg"] = zero
+                    state[f"{w.part}momentum"] = zero
                     state[f"{w.part}exp_avg_sq"] = zero.clone()
                 blocks = tuple(
                     (
@@ -461,20 +470,36 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             if "step" not in state:
                 zero = torch.zeros_like(real(p), dtype=_wide(real(p)))
                 state["step"] = zero.new_zeros((), dtype=torch.float32)
-                state["exp_avg"], state["exp_avg_sq"] = zero, zero.clone()
-            x = state["exp_avg"]
+                state["momentum"], state["exp_avg_sq"] = zero, zero.clone()
+            x = state["exp_avg_sq"]
             form = (x.dtype, x.device, p.ndim < 2, float(state["step"]))
             alike.setdefault(form, []).append((p, state))
         return [Vectors(*zip(*pairs, strict=True)) for pairs in alike.values()]
 
-    def _step(
+    def _jump(self, grads: list[list[Any]]) -> Any:
+        """Return how far the size of these gradients is above what is usual."""
+        if self._options["gradient_bound"] is None:
+            return 0.0
+        sizes = [
+            kc.roots.squared_sizes(V, m.exp_avg_sq, steps=m.taken, decay=group["beta2"])
+            for group, moments, gradients in zip(
+                self.param_groups, self._moments, grads, strict=True
+            )
+            for m, V in zip(moments, gradients, strict=True)
+            if m.is_dense
+        ]
+        jump = kc.roots.gradient_jump(_total(sizes, 2))
+        return jump if isinstance(jump, torch.Tensor) else float(jump)
+
+    def _directions(
         self, group: dict[str, Any], moments: list[Moments], grads: list[Any], jump: Any
-    ) -> None:
-        """Update the parameters of a group: AdamW, on stacks in their bases."""
-        rate = group["share"] * group["lr"]
+    ) -> list[Any]:
+        """Return the negative directions of a group, and update its second moments."""
+        if not moments:
+            return []
+        decay = group["beta2"]
         for i, m in enumerate(moments):
             if m.is_dense:
-                decay = group["betas"][1]
                 grads[i] = kc.roots.bounded_gradient(
                     grads[i],
                     m.exp_avg_sq,
@@ -484,69 +509,66 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 )
                 if isinstance(jump, torch.Tensor) or jump > 0:
                     m.exp_avg_sq.mul_(1 + (1 - decay) * jump)
-        if isinstance(rate, torch.Tensor):
-            # In CUDA's program of all parameters, a rate on the device is float32.
-            rate = rate.float()
-        targets = [x for m in moments for x in m.targets]
-        if group["weight_decay"] != 0:
-            # Not by `adamw` below, whose arguments are steps from zero, with nothing to
-            # decay.
-            private.multiply_each(targets, 1 - rate * group["weight_decay"])
-        arguments = [torch.zeros_like(V) for V in grads]
+        negative = [torch.zeros_like(V) for V in grads]
+        # `kfac_core.roots.normalized_gradient`, in one kernel: without a decay, the first
+        # moment is the gradient, which it may overwrite.
         adamw(
-            arguments,
+            negative,
             grads,
-            [m.exp_avg for m in moments],
+            grads,
             [m.exp_avg_sq for m in moments],
             [],
             [m.step for m in moments],
-            fused=all(x.device.type in ("cpu", "cuda") for x in arguments),
+            fused=all(x.device.type in ("cpu", "cuda") for x in negative),
             amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=rate,
+            beta1=0.0,
+            beta2=decay,
+            lr=1.0,
             weight_decay=0.0,
             eps=group["eps"],
             maximize=False,
         )
-        pairs = zip(moments, arguments, strict=True)
-        steps = [x for m, d in pairs for x in m.directions(d)]
-        private.add_to_each(targets, steps)
+        return [m.directions(d) for m, d in zip(moments, negative, strict=True)]
 
-    def _adapt(self, grads: list[list[Any]]) -> Any:
-        """Set the share of all rates; return how far these gradients are above usual."""
-        gain, bound = self._options["gain"], self._options["gradient_bound"]
+    def _adapt(self, directions: list[list[Any]], jump: Any) -> None:
+        """Set the share of all rates."""
+        gain, first = self._options["gain"], self.param_groups[0]
+        if gain is None:
+            return
         sums = [
-            kc.roots.agreement(
-                V,
-                m.exp_avg,
-                m.exp_avg_sq,
-                steps=m.taken,
-                decay=group["betas"][1],
-            )
-            for group, moments, gradients in zip(
-                self.param_groups, self._moments, grads, strict=True
-            )
-            for m, V in zip(moments, gradients, strict=True)
-            if m.is_dense and (gain is not None or bound is not None)
+            kc.roots.agreement(d, m.momentum)
+            for moments, steps in zip(self._moments, directions, strict=True)
+            for m, d in zip(moments, steps, strict=True)
+            if m.is_dense
         ]
-        total = torch.zeros(5)
-        if sums:
-            total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
-        # Reading a number synchronizes a GPU; on a CPU it saves operations.
-        on_host = total.device.type == "cpu"
-        total = total.numpy() if on_host else total
-        if gain is not None:
-            first = self.param_groups[0]
-            share = kc.roots.adapted_share(
-                first["share"], total, steps=first["steps"], gain=gain
+        share = kc.roots.adapted_share(
+            first["share"], _total(sums, 3), jump=jump, steps=first["steps"], gain=gain
+        )
+        for group in self.param_groups:
+            group["share"] = share if isinstance(share, torch.Tensor) else float(share)
+
+    def _move(
+        self, group: dict[str, Any], moments: list[Moments], directions: list[Any]
+    ) -> None:
+        """Average the directions of a group, and update its parameters."""
+        rate = group["share"] * group["lr"]
+        if isinstance(rate, torch.Tensor):
+            # In CUDA's program of all parameters, a rate on the device is float32.
+            rate = rate.float()
+        if group["weight_decay"] != 0:
+            targets = [x for m in moments for x in m.targets]
+            private.multiply_each(targets, 1 - rate * group["weight_decay"])
+        for m, d in zip(moments, directions, strict=True):
+            # The kernel has counted this step.
+            weight, own = (
+                x.to(d) if isinstance(x, torch.Tensor) else x
+                for x in kc.roots.average_weights(
+                    steps=m.taken - 1, share=group["share"]
+                )
             )
-            for group in self.param_groups:
-                group["share"] = float(share) if on_host else share
-        if bound is None:
-            return 0.0
-        jump = kc.roots.gradient_jump(total)
-        return float(jump) if on_host else jump
+            m.momentum.lerp_(d, weight)
+            step = torch.lerp(m.momentum, d, own).mul_(rate)
+            private.add_to_each(m.targets, m.pieces(step))
 
     def _renew(self) -> None:
         """Average the factors with the rows of this step, and renew the bases."""
@@ -715,10 +737,19 @@ def _joined(parts: list[Stack | Vectors]) -> list[Moments]:
     alike: dict[Any, list[Stack | Vectors]] = {}
     for part in parts:
         state, prefix = part.slots[0]
-        x = state[f"{prefix}exp_avg"]
+        x = state[f"{prefix}exp_avg_sq"]
         form = (x.dtype, x.device, part.is_dense, float(state[f"{prefix}step"]))
         alike.setdefault(form, []).append(part)
     return [Moments(members) for members in alike.values()]
+
+
+def _total(sums: list[Any], count: int) -> Any:
+    """Return the sum of vectors of a length, as NumPy's if they are on a CPU."""
+    total = torch.zeros(count)
+    if sums:
+        total = torch.stack([x.to(sums[0]) for x in sums]).sum(0)
+    # Reading a number synchronizes a GPU; on a CPU it saves operations.
+    return total.numpy() if total.is_cpu else total
 
 
 def _weight(

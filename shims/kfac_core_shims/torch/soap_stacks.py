@@ -75,8 +75,8 @@ class Stack:
 
     Attributes
     ----------
-    exp_avg, exp_avg_sq : torch.Tensor
-        Adam's moments in the bases, shape (k, n, m); see `hold`.
+    exp_avg_sq : torch.Tensor
+        Adam's second moments in the bases, shape (k, n, m); see `hold`.
     bases : dict of str to torch.Tensor
         Bases of the sides that have one, shape (k, c, b, b).
     factors : dict of str to torch.Tensor
@@ -88,7 +88,6 @@ class Stack:
     def __init__(self, weights: Sequence[Weight], states: Sequence[Any]) -> None:
         self.weights, self.states = list(weights), list(states)
         self._shape = len(weights), *weights[0].shape
-        self.exp_avg: Any = None
         self.exp_avg_sq: Any = None
         self.bases = self._of_states("basis")
         sides = weights[0].sides
@@ -113,12 +112,9 @@ class Stack:
         """The weights' rows of their parameters, whose memory a program may exchange."""
         return [w.slice(w.parameter.detach()) for w in self.weights]
 
-    def hold(self, first: Any, second: Any) -> None:
-        """Let parts of two vectors be the moments."""
-        self.exp_avg, self.exp_avg_sq = (
-            first.view(self._shape),
-            second.view(self._shape),
-        )
+    def hold(self, second: Any) -> None:
+        """Let a part of a vector be the second moments."""
+        self.exp_avg_sq = second.view(self._shape)
 
     def average(self, *, decay: float) -> None:
         """Average the factors that are the gradients' own.
@@ -144,27 +140,23 @@ class Stack:
         bases = self.bases.get("left"), self.bases.get("right")
         return kc.roots.in_basis(self._gradients(), *bases)
 
-    def directions(self, d: Any) -> list[Any]:
-        """Return what is in the bases in the coordinates of each weight."""
-        d = d.view(self._shape)
-        d = kc.roots.from_basis(d, self.bases.get("left"), self.bases.get("right"))
-        pairs = zip(d.unbind(0), self.targets, strict=True)
-        return [x.view(target.shape) for x, target in pairs]
+    def directions(self, d: Any) -> Any:
+        """Return what is in the bases in the weights' coordinates, shape (k, n, m)."""
+        bases = self.bases.get("left"), self.bases.get("right")
+        return kc.roots.from_basis(d.view(self._shape), *bases)
 
     def carry(self) -> None:
-        """Bring the moments into the bases that the states have now."""
+        """Bring the second moments into the bases that the states have now."""
         bases = self._of_states("basis")
         changes = {s: (self.bases.get(s), bases.get(s)) for s in ("left", "right")}
-        moments = kc.roots.carried_moments(self.exp_avg, self.exp_avg_sq, **changes)
-        self.exp_avg.copy_(moments[0])
-        self.exp_avg_sq.copy_(moments[1])
+        self.exp_avg_sq.copy_(kc.roots.carried_moments(self.exp_avg_sq, **changes))
         self.bases = bases
 
     def _gradients(self) -> Any:
         shape = self.weights[0].shape
         grads = [w.slice(w.parameter.grad).reshape(shape) for w in self.weights]
         V = grads[0][None] if len(grads) == 1 else torch.stack(grads)
-        return V.to(self.exp_avg.dtype)
+        return V.to(self.exp_avg_sq.dtype)
 
     def _share_factors(self) -> None:
         """Make the factors of the states parts of the stack's."""
@@ -200,8 +192,6 @@ class Vectors:
 
     def __init__(self, parameters: Sequence[Any], states: Sequence[Any]) -> None:
         self._parameters = list(parameters)
-        self._shapes = [real(p).shape for p in parameters]
-        self._sizes = [shape.numel() for shape in self._shapes]
         self.slots = [(s, "") for s in states]
         self.is_dense = all(p.ndim < 2 for p in self._parameters)
 
@@ -210,19 +200,18 @@ class Vectors:
         """The parameters, real."""
         return [real(p.detach()) for p in self._parameters]
 
-    def hold(self, first: Any, second: Any) -> None:
+    def hold(self, second: Any) -> None:
         """Note the dtype of the moments."""
-        self._dtype = first.dtype
+        self._dtype = second.dtype
 
     def gradients(self) -> Any:
         """Return the gradients, shape (n,)."""
         grads = [real(p.grad).reshape(-1) for p in self._parameters]
         return torch.cat(grads).to(self._dtype)
 
-    def directions(self, d: Any) -> list[Any]:
-        """Return the parameters' parts of a vector."""
-        pairs = zip(d.split(self._sizes), self._shapes, strict=True)
-        return [part.view(shape) for part, shape in pairs]
+    def directions(self, d: Any) -> Any:
+        """Return a vector as it is."""
+        return d
 
 
 class Moments:
@@ -235,13 +224,14 @@ class Moments:
 
     Attributes
     ----------
-    step, exp_avg, exp_avg_sq : torch.Tensor
-        Number of steps, 0-d; Adam's moments in the bases, 1-d.
+    step, momentum, exp_avg_sq : torch.Tensor
+        Number of steps, 0-d; the average of directions, in the parameters' coordinates, and
+        Adam's second moments, in the bases, both 1-d.
     is_dense : bool
         Whether coordinates are rarely zero: these have a bound, and decide on the rate.
     """
 
-    exp_avg: Any
+    momentum: Any
     exp_avg_sq: Any
 
     def __init__(self, parts: Sequence[Stack | Vectors]) -> None:
@@ -250,7 +240,7 @@ class Moments:
         slots = [slot for part in parts for slot in part.slots]
         self.step = slots[0][0][f"{slots[0][1]}step"].clone()
         # Views: the states, and so `state_dict`, see what is updated in the vectors.
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in ("momentum", "exp_avg_sq"):
             each = [s[prefix + name] for s, prefix in slots]
             whole = torch.cat([x.reshape(-1) for x in each])
             pieces = whole.split([x.numel() for x in each])
@@ -260,12 +250,12 @@ class Moments:
         for s, prefix in slots:
             s[f"{prefix}step"] = self.step
         self._sizes = [
-            sum(s[f"{prefix}exp_avg"].numel() for s, prefix in part.slots)
+            sum(s[f"{prefix}exp_avg_sq"].numel() for s, prefix in part.slots)
             for part in parts
         ]
-        moments = (x.split(self._sizes) for x in (self.exp_avg, self.exp_avg_sq))
-        for part, first, second in zip(parts, *moments, strict=True):
-            part.hold(first, second)
+        pieces = self.exp_avg_sq.split(self._sizes)
+        for part, piece in zip(parts, pieces, strict=True):
+            part.hold(piece)
 
     @property
     def taken(self) -> Any:
@@ -281,10 +271,16 @@ class Moments:
         """Return the gradients in the bases, shape (n,)."""
         return torch.cat([part.gradients().reshape(-1) for part in self.parts])
 
-    def directions(self, d: Any) -> list[Any]:
-        """Return a vector in the bases in the coordinates of each parameter."""
+    def directions(self, d: Any) -> Any:
+        """Return a vector in the bases in the parameters' coordinates, shape (n,)."""
         pairs = zip(self.parts, d.split(self._sizes), strict=True)
-        return [x for part, piece in pairs for x in part.directions(piece)]
+        return torch.cat([part.directions(x).reshape(-1) for part, x in pairs])
+
+    def pieces(self, x: Any) -> list[Any]:
+        """Return the parts of a vector that belong to the `targets`."""
+        targets = self.targets
+        pieces = x.split([target.numel() for target in targets])
+        return [x.view(target.shape) for x, target in zip(pieces, targets, strict=True)]
 
 
 def real(x: Any) -> Any:
