@@ -19,6 +19,7 @@ from kfac_core.roots import (
     renewed_basis,
     side_blocks,
     squared_sizes,
+    width_factor,
 )
 
 from ..builders import reference
@@ -210,6 +211,12 @@ def test_the_momentum_is_an_average_over_a_tenth_of_the_steps():
     ages = np.arange(len(shares))[::-1]
     # Weights fall like a power of the time that has passed: t^9.
     assert shares @ ages == pytest.approx(len(shares) / 11, rel=0.01)
+
+
+def test_steps_of_wide_layers_are_shorter():
+    """Like one over the root of the inputs above 128, as weights are at first."""
+    assert width_factor(1) == width_factor(128) == 1.0
+    assert width_factor(512) == 0.5
 
 
 @pytest.mark.parametrize(

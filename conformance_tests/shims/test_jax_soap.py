@@ -102,6 +102,22 @@ def test_steps_are_those_of_a_naive_program(is_parted):
     assert all(float(r.max()) < 1 for pair in state.residual.values() for r in pair)
 
 
+@pytest.mark.parametrize(("n", "factor"), [(64, 1.0), (512, 0.5)])
+def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
+    """Signs of the gradient's coordinates; half as long for four times 128 inputs."""
+    rng = np.random.default_rng(0)
+    params, x = {"W": jnp.zeros((n, 4))}, jnp.asarray(rng.normal(size=(2 * n, n)))
+    network = Network(lambda p, x: x @ p["W"], params, x)
+    optimizer = soap(network, RATE)
+    _, pull = network.vjp(params, x)
+    cotangent = jnp.asarray(rng.normal(size=(2 * n, 4)))
+    gradients, captured = pull(cotangent, reduction="sum")
+    state = optimizer.init(params)
+    step, _ = optimizer.update(gradients, state, params, captured=captured)
+    length = float(jnp.linalg.norm(step["W"]))
+    assert length == pytest.approx(RATE * factor * (4 * n) ** 0.5, rel=1e-4)
+
+
 def test_parameters_divided_among_transformations_take_the_same_steps():
     """Also a weight and its bias; without a common share parameters are independent."""
     params, data = problem()

@@ -144,6 +144,19 @@ def test_parameters_without_a_basis_average_adams_directions():
         torch.testing.assert_close(a.detach(), x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("n", "factor"), [(64, 1.0), (512, 0.5)])
+def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
+    """Signs of the gradient's coordinates; half as long for four times 128 inputs."""
+    torch.manual_seed(0)
+    model = nn.Linear(n, 4).double()
+    before = model.weight.detach().clone()
+    optimizer = SOAP(model, lr=0.1)
+    model(torch.randn(2 * n, n).double()).cos().sum().backward()
+    optimizer.step()
+    length = float((model.weight.detach() - before).norm())
+    assert length == pytest.approx(0.1 * factor * (4 * n) ** 0.5, rel=1e-4)
+
+
 def test_rates_fall_without_a_cosine():
     """Of an embedding alone, and where the first group has no gradients."""
     frozen, table = nn.Parameter(torch.zeros(3)), nn.Embedding(5, 4)

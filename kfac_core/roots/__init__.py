@@ -17,6 +17,7 @@ from kfac_core.roots.soap import (
     renewed_basis,
     side_blocks,
     squared_sizes,
+    width_factor,
 )
 
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "renewed_basis",
     "side_blocks",
     "squared_sizes",
+    "width_factor",
 ]

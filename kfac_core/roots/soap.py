@@ -351,6 +351,31 @@ def normalized_gradient(
     return v, gradient / ((v / (1 - decay**step)) ** 0.5 + eps)
 
 
+def width_factor(inputs: int, /) -> float:
+    r"""Return the factor of a weight's steps for its number of inputs.
+
+    .. math:: f = \min\left(1, \sqrt{128 / n}\right)
+
+    All coordinates of a direction have about the size 1, and weights at first about
+    :math:`n^{-1/2}`: steps of one rate would change wide layers by more.
+
+    Parameters
+    ----------
+    inputs : int
+        Number n of inputs of an output: the length of a row of ``W x``.
+
+    Returns
+    -------
+    float
+        f.
+
+    References
+    ----------
+    Yang et al. (2022), arXiv:2203.03466, for rates of Adam that fall with the width.
+    """
+    return min(1.0, (128 / inputs) ** 0.5)
+
+
 _HORIZON = 10.0
 """Momentum is an average over so many steps at first, and a tenth of all later."""
 

@@ -69,13 +69,13 @@ def soap(
     :math:`G = \mathrm{E}[g g^T]` of a weight's rows, and its gradient V as a matrix
     (in, out), the update is :math:`-s \eta (\Delta + \lambda W)` with
 
-    .. math:: D = Q_A \, \frac{Q_A^T V Q_G}{\sqrt{v}} \, Q_G^T, \qquad
+    .. math:: D = f \, Q_A \, \frac{Q_A^T V Q_G}{\sqrt{v}} \, Q_G^T, \qquad
         M \leftarrow M + \frac{10}{10 + t} (D - M), \qquad
         \Delta = M + \frac{a}{10} (D - M)
 
     and the same without bases for all other parameters: biases, norms, and those of no
-    block.  v are Adam's second moments in the bases; for a see
-    `kfac_core.roots.average_weights`.
+    block.  v are Adam's second moments in the bases, and f is ``sqrt(128 / n)`` for more
+    than n = 128 inputs; for a see `kfac_core.roots.average_weights`.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ def soap(
         state = jax.lax.cond(
             due, lambda: basis.renewed(state, captured.batches), lambda: state
         )
-        V = basis.rotated(updates, state.bases, back=False)
+        V = basis.rotated(updates, state.bases)
         dense = jax.tree.map(lambda x: x > 0, basis.dense(V))
 
         def total(function: Any, *trees: Any) -> Any:
@@ -224,7 +224,7 @@ def soap(
         second, quotient = jax.tree.transpose(
             jax.tree.structure(V), jax.tree.structure((0, 0)), moments
         )
-        d = basis.rotated(quotient, state.bases, back=True)
+        d = basis.directions(quotient, state.bases)
         share = state.share
         if gain is not None:
             adapted = kc.roots.adapted_share(
@@ -308,13 +308,18 @@ class _Bases:
             residual[name] = (zeros[0], zeros[1])
         return bases, bases, residual
 
-    def rotated(self, tree: Any, bases: Sides, *, back: bool) -> Any:
-        """Return a tree of gradients in the bases, or one in the bases as it was."""
-        rotate = kc.roots.from_basis if back else kc.roots.in_basis
+    def rotated(self, tree: Any, bases: Sides) -> Any:
+        """Return a tree of gradients in the bases."""
+        return self._mapped(tree, lambda name, V: kc.roots.in_basis(V, *bases[name]))
 
-        def one(name: str, V: Any) -> Any:
-            left, right = bases[name]
-            return rotate(V, left, right)
+    def directions(self, tree: Any, bases: Sides) -> Any:
+        """Return a tree in the bases as directions of the parameters."""
+
+        def one(name: str, d: Any) -> Any:
+            d = kc.roots.from_basis(d, *bases[name])
+            if None in self._sides[name]:
+                return d
+            return d * kc.roots.width_factor(self.layers[name].matrix_shape[0])
 
         return self._mapped(tree, one)
 

@@ -36,13 +36,14 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     eigenvectors :math:`Q_A` of :math:`A = \mathrm{E}[x x^T]` and :math:`Q_G` of
     :math:`G = \mathrm{E}[g g^T]`,
 
-    .. math:: D = Q_G \, \frac{Q_G^T V Q_A}{\sqrt{v}} \, Q_A^T, \qquad
+    .. math:: D = f \, Q_G \, \frac{Q_G^T V Q_A}{\sqrt{v}} \, Q_A^T, \qquad
         M \leftarrow M + \frac{10}{10 + t} (D - M), \qquad
         W \leftarrow (1 - s \eta \lambda) W
         - s \eta \left(M + \frac{a}{10} (D - M)\right)
 
-    with Adam's second moments v in the basis, and the average M of directions over the last
-    tenth of the t steps so far; see `kfac_core.roots.average_weights`.
+    with Adam's second moments v in the basis, a factor f of ``sqrt(128 / n)`` for more than
+    n = 128 inputs, and the average M of directions over the last tenth of the t steps so
+    far; see `kfac_core.roots.average_weights`.
 
     The share :math:`s \le 1` of the rate follows the cosine of each direction and the
     average of those before, and falls where the gradient is larger than usual:

@@ -141,9 +141,11 @@ class Stack:
         return kc.roots.in_basis(self._gradients(), *bases)
 
     def directions(self, d: Any) -> Any:
-        """Return what is in the bases in the weights' coordinates, shape (k, n, m)."""
+        """Return directions in the weights' coordinates, shape (k, n, m)."""
         bases = self.bases.get("left"), self.bases.get("right")
-        return kc.roots.from_basis(d.view(self._shape), *bases)
+        d = kc.roots.from_basis(d.view(self._shape), *bases)
+        factor = kc.roots.width_factor(self._shape[-1]) if self.is_dense else 1.0
+        return d if factor == 1 else d * factor
 
     def carry(self) -> None:
         """Bring the second moments into the bases that the states have now."""
