@@ -373,7 +373,7 @@ def width_factor(inputs: int, /) -> float:
     ----------
     Yang et al. (2022), arXiv:2203.03466, for rates of Adam that fall with the width.
     """
-    return min(1.0, (128 / inputs) ** 0.5)
+    return min(1.0, math.sqrt(128 / inputs))
 
 
 _HORIZON = 10.0
