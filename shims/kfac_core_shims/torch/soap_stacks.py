@@ -227,8 +227,8 @@ class Moments:
     Attributes
     ----------
     step, momentum, exp_avg_sq : torch.Tensor
-        Number of steps, 0-d; the average of directions, in the parameters' coordinates, and
-        Adam's second moments, in the bases, both 1-d.
+        Number of steps, 0-d; the average of negative directions, in the parameters'
+        coordinates, and Adam's second moments, in the bases, both 1-d.
     is_dense : bool
         Whether coordinates are rarely zero: these have a bound, and decide on the rate.
     """
