@@ -65,7 +65,7 @@ def test_a_step_has_the_hessian_and_the_gradient_of_both_losses(rng):
     """In a compiled step, whose targets are a tuple."""
     weight = 0.3
     params, x, targets = problem(rng)
-    optimizer = shim.kfac_optimizer(
+    optimizer = shim.KFACOptimizer(
         apply,
         params,
         x,
@@ -118,7 +118,7 @@ def test_each_optimizer_trains_both_heads(rng):
         return float(rows(apply(params, x), *targets, 0.3).mean())
 
     first = loss(params)
-    optimizer = shim.kfac_optimizer(apply, params, x, likelihood=joint(0.3))
+    optimizer = shim.KFACOptimizer(apply, params, x, likelihood=joint(0.3))
     trained = jax.tree.map(jnp.array, params)
     state = optimizer.init(trained)
     for key in jax.random.split(jax.random.key(0), 40):
@@ -157,8 +157,8 @@ def test_a_data_set_has_the_curvature_of_both_losses(rng):
 def test_a_tuple_of_heads_and_squares_of_weights_are_refused(rng):
     """The messages say what to write."""
     params, x, targets = problem(rng)
-    optimizer = shim.kfac_optimizer(heads, params, x, likelihood=joint(1.0))
+    optimizer = shim.KFACOptimizer(heads, params, x, likelihood=joint(1.0))
     with pytest.raises(kc.ArgumentError, match="side by side"):
         optimizer.step(params, optimizer.init(params), x, targets, jax.random.key(0))
     with pytest.raises(kc.UnsupportedError, match="weights"):
-        shim.kfac_optimizer(apply, params, x, likelihood=joint(0.5), fisher="empirical")
+        shim.KFACOptimizer(apply, params, x, likelihood=joint(0.5), fisher="empirical")
