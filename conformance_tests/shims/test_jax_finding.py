@@ -497,7 +497,7 @@ def test_uses_outside_of_layers_are_refused_by_name(rng):
 
 
 def test_a_use_that_is_left_out_leaves_out_the_others(rng):
-    """Of a kernel that is used twice; a block would have the rows of one use."""
+    """A kernel is used twice: a block would have the rows of one use only."""
     params = {"k": jnp.asarray(rng.normal(size=(3, 2, 2))), "b": jnp.ones(2)}
     params["c"] = jnp.ones(2)
     x = jnp.asarray(rng.normal(size=(5, 4, 2)))

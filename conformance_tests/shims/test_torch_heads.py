@@ -107,7 +107,7 @@ def dense_blocks(model, x, weight):
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 @pytest.mark.parametrize("how", ["returned", "squeezed", "picked", "observed"])
 def test_directions_are_those_of_the_hessian_of_both_losses(how, weight):
-    """Of a model that returns both heads nothing more needs to be said."""
+    """A model that returns both heads needs nothing but the likelihood."""
     model, (x, labels, values) = ActorCritic(squeezed=how == "squeezed"), data()
     output = {
         "picked": {"output": lambda heads: torch.cat(heads, -1)},

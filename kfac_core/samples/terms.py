@@ -70,7 +70,8 @@ def joined_rows(
     xp = ns.own_namespace(first.like)
     joined = []
     for i, like in enumerate(known[0]):
-        ends = [max(x) for x in zip(*(of[i].shape[-2:] for of in known), strict=True)]
+        shapes = [arrays[i].shape for arrays in known]
+        ends = [max(shape[axis] for shape in shapes) for axis in (-2, -1)]
         pieces = [
             _filled(None if of is None else of[i], N, ends, like, xp)
             for of, N in zip(terms, counts, strict=True)

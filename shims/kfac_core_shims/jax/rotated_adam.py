@@ -200,10 +200,10 @@ def soap(
         dense = jax.tree.map(lambda x: x > 0, basis.dense(V))
 
         def total(function: Any, *trees: Any) -> Any:
-            sums = jax.tree.map(
-                lambda is_dense, *x: function(*(jnp.where(is_dense, y, 0) for y in x)),
-                *(dense, *trees),
-            )
+            def of_leaves(is_dense: Any, *leaves: Any) -> Any:
+                return function(*[jnp.where(is_dense, x, 0) for x in leaves])
+
+            sums = jax.tree.map(of_leaves, dense, *trees)
             return sum(jax.tree.leaves(sums))
 
         jump: Any = 0.0
