@@ -57,6 +57,7 @@ class Naive:
             V = np.where(limit > 0, np.clip(V, -limit, limit), V)
             if jump > 1.5:
                 self.v = self.v * (1 + (1 - BETA2) * jump**2)
+                self.m = self.m * min(1.0, 4 / jump)
         self.v = BETA2 * self.v + (1 - BETA2) * V**2
         d = V / (np.sqrt(self.v / (1 - BETA2**self.t)) + self.eps)
         self.d = L @ d @ R.T

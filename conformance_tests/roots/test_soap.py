@@ -15,6 +15,7 @@ from kfac_core.roots import (
     from_basis,
     gradient_jump,
     in_basis,
+    momentum_factor,
     normalized_gradient,
     renewed_basis,
     side_blocks,
@@ -270,9 +271,9 @@ def test_the_share_follows_the_cosine_of_all_coordinates(backend, dtype, rng, ga
         assert_close(backend.to_numpy(got), expected, "product", dtype)
 
 
-@pytest.mark.parametrize(("size", "steps"), [(1.0, 9), (4.0, 9), (4.0, 4)])
+@pytest.mark.parametrize(("size", "steps"), [(1.0, 9), (8.0, 9), (8.0, 4)])
 def test_a_jump_is_a_gradient_above_the_usual(backend, dtype, rng, size, steps):
-    """A jump is one number for all parameters, whose logarithm lowers the share."""
+    """A jump is one number for all parameters, which lowers the share and momentum."""
     v = rng.random((2, 7)) + 0.1
     g = size * np.sqrt(v) * rng.choice([-1.0, 1.0], size=(2, 7))
     d, m = rng.normal(size=(2, 7))
@@ -290,6 +291,7 @@ def test_a_jump_is_a_gradient_above_the_usual(backend, dtype, rng, size, steps):
 
     is_jump = size > 1.5 and steps >= 5
     assert float(jump) == pytest.approx(size**2 if is_jump else 0.0, rel=1e-5)
+    assert float(momentum_factor(jump)) == pytest.approx(0.5 if is_jump else 1.0)
     excess = np.log(size / 1.5) if is_jump else 0.0
     bound = (25 + steps / 20) ** 0.5
     assert 1 / got[0] == pytest.approx(min(1 / got[1] + 0.05 * excess, bound), rel=1e-5)

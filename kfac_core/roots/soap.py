@@ -497,6 +497,34 @@ def gradient_jump(sums: Array, /) -> Array:
     return xp.where(is_jump, ratio, xp.zeros_like(ratio))
 
 
+_LARGE_JUMP = 4.0
+"""Losses of fits jump by less at first, and need no shorter momentum."""
+
+
+def momentum_factor(jump: Scalar, /) -> Scalar:
+    r"""Return the factor of the momentum where the loss jumps.
+
+    .. math:: m \leftarrow \min(1, 4 / r) \, m
+
+    The momentum averages directions of the usual length 1.  Beside gradients that are r
+    times as large, those before would have been 1 / r as long; without this, late in a
+    run, hundreds of steps would go on in their direction.
+
+    Parameters
+    ----------
+    jump : float or 0-d array
+        The square of r, of `gradient_jump`.
+
+    Returns
+    -------
+    float or 0-d array
+        The factor, 1 for r up to 4.
+    """
+    # The larger of the two.
+    square = (jump + _LARGE_JUMP**2 + abs(jump - _LARGE_JUMP**2)) / 2
+    return _LARGE_JUMP * square**-0.5
+
+
 def adapted_share(
     share: Scalar, sums: Array, /, *, jump: Scalar, steps: Scalar, gain: float
 ) -> Array:

@@ -225,11 +225,17 @@ def soap(
             jax.tree.structure(V), jax.tree.structure((0, 0)), moments
         )
         d = basis.directions(quotient, state.bases)
+        factor = kc.roots.momentum_factor(jump)
+        shortened = jax.tree.map(
+            lambda is_dense, m: m * jnp.where(is_dense, factor, 1).astype(m.dtype),
+            dense,
+            state.momentum,
+        )
         share = state.share
         if gain is not None:
             adapted = kc.roots.adapted_share(
                 share,
-                total(kc.roots.agreement, d, state.momentum),
+                total(kc.roots.agreement, d, shortened),
                 jump=jump,
                 steps=state.steps,
                 gain=gain,
@@ -239,7 +245,7 @@ def soap(
             steps=state.steps.astype(share.dtype), share=share
         )
         momentum = jax.tree.map(
-            lambda m, d: (m + weight * (d - m)).astype(m.dtype), state.momentum, d
+            lambda m, d: (m + weight * (d - m)).astype(m.dtype), shortened, d
         )
         d = jax.tree.map(lambda m, d: m + own * (d - m), momentum, d)
         if weight_decay:

@@ -495,7 +495,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     def _directions(
         self, group: dict[str, Any], moments: list[Moments], grads: list[Any], jump: Any
     ) -> list[Any]:
-        """Return the negative directions of a group, and update its second moments."""
+        """Return the negative directions of a group, and update its second moments.
+
+        Where the loss jumps, its momentum is shortened.
+        """
         if not moments:
             return []
         decay = group["beta2"]
@@ -510,6 +513,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 )
                 if isinstance(jump, torch.Tensor) or jump > 0:
                     m.exp_avg_sq.mul_(1 + (1 - decay) * jump)
+                    m.momentum.mul_(kc.roots.momentum_factor(jump))
         negative = [torch.zeros_like(V) for V in grads]
         # `kfac_core.roots.normalized_gradient`, in one kernel: without a decay, the first
         # moment is the gradient, which it may overwrite.
