@@ -215,9 +215,9 @@ def test_the_momentum_is_an_average_over_a_tenth_of_the_steps():
 
 
 def test_steps_of_wide_layers_are_shorter():
-    """Like one over the root of the inputs above 128, as weights are at first."""
-    assert width_factor(1) == width_factor(128) == 1.0
-    assert width_factor(512) == 0.5
+    """Like one over the root of the inputs above 32, as weights are at first."""
+    assert width_factor(1) == width_factor(32) == 1.0
+    assert width_factor(128) == 0.5
 
 
 @pytest.mark.parametrize(

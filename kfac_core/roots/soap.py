@@ -354,7 +354,7 @@ def normalized_gradient(
 def width_factor(inputs: int, /) -> float:
     r"""Return the factor of a weight's steps for its number of inputs.
 
-    .. math:: f = \min\left(1, \sqrt{128 / n}\right)
+    .. math:: f = \min\left(1, \sqrt{32 / n}\right)
 
     All coordinates of a direction have about the size 1, and weights at first about
     :math:`n^{-1/2}`: steps of one rate would change wide layers by more.
@@ -373,7 +373,7 @@ def width_factor(inputs: int, /) -> float:
     ----------
     Yang et al. (2022), arXiv:2203.03466, for rates of Adam that fall with the width.
     """
-    return min(1.0, math.sqrt(128 / inputs))
+    return min(1.0, math.sqrt(32 / inputs))
 
 
 _HORIZON = 10.0

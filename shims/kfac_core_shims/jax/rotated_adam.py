@@ -51,7 +51,7 @@ class SOAPState(NamedTuple):
 
 def soap(
     network: Network,
-    learning_rate: kc.integration.Schedule = 1e-2,
+    learning_rate: kc.integration.Schedule = 2e-2,
     *,
     beta2: float = 0.93,
     weight_decay: float = 0.0,

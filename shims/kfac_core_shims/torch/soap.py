@@ -139,7 +139,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     def __init__(
         self,
         model: torch.nn.Module | Iterable[Any],
-        lr: float = 1e-2,
+        lr: float = 2e-2,
         *,
         beta2: float = 0.93,
         weight_decay: float = 0.0,
