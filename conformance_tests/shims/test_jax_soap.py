@@ -104,7 +104,7 @@ def test_steps_are_those_of_a_naive_program(is_parted):
 
 @pytest.mark.parametrize(("n", "factor"), [(32, 1.0), (128, 0.5)])
 def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
-    """Signs of the gradient's coordinates; half as long for four times 128 inputs."""
+    """Signs of the gradient's coordinates; half as long for four times 32 inputs."""
     rng = np.random.default_rng(0)
     params, x = {"W": jnp.zeros((n, 4))}, jnp.asarray(rng.normal(size=(2 * n, n)))
     network = Network(lambda p, x: x @ p["W"], params, x)
@@ -116,6 +116,21 @@ def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
     step, _ = optimizer.update(gradients, state, params, captured=captured)
     length = float(jnp.linalg.norm(step["W"]))
     assert length == pytest.approx(RATE * factor * (4 * n) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("m", "factor"), [(32, 1.0), (128, 0.5)])
+def test_steps_of_wide_embeddings_are_shorter(m, factor):
+    """Four rows have four coordinates each that are not zero in their own basis."""
+    params, ids = {"W": jnp.zeros((4, m))}, jnp.arange(4)
+    network = Network(lambda p, x: p["W"][x], params, ids)
+    optimizer = soap(network, RATE)
+    _, pull = network.vjp(params, ids)
+    cotangent = jnp.asarray(np.random.default_rng(0).normal(size=(4, m)))
+    gradients, captured = pull(cotangent, reduction="sum")
+    state = optimizer.init(params)
+    step, _ = optimizer.update(gradients, state, params, captured=captured)
+    length = float(jnp.linalg.norm(step["W"]))
+    assert length == pytest.approx(RATE * factor * 4, rel=1e-4)
 
 
 def test_parameters_divided_among_transformations_take_the_same_steps():

@@ -146,7 +146,7 @@ def test_parameters_without_a_basis_average_adams_directions():
 
 @pytest.mark.parametrize(("n", "factor"), [(32, 1.0), (128, 0.5)])
 def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
-    """Signs of the gradient's coordinates; half as long for four times 128 inputs."""
+    """Signs of the gradient's coordinates; half as long for four times 32 inputs."""
     torch.manual_seed(0)
     model = nn.Linear(n, 4).double()
     before = model.weight.detach().clone()
@@ -155,6 +155,19 @@ def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
     optimizer.step()
     length = float((model.weight.detach() - before).norm())
     assert length == pytest.approx(0.1 * factor * (4 * n) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("m", "factor"), [(32, 1.0), (128, 0.5)])
+def test_steps_of_wide_embeddings_are_shorter(m, factor):
+    """Four rows have four coordinates each that are not zero in their own basis."""
+    torch.manual_seed(0)
+    table = nn.Embedding(4, m).double()
+    before = table.weight.detach().clone()
+    optimizer = SOAP(table, lr=0.1)
+    table(torch.arange(4)).cos().sum().backward()
+    optimizer.step()
+    length = float((table.weight.detach() - before).norm())
+    assert length == pytest.approx(0.1 * factor * 4, rel=1e-4)
 
 
 def test_rates_fall_without_a_cosine():

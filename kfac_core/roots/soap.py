@@ -362,7 +362,8 @@ def width_factor(inputs: int, /) -> float:
     Parameters
     ----------
     inputs : int
-        Number n of inputs of an output: the length of a row of ``W x``.
+        Number n of inputs of an output; of an embedding its features, the inputs of the
+        layers that read it.
 
     Returns
     -------

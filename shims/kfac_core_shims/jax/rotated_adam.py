@@ -323,9 +323,9 @@ class _Bases:
 
         def one(name: str, d: Any) -> Any:
             d = kc.roots.from_basis(d, *bases[name])
-            if None in self._sides[name]:
-                return d
-            return d * kc.roots.width_factor(self.layers[name].matrix_shape[0])
+            layer = self.layers[name]
+            n, m = layer.matrix_shape
+            return d * kc.roots.width_factor(m if layer.kind == "embedding" else n)
 
         return self._mapped(tree, one)
 

@@ -144,7 +144,7 @@ class Stack:
         """Return directions in the weights' coordinates, shape (k, n, m)."""
         bases = self.bases.get("left"), self.bases.get("right")
         d = kc.roots.from_basis(d.view(self._shape), *bases)
-        factor = kc.roots.width_factor(self._shape[-1]) if self.is_dense else 1.0
+        factor = kc.roots.width_factor(self._shape[-1])
         return d if factor == 1 else d * factor
 
     def carry(self) -> None:
