@@ -16,7 +16,7 @@ from benchmarks.tasks.problems import TASKS
 ADAM = "adam", "adamw"
 
 NAMED = {
-    "classifier": "kfac-core-soap",
+    "classifier": "kfac",
     "recurrent": "kfac",
     "transformer": "kfac-core-soap",
     "fit": "kfac-core-soap",
