@@ -13,7 +13,7 @@ from torch.nn import functional as fn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import SOAP  # noqa: E402
+from kfac_core_shims.torch import SOAP, register_layer  # noqa: E402
 
 from ..builders import soap_reference  # noqa: E402
 
@@ -144,11 +144,26 @@ def test_parameters_without_a_basis_average_adams_directions():
         torch.testing.assert_close(a.detach(), x, rtol=1e-5, atol=1e-6)
 
 
+class Columns(nn.Module):
+    """A linear layer whose weight has the shape (in, out), as GPT-2's."""
+
+    def __init__(self, n, m):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, m))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+register_layer(Columns, "linear", weight_layout="io")
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Columns])
 @pytest.mark.parametrize(("n", "factor"), [(32, 1.0), (128, 0.5)])
-def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(n, factor):
+def test_the_first_step_has_the_rate_in_each_direction_of_the_basis(layer, n, factor):
     """Signs of the gradient's coordinates; half as long for four times 32 inputs."""
     torch.manual_seed(0)
-    model = nn.Linear(n, 4).double()
+    model = layer(n, 4).double()
     before = model.weight.detach().clone()
     optimizer = SOAP(model, lr=0.1)
     model(torch.randn(2 * n, n).double()).cos().sum().backward()

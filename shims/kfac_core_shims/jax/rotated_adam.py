@@ -74,8 +74,9 @@ def soap(
         \Delta = M + \frac{a}{10} (D - M)
 
     and the same without bases for all other parameters: biases, norms, and those of no
-    block.  v are Adam's second moments in the bases, and f is ``sqrt(128 / n)`` for more
-    than n = 128 inputs; for a see `kfac_core.roots.average_weights`.
+    block.  v are Adam's second moments in the bases, and f is ``sqrt(32 / n)`` for more
+    than n = 32 inputs, or features of an embedding; for a see
+    `kfac_core.roots.average_weights`.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         W \leftarrow (1 - s \eta \lambda) W
         - s \eta \left(M + \frac{a}{10} (D - M)\right)
 
-    with Adam's second moments v in the basis, a factor f of ``sqrt(128 / n)`` for more than
-    n = 128 inputs, and the average M of directions over the last tenth of the t steps so
+    with Adam's second moments v in the basis, a factor f of ``sqrt(32 / n)`` for more than
+    n = 32 inputs, and the average M of directions over the last tenth of the t steps so
     far; see `kfac_core.roots.average_weights`.
 
     The share :math:`s \le 1` of the rate follows the cosine of each direction and the
@@ -102,9 +102,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
     -----
     Everything that has no rows and at least two axes takes the factors of its own
     gradient, ``V V^T`` and ``V^T V``, averaged at each step as SOAP is published; biases,
-    norms and all other vectors are updated likewise, without a basis.  Rows are those of
-    backward passes since `zero_grad`; their scale does not matter, so that a gradient
-    scaler or a sum in the place of a mean changes nothing.
+    norms and all other vectors are updated likewise, without a basis.  All axes but the
+    first of an array without a layer count as inputs.  Rows are those of backward passes
+    since `zero_grad`; their scale does not matter, so that a gradient scaler or a sum in
+    the place of a mean changes nothing.
 
     A step costs four products more than AdamW's, ``4 n m (n + m)`` flops for an n x m
     weight, and every `update_every` steps two Gram matrices of the rows and a QR
@@ -392,6 +393,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
             rows = site.part.rows.get("weight")
             shape = p.shape if rows is None else p[rows].shape
             sides = {}
+            inputs_first = False
             if site.kind == "embedding":
                 # Of an embedding only the features are rotated: ids would be mixed.
                 sides["right"] = self._side(shape[1], 1, site.name)
@@ -401,7 +403,10 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                 for side, a, b in (("left", n, m), ("right", m, n)):
                     is_input = (side == "left") == inputs_first
                     sides[side] = self._side(a, b, site.name, is_input=is_input)
-            weights.append(_weight(p, shape, sides, rows, site.name))
+            weight = _weight(p, shape, sides, inputs_first=inputs_first)
+            if rows is not None:
+                weight.part, weight.rows = f"{site.name}.", rows
+            weights.append(weight)
         if len(weights) == 1:
             weights[0].part = ""
         if not weights:
@@ -460,7 +465,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
                     for name, side in w.sides.items()
                 )
                 steps = float(state[f"{w.part}step"])
-                form = (w.shape, blocks, dtype, p.device, steps)
+                form = (w.shape, w.inputs, blocks, dtype, p.device, steps)
                 alike.setdefault(form, []).append((w, state))
         return [Stack(*zip(*pairs, strict=True)) for pairs in alike.values()]
 
@@ -758,13 +763,13 @@ def _total(sums: list[Any], count: int) -> Any:
 
 
 def _weight(
-    p: Any, shape: Any, sides: dict[str, Side | None], rows: Any = None, name: str = ""
+    p: Any, shape: Any, sides: dict[str, Side | None], *, inputs_first: bool = False
 ) -> Weight:
+    n, m = shape[0], shape[1:].numel()
     return Weight(
         parameter=p,
-        part=f"{name}." if rows is not None else "",
-        rows=rows,
-        shape=(shape[0], shape[1:].numel()),
+        shape=(n, m),
+        inputs=n if inputs_first else m,
         sides={name: side for name, side in sides.items() if side is not None},
     )
 

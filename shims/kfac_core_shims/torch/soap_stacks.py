@@ -48,6 +48,8 @@ class Weight:
         Rows of the parameter that belong to the matrix; None for all.
     shape : tuple of int
         Shape ``(n, m)`` of the matrix.
+    inputs : int
+        Number of inputs, n or m; of an embedding its features.
     sides : dict of str to Side
         Of ``"left"`` and ``"right"`` those that have a basis.
     """
@@ -56,6 +58,7 @@ class Weight:
     part: str = ""
     rows: slice | None = None
     shape: tuple[int, int]
+    inputs: int
     sides: dict[str, Side] = field(default_factory=dict)
 
     def slice(self, x: Any) -> Any:
@@ -64,7 +67,7 @@ class Weight:
 
 
 class Stack:
-    """Weights of one parameter group with the same shape, bases and number of steps.
+    """Weights of one group with equal shapes, inputs, bases and numbers of steps.
 
     Parameters
     ----------
@@ -144,7 +147,7 @@ class Stack:
         """Return directions in the weights' coordinates, shape (k, n, m)."""
         bases = self.bases.get("left"), self.bases.get("right")
         d = kc.roots.from_basis(d.view(self._shape), *bases)
-        factor = kc.roots.width_factor(self._shape[-1])
+        factor = kc.roots.width_factor(self.weights[0].inputs)
         return d if factor == 1 else d * factor
 
     def carry(self) -> None:
