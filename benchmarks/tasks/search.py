@@ -53,7 +53,7 @@ SEARCHED: dict[str, tuple[Callable[..., Any], str, dict[str, tuple[Any, ...]]]] 
             "lr": (3e-3, 6e-3, 1e-2, 2e-2, 3e-2),
             "gradient_bound": (1.0, 1.5, 2.0, 4.0, None),
             "gain": (0.02, 0.05, 0.1, None),
-            "beta2": (0.9, 0.93, 0.95, 0.98),
+            "beta2": (0.85, 0.9, 0.93, 0.97),
             "update_every": (5, 10, 20),
             "decay": (0.8, 0.9),
         },

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-BETA2 = 0.93
+BETA2 = 0.9
 
 Sizes = tuple[float, float]
 """Squares of a gradient in the bases, and second moments, both summed."""

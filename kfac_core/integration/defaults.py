@@ -27,7 +27,7 @@ REFRESH_EVERY = UPDATE_EVERY
 DECAY = 0.8
 
 # SOAP: bases turn more slowly as the rate falls.
-SOAP_UPDATE_EVERY = Widening(10, 20, until=200)
+SOAP_UPDATE_EVERY = Widening(10, 20, until=60)
 SOAP_GAIN = 0.05
 
 # Where the quadratic model chooses the step, and the damping adapts.

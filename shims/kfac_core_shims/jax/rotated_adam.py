@@ -53,7 +53,7 @@ def soap(
     network: Network,
     learning_rate: kc.integration.Schedule = 2e-2,
     *,
-    beta2: float = 0.93,
+    beta2: float = 0.9,
     weight_decay: float = 0.0,
     update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
     gradient_bound: float | None = 1.5,
@@ -90,7 +90,7 @@ def soap(
         Decoupled weight decay.
     update_every : int or callable of int
         Steps between new bases, after three at the first three steps; by default 10, and
-        20 from step 200 on.
+        20 from step 60 on.
     gradient_bound : float, optional
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.

@@ -63,7 +63,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         Decoupled weight decay, as of AdamW.
     update_every : int or callable of int
         Steps between new bases, after three at the first three steps; by default 10, and
-        20 from step 200 on.
+        20 from step 60 on.
     gradient_bound : float, optional
         Multiple of the root of its second moment that a gradient's coordinate is bounded
         by, in vectors and weights with two bases, after five steps; None for no bound.
@@ -142,7 +142,7 @@ class SOAP(torch.optim.Optimizer):  # type: ignore[misc]
         model: torch.nn.Module | Iterable[Any],
         lr: float = 2e-2,
         *,
-        beta2: float = 0.93,
+        beta2: float = 0.9,
         weight_decay: float = 0.0,
         update_every: kc.integration.Interval = _DEFAULTS.SOAP_UPDATE_EVERY,
         gradient_bound: float | None = 1.5,
